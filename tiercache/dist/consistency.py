@@ -1,4 +1,4 @@
-"""What must be alike on all ranks before they train together."""
+"""Checks before training that all ranks have the same arguments, versions and paths."""
 
 from __future__ import annotations
 

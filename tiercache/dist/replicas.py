@@ -1,4 +1,4 @@
-"""Replicas: every rank's copy of the rows that a pass has of replicated tables, as of the last step."""
+"""Replicas: every rank's copy of the rows of data-parallel tables in a pass, as of the last step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another number of ranks, or another sharding: shards are written anew from the ones that are there."""
+"""Resharding: shards are rewritten for another number of ranks or another sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of any keys as of now, read by the ranks that own them for those that ask."""
+"""Current rows of any keys, read by the ranks that own them for those that request them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainingStore: what a cache trains, a plain store or this rank's shard of one."""
+"""TrainingStore: the store that a cache trains, a plain one or this rank's shard."""
 
 from __future__ import annotations
 

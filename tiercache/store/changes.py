@@ -1,4 +1,4 @@
-"""The rows that changed since a commit: what those who serve a model ask a store for."""
+"""The rows that changed since a commit, for those who serve a model, and the difference between two commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits: the atomic steps of a store."""
+"""Commits, the atomic steps of a store; snapshots and histories of them, and the rows that are live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one commit that a store for reading stays at, and what keeps its blocks from being freed meanwhile."""
+"""The commit that a store for reading stays at, and the lease that keeps its blocks from being freed."""
 
 from __future__ import annotations
 

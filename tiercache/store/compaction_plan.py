@@ -1,4 +1,4 @@
-"""Which segments a new schedule leaves where they are, and which rows of the others and of those it moves."""
+"""The plan of a rewrite: segments that stay where they are, and rows of the others that move."""
 
 from __future__ import annotations
 

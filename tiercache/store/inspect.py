@@ -1,4 +1,4 @@
-"""Looking at a store from outside: what it holds, and whether all of it is what was written."""
+"""The content of a store, and a check that it is what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The invariants of keys, which no checksum covers: their order, and what ``KeyCounts`` counts."""
+"""The invariants of keys, which no checksum covers: their order and their counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live keys of a group: all of them, or those of the key pages that may have a key that is looked for."""
+"""The live keys of a group, and the memory of keys that a process has read before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who uses a store: the one writer, readers of a commit in other processes, calls under way in this one."""
+"""Locks of a store: its one writer, leases of readers in other processes, and calls in this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row optimizers as values: what they are called, what they cost in a row, what they start from."""
+"""Row optimizers and initializers as values: their names, their state in a row, and where it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of a store say: decided before anything is changed."""
+"""Recovery: the history that the records of a store describe, checked before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The merge of sources that are in hash order. A source yields parts: hashes (n,), and other columns (n, ...)."""
+"""Sorted runs: the rows of one table in one range of a segment, in hash order, and the merge of such sources."""
 
 from __future__ import annotations
 

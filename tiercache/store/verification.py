@@ -1,4 +1,4 @@
-"""The process that ``verify`` starts: reads everything, and writes JSON lines to its standard output."""
+"""The process that ``verify`` starts: reads everything, and writes JSON lines to standard output."""
 
 from __future__ import annotations
 

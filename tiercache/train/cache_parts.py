@@ -1,4 +1,4 @@
-"""The parts of a cache: opened one after the other, before anything is written what can be refused."""
+"""The parts of a cache, opened in turn: everything that may be refused comes before the first write."""
 
 from __future__ import annotations
 

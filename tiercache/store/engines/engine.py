@@ -1,4 +1,4 @@
-"""The seam between the store's logic and what keeps its bytes: records by name, and blocks by where they are."""
+"""The seam between the store and its engines: records by name, blocks by place, and counters of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a block out of the chunks that hold them, compressed or not: which ranges are read."""
+"""Rows of blocks in Zarr chunks, compressed or not: readers of their ranges, and writers on threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks a writer holds and which were freed, and so which objects and pages of files nobody needs."""
+"""The blocks that a writer holds, the objects and pages that nobody needs, and when they may go."""
 
 from __future__ import annotations
 
