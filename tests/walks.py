@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import sys
 import tempfile
 import threading
@@ -113,7 +114,7 @@ def caller_of(frame: FrameType) -> str:
 
 
 def carries(value: object, number: int, depth: int = 0) -> bool:
-    """Tell if a value is a number of bytes, as an int or as text, or a dataclass or tuple with it in a field."""
+    """Tell if a value is a number, as an int or as text, or has it in a field or as an element, two levels deep."""
     if isinstance(value, int | str) and not isinstance(value, bool):
         return value in {number, str(number)}
     if depth > 1:
@@ -121,13 +122,15 @@ def carries(value: object, number: int, depth: int = 0) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [one.name for one in dataclasses.fields(value)]
         return any(carries(getattr(value, name, None), number, depth + 1) for name in names)
-    return isinstance(value, tuple | list) and any(carries(one, number, depth + 1) for one in value)
+    several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return any(carries(one, number, depth + 1) for one in several)
 
 
 def arguments_carry(frame: FrameType, number: int) -> bool:
     """Tell if an argument of the function that a frame begins is, or has, a number."""
     code = frame.f_code
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]
     values = [frame.f_locals[name] for name in names if name in frame.f_locals]
     return any(carries(value, number) for value in values)
 
