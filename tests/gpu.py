@@ -21,9 +21,10 @@ from tiercache.rows.backends.cuda_runtime import open_runtime
 ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
-TRAINING = [f"tests/train/test_{name}.py" for name in (
-    "cuda_training", "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
-    "row_gradients", "adoption", "store_given", "single_modules", "closing", "two_ways", "real_gpu", "table_steps",
+TIERS = [f"tests/rows/test_{name}.py" for name in ("cuda_training", "two_ways")]
+TRAINING = TIERS + [f"tests/train/test_{name}.py" for name in (
+    "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
+    "row_gradients", "adoption", "store_given", "single_modules", "closing", "real_gpu", "table_steps",
     "finite",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
@@ -59,7 +60,7 @@ CPU_ALONE = {
     "unseen_keys": "rows of keys that are not in a pass, with models on the CPU",
     "loaders": "loaders and forms of keys of the host, whose batches test_raw_keys trains on a GPU",
 }
-"""The other files of tests/train, and why a GPU would show nothing there."""
+"""The other files of tests/train and tests/rows, and why a GPU would show nothing there."""
 NOT_ON_GPU = (
     "killed_at_random",  # trains on the CPU in processes of its own; test_raw_keys kills one on the GPU
     "rows_from_outside",  # writes into the arrays of a InMemoryCache, which on a GPU are copies

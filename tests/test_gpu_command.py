@@ -106,5 +106,7 @@ def test_every_test_of_training_runs_on_a_gpu_or_it_is_said_why_not() -> None:
     listed = {Path(path).name for path in (*gpu.TRAINING, *gpu.RECOVERY)}
     alone = {f"test_{name}.py" for name in gpu.CPU_ALONE}
     assert not listed & alone
-    assert listed | alone == {path.name for path in (gpu.ROOT / "tests/train").glob("test_*.py")}
+    folders = [gpu.ROOT / "tests" / name for name in ("train", "rows")]
+    assert listed | alone == {path.name for folder in folders for path in folder.glob("test_*.py")}
+    assert all((gpu.ROOT / path).exists() for path in (*gpu.TRAINING, *gpu.RECOVERY))
     assert all((gpu.ROOT / path).exists() for path in gpu.SANITIZED)

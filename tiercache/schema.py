@@ -108,6 +108,15 @@ class Schema:
         """The features with lists of keys, in the schema's order."""
         return tuple(f for f in self.features if f.hotness != "one_hot")
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once, in the order of first mention."""
+        names = [self.label] if self.label is not None else []
+        names += [d.column for d in self.dense]
+        for feature in self.features:
+            names += [*feature.columns, *([feature.weights] if feature.weights is not None else [])]
+        return tuple(dict.fromkeys(names))
+
     def feature(self, name: str) -> Feature:
         """Return the feature called ``name``. Raises KeyError for an unknown one."""
         for feature in self.features:

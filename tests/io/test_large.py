@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from tiercache.store.dump import Block
+
+    from tiercache.store.row_codec import RowBlock
 
 SEGMENTS, ROWS = 20, 1_000_000
 TABLE = tc.Table(
@@ -28,7 +29,7 @@ STREAM = SegmentLayout.of(
 )
 
 
-def blocks(keys: NDArray[np.int64]) -> Iterator[Block]:
+def blocks(keys: NDArray[np.int64]) -> Iterator[RowBlock]:
     """Yield the blocks of a segment: in the row of key k, number i of the vector is (k + i) % 97, the state k % 89."""
     for block in range(STREAM.num_blocks):
         low, high = STREAM.rows_of_block(block)

@@ -25,7 +25,7 @@ def planted(self, records):
 FREED_EARLY = """
 from tiercache.store.commit import Needed
 def planted(self, after):
-    needed = Needed.of([*after.snapshots, *self._given_up, *self._pinned()])
+    needed = Needed.of([*after.snapshots, *self._given_up, *self._pins])
     early = list(self._allocated.blocks(self._groups, but=needed))
     if not self._leased():  # a reader would find it without a kill
         self._allocated = needed

@@ -1,7 +1,6 @@
 """Commits of the Zarr engine: a manifest is durable before it counts, and one that failed does not."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,25 @@ pytestmark = pytest.mark.disk
 def test_a_manifest_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its name before the commit returns; one that cannot be synced leaves nothing."""
     engine, seen = ZarrEngine(tmp_path, create=True), []
-    syncs = {name: getattr(zarr_objects, name) for name in ("sync_file", "sync_folder")}
+    sync = zarr_objects.sync
 
-    def watching(name: str, path: str) -> None:
+    def watching(path: str, **options: bool) -> None:
         seen.append((Path(path).name, sorted(entry.name for entry in (tmp_path / "manifests").iterdir())))
-        syncs[name](path)
+        sync(path, **options)
 
     (tmp_path / "manifests").mkdir()
-    for name in syncs:
-        monkeypatch.setattr(zarr_objects, name, partial(watching, name))
+    monkeypatch.setattr(zarr_objects, "sync", watching)
     engine.commit({"commit/1": b"1"})
     (draft,) = {name for name, _ in seen if name.startswith("1.") and name.endswith(".partial")}
     assert seen.index(("1-commit.1", [])) < seen.index((draft, [draft])) < seen.index(("manifests", ["1"]))
     assert all(name != "1" or names == ["1"] for name, names in seen)
 
-    def failing(path: str) -> None:
+    def failing(path: str, **options: bool) -> None:
         if path.endswith(".partial"):
             raise OSError(5, "the disk broke")
-        syncs["sync_file"](path)
+        sync(path, **options)
 
-    monkeypatch.setattr(zarr_objects, "sync_file", failing)
+    monkeypatch.setattr(zarr_objects, "sync", failing)
     with pytest.raises(StoreError, match="the disk broke"):
         engine.commit({"commit/1": b"2"})
     assert [file.name for file in (tmp_path / "manifests").iterdir()] == ["1"]
@@ -57,13 +55,14 @@ def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: py
     engine.commit({"r": b"1"})
     put(engine, [state_block(some_bytes(10))])
 
-    def failing(sync: Callable[[str], None], path: str) -> None:
+    sync = zarr_objects.sync
+
+    def failing(path: str, **options: bool) -> None:
         if at == "file" or "manifests" in path:
             raise OSError(5, "the disk broke")
-        sync(path)
+        sync(path, **options)
 
-    for name in ("sync_file", "sync_folder"):
-        monkeypatch.setattr(zarr_objects, name, partial(failing, getattr(zarr_objects, name)))
+    monkeypatch.setattr(zarr_objects, "sync", failing)
     with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
         engine.commit({"r": b"2"})
     monkeypatch.undo()

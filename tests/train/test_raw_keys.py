@@ -388,7 +388,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
             check_ids(passes, current, keys[current.sub_dataset])
             index = cache._raw.reader._index
             assert isinstance(index, cuda_runtime.CudaKeyIndex)
-            held = index._index._memory, index._index._apart_memory, index._buffer
+            held = index._index._memory, index._index._oov_memory, index._buffer
             planned = cache._backend.index_bytes(max(p.rows("a") + p.rows("b") for p in passes.passes), 2)
             assert cache.index_bytes == planned == index.num_bytes == sum(part.nbytes for part in held)
             assert cache.device_bytes == rows + planned

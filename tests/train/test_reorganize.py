@@ -365,7 +365,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
         with tiered(store, passes) as cache:
             train(cache, case)
         if large_pages:
-            monkeypatch.setattr("tiercache.dist.reorganize.partial", lambda *_, **__: base_layout)
+            monkeypatch.setattr("tiercache.dist.reorganize._layout", lambda _: base_layout)
         tc.reorganize(store, passes, order_seed=5, progress=False)
         (base,) = segments_by_pass(store).values()
         smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)

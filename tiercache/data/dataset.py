@@ -172,7 +172,7 @@ class PassDataset:
         if schema.digest != self.schema.digest:
             raise DatasetError(
                 f"the dataset {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
-                "extract again with this schema, or use the sub_dataset it was extracted with"
+                "extract again with this schema, or use the schema it was extracted with"
             )
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:

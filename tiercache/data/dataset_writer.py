@@ -106,7 +106,9 @@ def write_key_sets(
     directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
-    records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes or ()))
+    records = tuple(
+        _write(directory, index, schema, keys) for index, keys in enumerate(() if passes is None else passes)
+    )
     if not records:
         raise DatasetError("no passes were given: give the keys of at least one")
     Manifest(schema=schema, passes=records, options={}, inputs=()).write(directory)

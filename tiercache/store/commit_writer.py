@@ -137,15 +137,17 @@ class CommitWriter:
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
             self._counters.add(transactions=1, **writer.written)
             self._allocate(Needed({segment.id: segment}, {segment.id: (0,) * len(layouts)}, {}))
+            appended = Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment))
             with self._snapshot_lock:
-                self.snapshot = Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment))
+                self.snapshot = appended
         return segment
 
     def discard_uncommitted(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
+            newest = self.history.newest
             with self._snapshot_lock:
-                self.snapshot = self.history.newest
+                self.snapshot = newest
             self._free()
 
     # -- commits -----------------------------------------------------------------------------------------

@@ -172,11 +172,14 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     return everything[-everything.ctypes.data % HUGE_BYTES :][:size]
 
 
-def replace_file(path: Path, data: bytes, *, suffix: str = ".tmp") -> None:
-    """Replace ``path`` by ``data`` in one step; both are on disk on return. A crash may leave the name + ``suffix``."""
+def replace_file(path: Path, data: bytes, *, suffix: str = ".tmp", mode: int = 0o666) -> None:
+    """Replace ``path`` by ``data`` in one step; both are on disk on return. A crash may leave the name + ``suffix``.
+
+    ``mode`` is that of the new file, less the process's umask.
+    """
     temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -189,11 +192,14 @@ def publish(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def sync(path: str | Path) -> None:
-    """Return when a file's content, or a folder's names, are on disk. Raises OSError."""
+def sync(path: str | Path, *, data_only: bool = False) -> None:
+    """Return when a file's content, or a folder's names, are on disk. Raises OSError.
+
+    ``data_only``: without the file's times, which a file that was overwritten in place need not wait for.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        (os.fdatasync if data_only else os.fsync)(handle)
     finally:
         os.close(handle)
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from tiercache.store.files import FULL, ROOM_FOR_RECORDS, open_file, reason, room_for, sync
@@ -46,7 +46,8 @@ class WriterLock:
                 raise self._unusable(directory, error) from error
             self._take(name, os.O_RDWR | os.O_CREAT)
             if not os.fstat(self._handles[name]).st_size:
-                sync(directory)  # what is without a marker is taken for a store's creation only where this file is
+                with suppress(PermissionError):  # of a folder that may be searched and not listed
+                    sync(directory)  # what is without a marker is taken for a store's creation only where this file is
             if name == LOCK:
                 self.take_marker()
             self._name_holder(self._handles[name])

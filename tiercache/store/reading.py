@@ -157,6 +157,14 @@ class BlockReader:
         ``only_check``: the contents of the memory to fill are undefined afterward.
         """
         self.check_open()
+        for segment, group, low, high, out in requests:  # all of them, before anything is read
+            layout = segment.layouts[group]
+            if not 0 <= low <= high <= layout.num_pages:
+                found = f"pages {low} to {high} of segment {segment.id} are not there"
+                raise ValueError(f"{found}: it has {layout.num_pages}")
+            size = int(np.diff(layout.rows_of_pages(np.array([low, high])))[0]) * layout.row_bytes
+            if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
+                raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
         reads = self._checks if only_check and self._checks is not None else self._reads
         num_bytes = sum(pages.out.size for pages in requests)
         together = reads is not None
@@ -208,15 +216,11 @@ class BlockReader:
             raise
 
     def _spans(self, pages: Pages) -> Iterator[_Span]:
-        """Cut pages where blocks end. Raises ValueError for pages that are not there, and another size than theirs."""
+        """Cut pages where blocks end."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
-        if not 0 <= low <= high <= layout.num_pages:
-            raise ValueError(f"pages {low} to {high} of segment {segment.id} are not there: it has {layout.num_pages}")
         rows = layout.rows_of_pages(np.arange(low, high + 1))
         bounds = (rows - rows[0]) * layout.row_bytes
-        if out.dtype != np.uint8 or out.size != bounds[-1] or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {bounds[-1]:,} contiguous bytes")
         begin = 0
         while begin < high - low:
             row = int(rows[begin])

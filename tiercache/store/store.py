@@ -494,7 +494,7 @@ class Store:
 
 def _open_special(place: Path, *arguments: Any) -> Store | None:
     """Open a folder that holds more than one plain store; None if there is at most a plain one."""
-    for name, opener in OPENERS.items():
-        if os.path.lexists(place / name) and (found := opener(place, *arguments)) is not None:
+    for opener in OPENERS.values():
+        if (found := opener(place, *arguments)) is not None:
             return found  # type: ignore[no-any-return]
     return None

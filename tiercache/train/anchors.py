@@ -180,10 +180,11 @@ class Anchor:
     def _follow(self, parameter: nn.Parameter) -> None:
         """Note the backward passes that add to the gradient of a parameter, in place of another one's."""
         self.remove()
-        accumulated = self._accumulated  # and not this: the parameter does not keep it alive
+        anchor = weakref.ref(self)  # the parameter does not keep it alive
 
         def note(_: torch.Tensor) -> None:
-            accumulated.add(int(torch._C._current_graph_task_id()))
+            if (found := anchor()) is not None:
+                found._accumulated.add(int(torch._C._current_graph_task_id()))
 
         self._hooked = parameter
         self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]

@@ -431,7 +431,7 @@ class RankExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Clip gradients, as `SteppedCache.clip_grad_norm_` says. Collective.
+        """Clip gradients, as `TierCache.clip_grad_norm_` says. Collective.
 
         The gradients of rows meet at their owners to be measured, and once more at the step.
         """

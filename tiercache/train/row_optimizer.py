@@ -73,13 +73,18 @@ class RowOptimizer(torch.optim.Optimizer):
                     "cache.optimizer.part(optimizer) is one with its rows)"
                 )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the rows that have gradients. Gradients that were dropped since backward are not applied."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, dense: torch.optim.Optimizer | None = None
+    ) -> Any:  # fmt: skip
+        """Update the rows that have gradients: of modules that step with ``dense``, or of all.
+
+        Gradients that were dropped since backward are not applied.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.run_step(None)
+        self.run_step(dense)
         return loss
 
     def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:

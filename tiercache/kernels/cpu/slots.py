@@ -50,16 +50,16 @@ def assign_slots(
     index 0; its used length comes in as `spare_slots[-1]` and goes out there; with those that depart there must be one
     for each row. Returns the number of kept rows, or -1 where the two sides differ.
     """
-    cached_code = 0
-    while cached_code < load_order.size and new_prev_distance[load_order[cached_code]] == 1:
-        if cached_code == dump_order.size or old_next_distance[dump_order[cached_code]] != 1:
+    kept = 0
+    while kept < load_order.size and new_prev_distance[load_order[kept]] == 1:
+        if kept == dump_order.size or old_next_distance[dump_order[kept]] != 1:
             return -1
-        new_slots[load_order[cached_code]] = old_slots[dump_order[cached_code]]
-        cached_code += 1
-    if cached_code < dump_order.size and old_next_distance[dump_order[cached_code]] == 1:
+        new_slots[load_order[kept]] = old_slots[dump_order[kept]]
+        kept += 1
+    if kept < dump_order.size and old_next_distance[dump_order[kept]] == 1:
         return -1
-    num_spare, departed = spare_slots[-1], cached_code
-    for i in range(cached_code, load_order.size):
+    num_spare, departed = spare_slots[-1], kept
+    for i in range(kept, load_order.size):
         if num_spare > 0:
             num_spare -= 1
             new_slots[load_order[i]] = spare_slots[num_spare]
@@ -70,7 +70,7 @@ def assign_slots(
         spare_slots[num_spare] = old_slots[dump_order[i]]
         num_spare += 1
     spare_slots[-1] = num_spare
-    return cached_code
+    return kept
 
 
 @serial

@@ -165,7 +165,7 @@ class Pieces(Protocol):
     """Pieces of host memory; one launch moves the rows of all of them."""
 
     def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
-        """Add pieces in ``data``, as `kernels.pieces.PieceTable` does."""
+        """Add pieces in ``data``, as `kernels.pieces.Pieces` does."""
 
     def add_each(
         self,

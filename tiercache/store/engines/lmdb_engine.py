@@ -250,7 +250,7 @@ class LmdbEngine:
             end = block.place + places[-1].pages
         if self._manifest.number:
             try:
-                sync(self.path / DATA)
+                sync(self.path / DATA, data_only=True)
                 sync(self.path)
             except OSError as error:
                 raise self._unwritable(self.path / DATA, error) from error

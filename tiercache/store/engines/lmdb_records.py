@@ -182,7 +182,7 @@ class Head(NamedTuple):
         """Write a new file, whole or not at all; durable on return. Raises OSError."""
         slots = bytearray(2 * _SLOT_BYTES)
         slots[self._place : self._place + _SLOT.size + _CHECKSUM.size] = self._pack()
-        replace_file(folder / HEAD, bytes(slots), suffix=".new")
+        replace_file(folder / HEAD, bytes(slots), suffix=".new", mode=0o644)
 
     def write(self, folder: Path) -> None:
         """Overwrite the older slot; durable on return. Raises OSError."""

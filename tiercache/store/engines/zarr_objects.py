@@ -99,7 +99,7 @@ class Objects:
         draft = f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         try:
             self.put(draft, data)
-            sync(self.path(draft))
+            sync(self.path(draft), data_only=True)
             self.check()
             (self.root / draft).replace(self.root / key)
         except BaseException:
@@ -265,7 +265,9 @@ class Objects:
     @staticmethod
     def sync(files: Iterable[str], folders: Iterable[str]) -> None:
         """Return when the bytes of files, and the names in folders, are durable."""
-        for path in (*files, *folders):
+        for path in files:
+            sync(path, data_only=True)
+        for path in folders:
             sync(path)
 
 
