@@ -78,13 +78,11 @@ class CacheParts:
         options: TierCacheOptions,
     ) -> None:
         """Open them. ``limits``: the arguments of ``Budgets.parse``. ``live_rows``: that of the cache, kept weakly."""
-        device = device_name(device)
+        comm_dtype, device = COMM_DTYPES[options.comm_dtype], device_name(device)
         where = device if isinstance(device, str) else device.device
         self.ranks = ranks = (only_rank if store is None else communicator_of)(options.group, where)
         with self.closed_on_error():
             with ranks.raise_on_all("reading the budgets"):
-                options.check()
-                comm_dtype = COMM_DTYPES[options.comm_dtype]
                 self.dataset = data = PassDataset.of(data)
                 planned = None if plan is None else TrainingPlan.read(plan, data)
                 if order is None and order_seed is None and planned is not None:

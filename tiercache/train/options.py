@@ -20,7 +20,7 @@ COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCacheOptions:
-    """Settings of a `TierCache` that most trainings leave alone. The cache raises ValueError for an unknown word."""
+    """Settings of a `TierCache` that most trainings leave alone. Raises ValueError for an unknown word."""
 
     group: ProcessGroup | None = None
     """The process group to train on. Default: torch's default group if there is one, else this process alone.
@@ -42,8 +42,7 @@ class TierCacheOptions:
     warns once for each pass; "ignore" checks nothing.
     """
 
-    def check(self) -> None:
-        """Raise ValueError for an unknown word. A cache calls it where an error on one rank is raised on all."""
+    def __post_init__(self) -> None:
         _check_word("comm_dtype", self.comm_dtype, COMM_DTYPES)
         _check_word("on_nonfinite", self.on_nonfinite, NONFINITE_MODES)
 
