@@ -93,7 +93,7 @@ class Arrival:
 
     def flat(self, array_of: Callable[[torch.Tensor], Any]) -> Any:
         """Return the current gradient as a flat float32 array: a copy if it is not contiguous."""
-        gradient = self.gradient
+        gradient = self._gradient if self._placeholder is None else self._placeholder.grad
         assert gradient is not None, "a gradient is stepped that was dropped"
         if gradient.dtype != torch.float32:
             gradient = gradient.float()
@@ -174,7 +174,7 @@ class Anchor:
             for one, some in zip(gradients, tables, strict=True)
         ]
         self.arrived += [one for one in found if one is not None]
-        self._in_task[task] = self._in_task.get(task, 0) + any(one is not None for one in found)
+        self._in_task[task] = self._in_task.get(task, 0) + any(found)
         return found
 
     def _follow(self, parameter: nn.Parameter) -> None:

@@ -115,7 +115,7 @@ class Marker(NamedTuple):
 
     def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Sequence[Arrival | None]) -> Any:
         """Return the gradient of the anchor."""
-        if self.anchors is None or not any(one is not None for one in arrived):
+        if self.anchors is None or not any(arrived):
             return None
         return self.anchors.gradient_of(self.parameter, gradients)
 

@@ -294,7 +294,7 @@ class TableLookup:
         gradients.defer(
             self.part.group,
             partial(
-                SavedGradient, slots=slots, width=self.rows.vectors.dim,
+                SavedGradient, slots=slots, width=self.batch.rows.groups[self.part.group].vectors.dim,
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4, sorted=known,
                 looked_up=[self.batch.ids[self.part.features[feature]]],
                 spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
