@@ -145,4 +145,4 @@ class ShardView:
         return len(self.passes)
 
     def __repr__(self) -> str:
-        return f"Share(rank {self.rank} of {self.sharding.num_ranks}, {self.whole!r})"
+        return f"ShardView(rank {self.rank} of {self.sharding.num_ranks}, {self.whole!r})"
