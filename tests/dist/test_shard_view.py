@@ -151,7 +151,7 @@ def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
     assert {one.name: one.dim for one in share.schema.tables} == {"a": 4, "b": 4, "c": 3, "d": 4}
     assert (len(share), share.samples, share.path) == (len(passes), passes.samples, passes.path)
     assert [one.index for one in share] == list(range(len(passes)))
-    assert repr(share).startswith("Share(rank 2 of 4, PassDataset(")
+    assert repr(share).startswith("ShardView(rank 2 of 4, PassDataset(")
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="has no share: the sharding has 4 ranks"):
             ShardView(passes, MIXED, rank)
