@@ -1,34 +1,147 @@
-"""The seam between the store and its engines: records by name, blocks by place, and counters of bytes."""
+"""The seam between the store and its engines: seven verbs over immutable, named blobs, and counters of bytes."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.layout import Part, SegmentLayout
+    from tiercache.store.layout import SegmentLayout
     from tiercache.store.table import Group
 
-    Data = tuple["Block", NDArray[Any]]
-    """A block, and its contiguous bytes."""
-    Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
-    """Bytes read of each part, or -errno, and the checksums of all runs."""
-    Reads = Callable[[Sequence["ReadSource"], Sequence[Part]], Read]
-    """What fills each part from its source at once."""
-    FieldReads = Callable[[Sequence["FieldSource"], Sequence[Part]], Read]
-    """The same for rows whose fields stand apart; the runs of a part are its pages."""
+    Part = tuple[int, int, NDArray[Any]]
+    """Which of the blobs that are put, the byte of it at which the data begins, and contiguous data."""
+
+PAGE_BYTES = 4096
+"""Parts begin at multiples of it; the blocks of a segment do in each of its blobs."""
+WRITE_BYTES = 64 << 20
+"""Of copies of parts on their way, where nobody says less."""
+
+
+class BlobRows(NamedTuple):
+    """What the bytes of a segment's blob are, for an engine that stores each field as an array: others ignore it."""
+
+    group: Group
+    """Whose rows: fields and tables."""
+    layout: SegmentLayout
+    """Which rows are in which block and page."""
+
+
+class Blob(NamedTuple):
+    """Immutable bytes with a name, of which the front may be dropped."""
+
+    name: str
+    """Words and numbers of ASCII between slashes, no two blobs of a store ever the same. The last word of a segment's
+    is "rows", "keys" or "changed" where ``of`` says whose."""
+    size: int
+    """Bytes."""
+    of: BlobRows | None = None
+    """Of rows, their keys and last changes: they are put block by block, and of rows whole pages are read."""
+
+
+class Stored(NamedTuple):
+    """What an engine has of a blob."""
+
+    size: int
+    """Bytes, those that were dropped included; fewer than were put where the blob was cut short."""
+    dropped: int = 0
+    """Bytes at the front that are gone, or may be."""
+
+
+class Head(NamedTuple):
+    """What a store stands at."""
+
+    name: str
+    """Of the blob that says what it is: of the newest commit, or of the tables before the first."""
+    size: int
+    """Its bytes."""
+    digest: str
+    """Its SHA-256, as hexadecimal digits."""
+
+
+class ReadRequest(NamedTuple):
+    """Bytes of a blob that are to be read."""
+
+    blob: Blob
+    offset: int
+    """The first byte."""
+    out: NDArray[np.uint8]
+    """Contiguous memory to fill."""
+
+
+class Engine(Protocol):
+    """Keeps blobs, and the head that says which of them is the newest commit; knows nothing of what they say.
+
+    ``MemoryEngine`` is the executable definition. Blobs belong to whoever put them until ``drop`` gives them back: the
+    engine never decides what is needed. ``put``, ``drop`` and ``publish`` come from one thread at a time and, where
+    they raise, have changed nothing, unless they say otherwise; ``read``, ``list`` and ``newest`` may be called by
+    other threads meanwhile.
+    """
+
+    label: str
+    """The store in the words of a message."""
+    memory_bytes: int
+    """The most that copies of parts being written may take, or one part that is larger; who plans memory sets it."""
+    lease_folder: Path | None
+    """Where readers in other processes leave leases; None where they cannot."""
+    epoch: int
+    """A number that no other writer of this store ever had, where no lock keeps them apart: names of what the store
+    puts end with it. 0 where a lock does."""
+
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Write blobs, all of them or none; durable with the next ``publish``, and lost by a crash before it.
+
+        Parts fill each blob exactly once, in any order; each begins at a multiple of ``PAGE_BYTES``, and is a block
+        where a blob is ``of`` rows. Asks for one after another and takes what it needs of each before it asks for the
+        next or, of ``stable`` arrays, which do not change, before it returns. Names are new, or were dropped. Raises
+        StoreFullError, before a part is asked for where it is known by then, StoreError, ValueError for parts that are
+        not what the blobs say, and what the iterable raises.
+        """
+
+    def read(self, request: ReadRequest) -> None:
+        """Fill ``request.out``. Raises BlockReadError, in words that follow the name of what is read."""
+
+    def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
+        """Take back blobs up to a byte, or whole (None), after the commit that gave them up is durable.
+
+        Their room is for blobs to come, and goes back to the file system with ``shrink``. A byte that is not at the end
+        of a page or chunk frees what ends before it. No read of these bytes is under way or comes. What cannot be
+        deleted now is deleted when the engine is next opened for writing and told again. Raises StoreError.
+        """
+
+    def list(self) -> Mapping[str, Stored]:
+        """Return all blobs that are there, put since the last ``publish`` or before, by name; reads none.
+
+        For writing, and for what looks whether a store is whole; what a crash left is among them, or gone already.
+        """
+
+    def newest(self) -> Head | None:
+        """Return what was published last, by whatever process, checked; None where nothing ever was.
+
+        Raises CorruptStoreError.
+        """
+
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Make durable all that was put, then have ``newest`` return ``head``: all or nothing, durably.
+
+        Raises StoreFullError; StoreError where ``newest`` is not ``before``, as another writer came, and it changes
+        nothing then. Where it raises although ``newest`` returns ``head``, the head is durable, and the next
+        ``publish`` ends this one first.
+        """
+
+    def close(self) -> None:
+        """Give up every resource; a second time does nothing. No read is under way."""
 
 
 class Counters:
-    """Plain numbers, each only ever growing; all bytes are of blocks, without what an engine adds."""
+    """Plain numbers, each only ever growing; all bytes are of blobs, without what an engine adds."""
 
     def __init__(self) -> None:
         self.row_bytes_written = 0
@@ -36,16 +149,19 @@ class Counters:
         self.changed_bytes_written = 0
         """Last changes of rows that were moved."""
         self.state_bytes_written = 0
+        self.meta_bytes_written = 0
+        """Commits, what they list, and what describes segments."""
         self.rows_written = 0
         self.row_bytes_read = 0
         """By ``read`` and ``read_rows``, whole pages."""
         self.key_bytes_read = 0
         self.changed_bytes_read = 0
         self.state_bytes_read = 0
+        self.meta_bytes_read = 0
         self.rows_read = 0
         """By ``read``: rows of the pages; by ``read_rows``: rows returned."""
         self.reads = 0
-        """Calls of the engine."""
+        """Calls of the engine for rows, keys, last changes and state."""
         self.transactions = 0
         self.commits = 0
         self.blocks_freed = 0
@@ -70,166 +186,3 @@ class Counters:
             counters = self.__dict__
             for name, amount in amounts.items():
                 counters[name] += amount
-
-
-WRITE_BYTES = 64 << 20
-"""Of copies of blocks on their way, where nobody says less."""
-
-
-class BlockLayout(NamedTuple):
-    """What the bytes of a segment's block are, for an engine that keeps the fields of rows apart: others ignore it."""
-
-    group: Group
-    """Whose rows: fields and tables."""
-    segment_layout: SegmentLayout
-    """Which rows are in which block and page."""
-
-
-class Block(NamedTuple):
-    """A block of a segment's rows, their keys or last changes, or of a commit's dense state."""
-
-    kind: bytes
-    """``ROWS``, ``KEYS``, ``CHANGED`` or ``STATE``."""
-    owner: int
-    """The id of the segment, or of the commit."""
-    group: int
-    index: int  # type: ignore[assignment]  # no method of a tuple
-    """Among the blocks of its kind, owner and group."""
-    size: int
-    """Bytes."""
-    place: int = -1
-    """What ``Engine.write`` returned for it; -1 where it was not written yet."""
-    layout: BlockLayout | None = None
-    """Of all but dense state. Of rows, whole pages are read."""
-
-
-class ReadRequest(NamedTuple):
-    """Bytes of a block that are to be read."""
-
-    block: Block
-    offset: int
-    """The first byte within the block."""
-    out: NDArray[np.uint8]
-
-
-class Engine(Protocol):
-    """Keeps records and blocks; knows nothing of commits. ``MemoryEngine`` is the executable definition.
-
-    Blocks belong to whoever wrote them until ``free`` gives them back: the engine never decides what is needed.
-    Everything that writes comes from one thread at a time and, where it raises, has changed nothing, unless it says
-    otherwise; ``read`` and ``locate`` may be called by other threads meanwhile.
-    """
-
-    label: str
-    """The store in the words of a message."""
-    memory_bytes: int
-    """The most that copies of blocks being written may take, or one block that is larger; who plans memory sets it."""
-
-    lease_folder: Path | None
-    """Where readers in other processes leave leases; None where they cannot."""
-
-    def records(self) -> Mapping[str, bytes]:
-        """Return the newest records by name, checked against the chain of manifests.
-
-        For writing those of the last ``commit`` of this engine; for reading the newest that there are now.
-        Raises CorruptStoreError.
-        """
-
-    def digests(self) -> Mapping[str, str]:
-        """Return the SHA-256 of each record that ``records`` returned last, or that stands since the last ``commit``.
-
-        As hexadecimal digits.
-        """
-
-    def drop_records(self) -> None:
-        """Let go of records that are kept in memory: whoever asked for them has what it needs."""
-
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Make everything durable that was written, then set records (None removes one): all or nothing, durably.
-
-        Raises StoreFullError and StoreError. Where the records are durable and the end of the commit failed,
-        ``records`` returns them, the error is raised, and the next commit ends this one first.
-        """
-
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Write blocks, all of them or none, and return the place of each. A crash before the next commit loses them.
-
-        Asks for one after another and takes what it needs of each before it asks for the next or, of ``stable`` arrays,
-        which do not change, before it returns. Blocks of a segment may come in any order; no block is written twice but
-        after it was freed. Raises StoreFullError and StoreError, and what the iterable raises.
-        """
-
-    def read(self, request: ReadRequest) -> None:
-        """Fill ``request.out``. Raises BlockReadError."""
-
-    def problem(self, block: Block) -> str:
-        """Return what is wrong with a block in words that end a sentence, as far as it shows without reading; or "".
-
-        A block that is missing, or shorter than it was written.
-        """
-
-    def retain(self, blocks: Iterable[Block]) -> None:
-        """When the store is opened for writing: these blocks are needed, and nothing else that there is.
-
-        Deletes or reuses the rest. Raises CorruptStoreError for blocks that overlap.
-        """
-
-    def free(self, blocks: Iterable[Block]) -> None:
-        """Take back blocks that nothing needs, after the commit that gave them up is durable.
-
-        Their room is for blocks to come. What cannot be deleted now is deleted by the next opening for writing.
-        """
-
-    def shrink(self) -> None:
-        """Give all room that is free back to where it came from. Raises StoreError."""
-
-    def close(self) -> None:
-        """Give up every resource; a second time does nothing. No read is under way."""
-
-
-class ReadSource(NamedTuple):
-    """Where bytes of a block lie."""
-
-    handle: int
-    """Of an open file."""
-    in_pages: bool
-    """Whether whole pages must be read; then bytes are wanted where they lie in their page as in that of the file."""
-    offset: int
-    """Of the file."""
-
-
-class FieldFile(NamedTuple):
-    """Where one field of rows lies."""
-
-    path: str
-    file_bytes: int
-    """Of the whole file: one of another size is not what was written."""
-    begin: int
-    """Byte of the file where the field of the first row wanted begins; the other rows' follow."""
-    row_bytes: int
-    """Of the field in a row."""
-
-
-class FieldSource(NamedTuple):
-    """Where rows of a block lie whose fields stand apart."""
-
-    in_pages: bool
-    """Whether whole pages are read, past the page cache."""
-    files: Sequence[FieldFile]
-    """In the order of a row."""
-
-
-@runtime_checkable
-class LocatingEngine(Protocol):
-    """An engine that keeps blocks in files as they are, or as their fields are, so that many can be read at once."""
-
-    fields_apart: bool
-    """Whether sources are those of fields."""
-
-    def locate(
-        self, requests: Sequence[ReadRequest]
-    ) -> AbstractContextManager[Sequence[ReadSource | FieldSource | None]]:
-        """Say where wanted bytes lie; no file is closed within the context.
-
-        None: ``read`` says why not, or reads what is not kept so.
-        """
