@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
-import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,95 +11,52 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.engines.engine import Block, BlockLayout, FieldSource, LocatingEngine, ReadRequest, ReadSource
-from tiercache.store.layout import CHANGED, KEYS, ROWS, STATE, Range, SegmentLayout
-from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad, Zeros
-from tiercache.store.store_errors import BlockReadError, StoreFullError
-from tiercache.store.table import Table, group_tables
+from tests.store.blobs import (
+    OPTIMIZERS,
+    Content,
+    bytes_of,
+    check,
+    drop_all,
+    drop_fronts,
+    head_of,
+    layout_of,
+    parts_of,
+    plain,
+    publish,
+    put,
+    segment,
+    some_bytes,
+)
+from tiercache.store.engines.engine import PAGE_BYTES, Blob, BlobRows, ReadRequest
+from tiercache.store.files import paged
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
-    from numpy.typing import NDArray
+    from tiercache.store.engines.engine import Engine, Part
 
-    from tiercache.store.engines.engine import Data, Engine
-
-    Bytes = NDArray[np.uint8]
-
-OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
 SIZES = (0, 1, 4095, 4096, 10_000, 300_001)
-
-
-def some_bytes(size: int, seed: int = 0) -> Bytes:
-    """Return made-up bytes."""
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-
-
-def layout_of(rows: tuple[int, ...], *, page_rows: int = 3, block_rows: int = 7, **of_table: Any) -> BlockLayout:
-    """Return the layout of a layout of one table with so many rows in each range."""
-    usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
-    group = group_tables([Table(**usual | of_table)])[0]
-    ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
-    layout = SegmentLayout.of(
-        row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
-    )
-    return BlockLayout(group, layout)
-
-
-def segment_blocks(layout: BlockLayout, segment: int = 0, seed: int = 0) -> list[Data]:
-    """Return made-up blocks of rows, keys and last changes of a whole layout."""
-    blocks: list[Data] = []
-    for index, size in enumerate(map(layout.segment_layout.bytes_of_block, range(layout.segment_layout.num_blocks))):
-        rows = size // layout.segment_layout.row_bytes
-        for at, (kind, num) in enumerate([(ROWS, size), (KEYS, 8 * rows), (CHANGED, 4 * rows)]):
-            block = Block(kind, segment, layout.group.index, index, num, layout=layout)
-            blocks.append((block, some_bytes(num, seed=1000 * segment + 100_000 * seed + 3 * index + at)))
-    return blocks
-
-
-def state_block(data: Bytes, index: int = 0, *, commit: int = 1) -> Data:
-    """Return a block of dense state."""
-    return Block(STATE, commit, 0, index, data.nbytes), data
-
-
-def put(engine: Engine, blocks: Iterable[Data], *, stable: bool = False) -> dict[Block, bytes]:
-    """Write blocks; returns the bytes of each, with its place."""
-    blocks = [*blocks]
-    places = engine.write(blocks, stable=stable)
-    assert len(places) == len(blocks)
-    return {block._replace(place=place): data.tobytes() for (block, data), place in zip(blocks, places, strict=True)}
-
-
-def bytes_of(engine: Engine, block: Block) -> bytes:
-    """Return a whole block."""
-    out = np.ones(block.size, np.uint8)
-    engine.read(ReadRequest(block, 0, out))
-    return out.tobytes()
-
-
-def check(engine: Engine, blocks: dict[Block, bytes]) -> None:
-    """Compare blocks with what they were when they were written."""
-    for block, data in blocks.items():
-        assert engine.problem(block) == ""
-        assert bytes_of(engine, block) == data
+HYPOTHESIS = {"deadline": None, "suppress_health_check": [HealthCheck.differing_executors]}
 
 
 class EngineContract:
     """The tests. Inherit, and say how the engine is made, opened after a crash, and opened by a reader."""
 
     outlives = True
-    """Whether what was committed, and only that, is there when another process opens the engine."""
+    """Whether what was published, and only that, is there when another process opens the engine."""
     compression: str | None = None
-    """Of the tables whose rows are written."""
+    """Of the tables whose rows are put."""
 
-    def layout(self, rows: tuple[int, ...], **how: Any) -> BlockLayout:
-        """Return a layout of such a table."""
+    def layout(self, rows: Sequence[int], **how: Any) -> BlobRows:
+        """Return the rows of such a table."""
         return layout_of(rows, compression=self.compression, **how)
 
     @classmethod
     def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
-        """Make an empty engine in a folder that is empty; ``store_budget`` bounds its blocks."""
+        """Make an empty engine in a folder that is empty; ``store_budget`` bounds its blobs."""
         raise NotImplementedError
 
     @classmethod
@@ -122,27 +76,51 @@ class EngineContract:
         yield engine
         engine.close()
 
-    def crashed(self, path: Path, engine: Engine, needed: Iterable[Block]) -> Engine:
-        """Return what is there after the process died, opened as a store opens it."""
+    def crashed(self, path: Path, engine: Engine, needed: Iterable[Content]) -> Engine:
+        """Return what is there after the process died, opened as a store opens it: with the same fronts dropped."""
         engine.close()
         engine = self.open(path, engine)
-        engine.retain(needed)
+        kept = {blob.name: min(pieces, default=blob.size) for blob, pieces in needed}
+        stored = engine.list()
+        assert kept.keys() <= stored.keys()
+        engine.drop([(name, kept.get(name)) for name in stored if kept.get(name) != 0])
         return engine
 
-    # -- blocks ------------------------------------------------------------------------------------------
+    # -- blobs -------------------------------------------------------------------------------------------
 
-    def test_blocks_come_back_from_any_byte_on(self, engine: Engine) -> None:
-        """Whatever their length, wherever they lie in memory, before and after the commit."""
-        written = put(engine, (state_block(some_bytes(size + 1, i)[1:], i) for i, size in enumerate(SIZES)))
+    def test_blobs_come_back_from_any_byte_on(self, engine: Engine) -> None:
+        """Whatever their length, wherever they lie in memory, before and after they are published."""
+        contents = put(engine, [plain(f"states/0.{i}", some_bytes(n + 1, i)[1:]) for i, n in enumerate(SIZES)])
         for _ in range(2):
-            for block, data in written.items():
-                for low, high in ((0, block.size), (block.size // 3, block.size // 2), (block.size, block.size)):
-                    out = np.ones(high - low, np.uint8)
-                    engine.read(ReadRequest(block, low, out))
-                    assert out.tobytes() == data[low:high]
-            engine.commit({})
+            for blob, pieces in contents:
+                data = b"".join(piece.tobytes() for piece in pieces.values())
+                for low, high in ((0, blob.size), (blob.size // 3, blob.size // 2), (blob.size, blob.size)):
+                    assert bytes_of(engine, blob, low, high) == data[low:high]
+            publish(engine, 0) if engine.newest() is None else None
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(max_examples=20, **HYPOTHESIS)
+    @given(
+        sizes=st.lists(st.sampled_from([0, 1, 4096, 9000, 70_000, 400_000]), min_size=1, max_size=5),
+        cut=st.sampled_from([PAGE_BYTES, 3 * PAGE_BYTES, 1 << 17]),
+        order=st.none() | st.randoms(use_true_random=False),
+        stable=st.booleans(),
+    )
+    def test_parts_come_in_any_order(
+        self, tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cut: int, order: Any, *, stable: bool
+    ) -> None:
+        """Of several blobs in turn, each of them in parts of any number of pages."""
+        engine = self.make(tmp_path_factory.mktemp("engine"))
+        contents = [plain(f"states/0.{i}", some_bytes(size, i), cut) for i, size in enumerate(sizes)]
+        contents = put(engine, contents, stable=stable, order=order)
+        check(engine, contents)
+        for blob, pieces in contents:
+            whole = b"".join(data.tobytes() for data in pieces.values())
+            low, high = blob.size * 3 // 7, blob.size * 6 // 7
+            assert bytes_of(engine, blob, low, high) == whole[low:high]
+        check(engine, publish(engine, 0) + contents)
+        engine.close()
+
+    @settings(max_examples=15, **HYPOTHESIS)
     @given(
         rows=st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any),
         page_rows=st.integers(1, 6),
@@ -150,8 +128,9 @@ class EngineContract:
         optimizer=st.sampled_from(OPTIMIZERS),
         cuts=st.tuples(st.integers(0, 8), st.integers(1, 8)),
         order=st.randoms(use_true_random=False),
+        changed=st.booleans(),
     )
-    def test_pages_come_back_however_fields_are_kept(
+    def test_pages_come_back_however_fields_are_stored(
         self,
         tmp_path_factory: pytest.TempPathFactory,
         rows: list[int],
@@ -160,289 +139,356 @@ class EngineContract:
         optimizer: Any,
         cuts: tuple[int, int],
         order: Any,
+        *,
+        changed: bool,
     ) -> None:
-        """Any run of pages of any block of any layout is what was written, in whatever order blocks came."""
-        of_blocks = self.layout(tuple(rows), page_rows=page_rows, block_rows=block_rows, optimizer=optimizer)
-        layout, blocks = of_blocks.segment_layout, segment_blocks(of_blocks, segment=5)
-        order.shuffle(blocks)
+        """Any run of pages of any block, and any keys, are what was put, in whatever order blocks came."""
+        of = self.layout(rows, page_rows=page_rows, block_rows=block_rows, optimizer=optimizer)
         engine = self.make(tmp_path_factory.mktemp("engine"))
-        half = len(blocks) // 2
-        written = put(engine, blocks[:half]) | put(engine, blocks[half:])
-        check(engine, written)
-        engine.commit({})
-        check(engine, written)
-        for block, data in written.items():
-            if block.kind == ROWS:
-                first, last = layout.pages_of_block(block.index)
-                low = min(first + cuts[0], last - 1)
-                high = min(low + cuts[1], last)
-                begin, end = (layout.byte_of_page(page) - layout.byte_of_page(first) for page in (low, high))
-                out = np.ones(end - begin, np.uint8)
-                engine.read(ReadRequest(block, begin, out))
-                assert out.tobytes() == data[begin:end]
+        contents = put(engine, segment(of, 5, changed=changed), order=order)
+        for _ in range(2):
+            check(engine, contents)
+            for blob, pieces in contents:
+                kind = blob.name.rpartition("/")[2]
+                for block, (at, data) in enumerate(sorted(pieces.items())):
+                    if kind == "rows":
+                        first, last = of.layout.pages_of_block(block)
+                        low = min(first + cuts[0], last - 1)
+                        high = min(low + cuts[1], last)
+                        begin, end = (of.layout.byte_of_page(p) - of.layout.byte_of_page(first) for p in (low, high))
+                    else:
+                        begin, end = sorted((min(cuts[0] * 8, data.size), min(cuts[1] * 8, data.size)))
+                    assert bytes_of(engine, blob, at + begin, at + end) == data[begin:end].tobytes()
+            contents += publish(engine, 0) if engine.newest() is None else []
         engine.close()
 
-    def test_what_a_block_does_not_have_is_an_error_in_words(self, engine: Engine) -> None:
-        """Bytes beyond its end."""
-        blocks = [state_block(some_bytes(10_000)), *segment_blocks(self.layout((10,)))]
-        for block in put(engine, blocks):
-            with pytest.raises(BlockReadError, match="ends at byte"):
-                engine.read(ReadRequest(block, 0, np.empty(block.size + 16, np.uint8)))
+    def test_bytes_beyond_the_end_are_an_error_in_words(self, engine: Engine) -> None:
+        """And so is a blob that is not there."""
+        for blob, _ in put(engine, [plain("states/0.1", some_bytes(10_000)), *segment(self.layout((10,)))]):
+            with pytest.raises(BlockReadError, match="ends at byte") as caught:
+                engine.read(ReadRequest(blob, 0, np.empty(blob.size + 16, np.uint8)))
+            assert caught.value.seen.startswith("ends at byte")
+        for name in ("states/0.2", "segments/0.9/meta"):
+            with pytest.raises(BlockReadError, match="is missing"):
+                engine.read(ReadRequest(Blob(name, 10), 0, np.empty(10, np.uint8)))
 
-    def test_each_block_is_taken_before_the_next_is_asked_for(self, engine: Engine) -> None:
+    def test_each_part_is_taken_before_the_next_is_asked_for(self, engine: Engine) -> None:
         """A source may give all of them in the same memory."""
-        memory = np.empty(300_000, np.uint8)
+        memory, step = np.empty(300_000, np.uint8), paged(300_000)
 
-        def blocks() -> Iterator[Data]:
+        def parts() -> Iterator[Part]:
             for i in range(12):
                 memory[:] = i
-                yield state_block(memory, i)
+                yield i % 2, i // 2 * step, memory
             memory[:] = 99
 
-        places = engine.write(blocks())
-        for i, place in enumerate(places):
-            assert set(bytes_of(engine, state_block(memory, i)[0]._replace(place=place))) == {i}
+        blobs = [Blob(f"states/0.{i}", 5 * step + memory.size) for i in range(2)]
+        engine.put(blobs, parts())
+        for i in range(12):
+            low = i // 2 * step
+            assert set(bytes_of(engine, blobs[i % 2], low, low + memory.size)) == {i}
 
-    def test_stable_blocks_are_taken_before_write_returns(self, engine: Engine) -> None:
+    def test_stable_parts_are_taken_before_put_returns(self, engine: Engine) -> None:
         """Their memory may be used again from then on."""
-        memory = [np.full(300_000, i, np.uint8) for i in range(6)]
-        written = put(engine, [state_block(data, i) for i, data in enumerate(memory)], stable=True)
-        for data in memory:
-            data[:] = 99
-        check(engine, written)
+        contents = [plain(f"states/0.{i}", np.full(300_000, i, np.uint8)) for i in range(6)]
+        contents += segment(self.layout((40,)), 1)
+        copies = put(engine, contents, stable=True)
+        for _, pieces in contents:
+            for data in pieces.values():
+                data[:] = 99
+        check(engine, copies)
 
-    def test_a_write_whose_source_fails_writes_nothing(self, tmp_path: Path) -> None:
-        """The error is the source's own, what was there stays, no room is lost, and the write can be done again."""
+    def test_a_put_whose_source_fails_changes_nothing(self, tmp_path: Path) -> None:
+        """The error is the source's own, what was there stays, no room is lost, and the put can be done again."""
         layout = self.layout((10,))
         engine = self.make(tmp_path, store_budget=1 << 20)
-        kept = put(engine, [state_block(some_bytes(9000)), *segment_blocks(layout, 1)])
+        kept = put(engine, [plain("states/0.0", some_bytes(9000)), *segment(layout, 1)])
+        added = [plain("states/0.1", some_bytes(300_000, 1), 1 << 17), *segment(layout, 2)]
 
-        def failing() -> Iterator[Data]:
-            yield state_block(some_bytes(300_000, 1), 1)
-            yield from segment_blocks(layout, 2)
+        def failing(whole: int) -> Iterator[Part]:
+            yield from parts_of(added)[:whole]
             raise OSError("the source broke")
 
-        for _ in range(6):
-            with pytest.raises(OSError, match="the source broke"):
-                engine.write(failing())
-            check(engine, kept)
-        written = put(engine, [state_block(some_bytes(300_000, 1), 1), *segment_blocks(layout, 2)])
-        engine.commit({})
-        check(engine, kept | written)
-        engine.close()
-
-    def test_a_block_that_was_freed_may_be_written_again(self, engine: Engine, tmp_path: Path) -> None:
-        """Even at once, whether some of its layout stays or nothing, and through a crash."""
-        layout = self.layout((10, 20))
-        for i in range(4):
-            written = put(engine, segment_blocks(layout, seed=i))
-            engine.commit({"i": bytes([i])})
-            check(engine, written)
-            gone = [block for block in written if block.index in {1, 3}]
-            engine.free(gone)
-            kept = {block: data for block, data in written.items() if block not in gone}
-            check(engine, kept)
-            again = [data for data in segment_blocks(layout, seed=i + 10) if data[0].index in {1, 3}]
-            kept |= put(engine, again)
-            check(engine, kept)
-            engine.commit({})
-            if i == 2:
-                engine = self.crashed(tmp_path, engine, kept)
-            check(engine, kept)
-            engine.free(kept)
-        assert engine.records() == {"i": b"\3"}
-        engine.close()
-
-    def test_what_is_freed_is_room(self, tmp_path: Path) -> None:
-        """And so is what is not retained."""
-        engine = self.make(tmp_path, store_budget=1 << 20)
-        written: dict[Block, bytes] = {}
         for i in range(6):
-            if i == 4:
-                engine = self.crashed(tmp_path, engine, [])
-            else:
-                engine.free(written)
-            written = put(engine, [state_block(some_bytes(700_000, i), commit=i)])
-            engine.commit({})
-            engine.shrink()
-            check(engine, written)
+            with pytest.raises(OSError, match="the source broke"):
+                engine.put([one.blob for one in added], failing(i))
+            check(engine, kept)
+            assert engine.list().keys() == {one.blob.name for one in kept}
+        kept += publish(engine, 0, added)
+        check(engine, kept)
+        engine.close()
+
+    @pytest.mark.parametrize("wrong", ["gap", "twice", "no page", "too long", "no blob", "none"])
+    def test_parts_that_are_not_what_the_blobs_say_are_refused(self, engine: Engine, wrong: str) -> None:
+        """And change nothing."""
+        kept = put(engine, [plain("states/0.0", some_bytes(9000))])
+        added = plain("states/0.1", some_bytes(50_000), PAGE_BYTES)
+        parts = parts_of([added])
+        bad = {
+            "gap": parts[:3] + parts[4:],
+            "twice": parts[:3] + parts[2:],
+            "no page": [*parts[:-1], (0, parts[-1][1] + 8, parts[-1][2][8:])],
+            "too long": [*parts[:-1], (0, parts[-1][1], some_bytes(PAGE_BYTES))],
+            "no blob": [*parts, (1, 0, some_bytes(10))],
+            "none": [],
+        }[wrong]
+        with pytest.raises(ValueError, match=r": .*"):
+            engine.put([added.blob], bad)
+        assert engine.list().keys() == {"states/0.0"}
+        check(engine, kept + put(engine, [added]))
+
+    # -- room --------------------------------------------------------------------------------------------
+
+    def test_a_name_that_was_dropped_may_be_put_again(self, engine: Engine, tmp_path: Path) -> None:
+        """Even at once, and through a crash."""
+        layout, commits = self.layout((10, 20)), list[Content]()
+        for i in range(4):
+            contents = put(engine, segment(layout, seed=i))
+            commits += publish(engine, i)
+            check(engine, contents)
+            drop_all(engine, contents)
+            assert not {one.blob.name for one in contents} & engine.list().keys()
+            contents = put(engine, segment(layout, seed=10 + i))
+            check(engine, contents + commits)
+            if i == 2:
+                engine = self.crashed(tmp_path, engine, commits)
+                contents = [] if self.outlives else contents
+            drop_all(engine, contents)
+        check(engine, commits)
+        engine.close()
+
+    def test_the_front_that_is_dropped_leaves_the_rest(self, engine: Engine, tmp_path: Path) -> None:
+        """Of rows, keys and last changes, block by block; through crashes and for what is put where it was."""
+        contents = put(engine, segment(self.layout((10, 20, 15)), 1))
+        rest = publish(engine, 0)
+        for blocks in range(1, 7):
+            contents = drop_fronts(engine, contents, blocks)
+            check(engine, contents + rest)
+            rest += put(engine, segment(self.layout((9,)), 10 + blocks))
+            rest += publish(engine, blocks)
+            if blocks % 2:
+                engine = self.crashed(tmp_path, engine, contents + rest)
+            check(engine, contents + rest)
+        engine.drop([("segments/0.1/0/rows", 5), ("segments/0.77/0/rows", None), ("states/0.9", 4096)])
+        check(engine, contents + rest)
+        engine.close()
+
+    def test_a_byte_within_a_page_drops_what_ends_before_it(self, engine: Engine) -> None:
+        """And bytes from it on stay; what was dropped before is not there again."""
+        data = some_bytes(50_000)
+        contents = plain("states/0.1", data)
+        put(engine, [contents])
+        for upto in (1, 4095, 9000, 20_480, 100, 49_999):
+            engine.drop([("states/0.1", upto)])
+            stored = engine.list()["states/0.1"]
+            assert stored.size == 50_000
+            assert stored.dropped <= max(upto, 20_480)
+            assert bytes_of(engine, contents.blob, 49_999, 50_000) == data[49_999:].tobytes()
+            if upto > 20_000:
+                assert bytes_of(engine, contents.blob, upto, 50_000) == data[upto:].tobytes()
+
+    def test_what_is_dropped_is_room(self, tmp_path: Path) -> None:
+        """And so is what was never published."""
+        engine, commits = self.make(tmp_path, store_budget=1 << 20), list[Content]()
+        contents: list[Content] = []
+        for i in range(8):
+            if i % 4 == 3:
+                engine = self.crashed(tmp_path, engine, commits)
+            drop_all(engine, contents, shrink=bool(i % 2))
+            contents = put(engine, [plain(f"states/0.{i}", some_bytes(700_000, i), 1 << 16)])
+            if i % 4 != 2:
+                commits += publish(engine, len(commits))
+            check(engine, contents + commits)
+            if i % 4 == 2:
+                drop_all(engine, contents)
+                contents = []
         engine.close()
 
     def test_a_full_engine_says_so_and_changes_nothing(self, tmp_path: Path) -> None:
         """With the bytes that were needed."""
         engine = self.make(tmp_path, store_budget=1 << 20)
-        kept = put(engine, [state_block(some_bytes(700_000))])
-        engine.commit({"r": b"1"})
+        kept = publish(engine, 0, [plain("states/0.0", some_bytes(700_000))])
+        added = [plain(f"states/0.{i}", some_bytes(200_000, i)) for i in range(1, 6)]
         with pytest.raises(StoreFullError, match=r"needs [0-9,]+ more bytes but .* may") as full:
-            engine.write([state_block(some_bytes(200_000, i), i, commit=2) for i in range(5)])
+            put(engine, added)
         assert full.value.needed_bytes >= 200_000
-        assert engine.records() == {"r": b"1"}
+        assert engine.newest() == head_of(0)
+        assert engine.list().keys() == {one.blob.name for one in kept}
         check(engine, kept)
-        engine.commit({"r": b"2"})
+        kept += publish(engine, 1, added[:1])
         engine = self.crashed(tmp_path, engine, kept)
-        assert engine.records() == {"r": b"2"}
+        assert engine.newest() == head_of(1)
         check(engine, kept)
         engine.close()
 
-    # -- commits -----------------------------------------------------------------------------------------
+    # -- the head ----------------------------------------------------------------------------------------
 
-    def test_a_commit_sets_and_removes_records(self, engine: Engine, tmp_path: Path) -> None:
-        """In one step, for whoever opens the engine next; what is gone already is no error."""
-        written = put(engine, [state_block(some_bytes(10)), *segment_blocks(self.layout((10,)))])
-        engine.commit({"one": b"1", "größe": b"", "long": bytes(100_000), "commit/1": b"x"})
-        written |= put(engine, [state_block(some_bytes(20, 3), 1)])
-        engine.commit({"one": b"2", "long": None, "none": None, "commit/2": b"y"})
-        expected = {"one": b"2", "größe": b"", "commit/1": b"x", "commit/2": b"y"}
-        assert engine.records() == expected
-        engine = self.crashed(tmp_path, engine, written)
-        assert engine.records() == expected
-        check(engine, written)
-        engine.commit({"commit/1": None})
-        del expected["commit/1"]
-        engine = self.crashed(tmp_path, engine, written)
-        assert engine.records() == expected
-        check(engine, written)
-        engine.close()
-
-    def test_what_no_commit_followed_does_not_survive_a_crash(self, engine: Engine, tmp_path: Path) -> None:
-        """What was committed is there as it was, and the names of what is gone are free."""
-        if not self.outlives:
-            pytest.skip("nothing of this engine outlives its process")
-        old, new = self.layout((10,)), self.layout((12, 5), optimizer=OPTIMIZERS[2])
-        kept = put(engine, [state_block(some_bytes(9000)), *segment_blocks(old, 3)])
-        engine.commit({"r": b"1"})
-        for i in range(3):
-            put(engine, [state_block(some_bytes(80, i), 1), *segment_blocks(new, 4, seed=i)])
-            engine = self.crashed(tmp_path, engine, kept)
-            assert engine.records() == {"r": b"1"}
+    def test_the_head_is_what_was_published_last(self, engine: Engine, tmp_path: Path) -> None:
+        """For whoever opens the engine next too; None before."""
+        assert engine.newest() is None
+        kept = put(engine, [plain("states/0.0", some_bytes(10)), *segment(self.layout((10,)))])
+        assert engine.newest() is None
+        for i in range(6):
+            kept += publish(engine, i)
+            assert engine.newest() == head_of(i)
+            if i % 2:
+                engine = self.crashed(tmp_path, engine, kept)
+                assert engine.newest() == head_of(i)
             check(engine, kept)
-        kept |= put(engine, segment_blocks(new, 4))
-        engine.commit({})
-        engine = self.crashed(tmp_path, engine, kept)
-        check(engine, kept)
-        engine.close()
-
-    def test_what_is_retained_stays(self, engine: Engine, tmp_path: Path) -> None:
-        """Of a layout some blocks, of others all or none; again at the next opening."""
-        layout = self.layout((10, 20))
-        written = put(engine, [data for segment in range(3) for data in segment_blocks(layout, segment)])
-        written |= put(engine, [state_block(some_bytes(5000, i), commit=i) for i in range(3)])
-        engine.commit({"r": b"1"})
-        kept = {b: data for b, data in written.items() if b.owner == 1 or (b.owner == 2 and b.index in {0, 3, 4})}
-        for _ in range(2):
-            engine = self.crashed(tmp_path, engine, kept)
-            check(engine, kept)
-        kept |= put(engine, segment_blocks(layout, 3))
-        engine.commit({})
-        check(engine, kept)
         engine.close()
         engine.close()  # does nothing
 
+    def test_a_head_that_follows_another_one_is_refused(self, engine: Engine, tmp_path: Path) -> None:
+        """As another writer came meanwhile; nothing changed."""
+        with pytest.raises(StoreError, match=r": .*open it again"):
+            engine.publish(head_of(1), head_of(0))
+        assert engine.newest() is None
+        kept = publish(engine, 0) + publish(engine, 1)
+        added = put(engine, [plain("commits/2", some_bytes(10))])
+        for before in (None, head_of(0), head_of(2), head_of(1)._replace(digest="0" * 64)):
+            with pytest.raises(StoreError, match=r": .*open it again"):
+                engine.publish(head_of(2), before)
+            assert engine.newest() == head_of(1)
+            check(engine, kept + added)
+        drop_all(engine, added)
+        kept += publish(engine, 2)
+        engine = self.crashed(tmp_path, engine, kept)
+        assert engine.newest() == head_of(2)
+        engine.close()
+
+    def test_what_was_not_published_does_not_survive_a_crash(self, engine: Engine, tmp_path: Path) -> None:
+        """What was published is there as it was, and the names of what is gone are free."""
+        if not self.outlives:
+            pytest.skip("nothing of this engine outlives its process")
+        kept = put(engine, [plain("states/0.0", some_bytes(9000)), *segment(self.layout((10,)), 3)])
+        kept += publish(engine, 0)
+        new = self.layout((12, 5), optimizer=OPTIMIZERS[2])
+        for i in range(3):
+            put(engine, [plain("states/0.1", some_bytes(80, i)), *segment(new, 4, seed=i)])
+            engine = self.crashed(tmp_path, engine, kept)
+            assert engine.newest() == head_of(0)
+            assert engine.list().keys() == {one.blob.name for one in kept}
+            check(engine, kept)
+        kept += put(engine, segment(new, 4)) + publish(engine, 1)
+        engine = self.crashed(tmp_path, engine, kept)
+        check(engine, kept)
+        engine.close()
+
+    STEPS = st.lists(
+        st.tuples(st.sampled_from(["put", "front", "drop", "publish", "crash", "fail"]), st.integers(0, 7)), max_size=30
+    )
+
+    @settings(max_examples=25, **HYPOTHESIS)
+    @given(steps=STEPS)
+    def test_through_any_order_of_calls_an_engine_is_a_dict(
+        self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+    ) -> None:
+        """Nothing is dropped that the newest commit, or the one before, needs; a crash loses what came after it."""
+        path = tmp_path_factory.mktemp("engine")
+        engine, number, commits = self.make(path), 0, 0
+        there, published = dict[str, Content](), dict[str, Content]()
+        for step, which in steps:
+            names = sorted({name.rpartition("/")[0] for name in there if name.startswith("segments")})
+            if step == "put":
+                rows = [which % 5 + 1, which, which * 3]
+                for one in put(engine, segment(self.layout(rows), number, changed=which % 2 > 0)):
+                    there[one.blob.name] = one
+                number += 1
+            elif step == "publish":
+                for one in publish(engine, commits):
+                    there[one.blob.name] = one
+                commits, published = commits + 1, dict(there)
+            elif step == "crash":
+                engine = self.crashed(path, engine, published.values() if self.outlives else there.values())
+                there = dict(published) if self.outlives else there
+            elif step == "fail":
+                with pytest.raises(ValueError, match="gap"):
+                    engine.put([Blob("states/0.0", 90_000)], [(0, 4096, some_bytes(4096))])
+            elif names:
+                chosen = names[which % len(names)]
+                found = [one for name, one in there.items() if name.rpartition("/")[0] == chosen]
+                rest = [] if step == "drop" else drop_fronts(engine, found, which)
+                drop_all(engine, [] if step == "front" else found)
+                left = {one.blob.name: one for one in rest}
+                for name in [one.blob.name for one in found]:
+                    del there[name]
+                    if published.pop(name, None) is not None and name in left:
+                        published[name] = left[name]  # no commit needs what is gone
+                there |= left
+            check(engine, there.values())
+            assert engine.list().keys() == there.keys()
+            assert engine.newest() == (head_of(commits - 1) if commits else None)
+        engine.close()
+
     # -- threads and processes ---------------------------------------------------------------------------
 
-    def test_reads_of_other_threads_see_whole_blocks_while_one_writes(self, engine: Engine) -> None:
-        """Blocks that stay are what they were while others are written, committed and freed."""
+    def test_reads_of_other_threads_see_whole_blobs_while_one_writes(self, engine: Engine) -> None:
+        """Blobs that stay are what they were while others are put, published and dropped."""
         layout = self.layout((40,))
-        kept = put(engine, segment_blocks(layout, 0))
-        engine.commit({})
+        kept = put(engine, segment(layout, 0))
+        publish(engine, 0)
         failures: list[BaseException] = []
         done = threading.Event()
 
         def read() -> None:
             try:
                 while not done.is_set():
-                    for block, data in kept.items():
-                        assert bytes_of(engine, block) == data
+                    check(engine, kept)
+                    assert engine.newest() is not None
             except BaseException as error:  # shown in the main thread
                 failures.append(error)
 
         readers = [threading.Thread(target=read) for _ in range(2)]
         for reader in readers:
             reader.start()
-        before: dict[Block, bytes] = {}
-        for segment in range(1, 15):
-            written = put(engine, segment_blocks(layout, segment))
-            engine.commit({"i": bytes([segment])})
-            engine.free(before)
-            before = written
+        before: list[Content] = []
+        for i in range(1, 15):
+            contents = put(engine, segment(layout, i))
+            publish(engine, i)
+            drop_all(engine, before)
+            before = contents
         done.set()
         for reader in readers:
             reader.join()
         assert not failures, failures
 
-    def test_located_bytes_are_those_of_the_blocks(self, engine: Engine) -> None:
-        """Of engines that keep blocks in files: where they say that rows lie, they lie."""
-        layout = self.layout((40, 3))
-        written = put(engine, segment_blocks(layout, 1))
-        engine.commit({})
-        if not isinstance(engine, LocatingEngine):
-            pytest.skip("this engine does not say where blocks lie")
-        requests = [ReadRequest(block, 0, np.empty(block.size, np.uint8)) for block in written if block.kind == ROWS]
-        with engine.locate(requests) as sources:
-            assert len(sources) == len(requests)
-            for source, request in zip(sources, requests, strict=True):
-                if isinstance(source, ReadSource):
-                    assert _at(source.handle, source.offset, request.block.size) == written[request.block]
-                elif isinstance(source, FieldSource):
-                    assert engine.fields_apart
-                    assert _fields_of(source, layout, request.block) == written[request.block]
-
     def test_a_reader_in_another_process_sees_the_newest_commit(self, engine: Engine, tmp_path: Path) -> None:
-        """Each time that it asks for records, and what the writer keeps is there for it, through a crash of that."""
+        """Each time that it asks, and what the writer keeps is there for it, through a crash of that."""
         if not self.outlives:
             pytest.skip("nothing of this engine is seen by another process")
         layout = self.layout((10, 20))
-        kept = put(engine, [*segment_blocks(layout, 1), state_block(some_bytes(5000))])
-        engine.commit({"r": b"first"})
+        kept = put(engine, [*segment(layout, 1), plain("states/0.0", some_bytes(5000))])
+        publish(engine, 0)
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=_serve, args=(type(self), tmp_path, theirs))
         process.start()
-        for i in range(2, 6):
-            ours.send([*kept])
-            records, found = ours.recv()
-            assert records == {"r": b"first" if i == 2 else bytes([i - 1])}
-            assert found == [*kept.values()]
-            kept |= put(engine, segment_blocks(layout, i))
-            engine.commit({"r": bytes([i])})
-            dead = [block for block in kept if block.owner == i - 1 and block.index == 1]
-            engine.free(dead)
-            kept = {block: data for block, data in kept.items() if block not in dead}
+        commits = [plain("commits/0", np.frombuffer(b"commit 0" * 9, np.uint8))]
+        for i in range(1, 6):
+            put(engine, segment(layout, 100 + i))  # not published yet
+            ours.send(kept)
+            head, problem = ours.recv()
+            assert (head, problem) == (head_of(i - 1), "")
+            kept += put(engine, segment(layout, i + 1))
+            commits += publish(engine, i)
+            dead = [one for one in kept if one.blob.name.startswith(f"segments/0.{i}/")]
+            kept = [one for one in kept if one not in dead] + drop_fronts(engine, dead, 2)
+            drop_all(engine, segment(layout, 100 + i))
             if i == 3:
-                engine = self.crashed(tmp_path, engine, kept)
+                engine = self.crashed(tmp_path, engine, kept + commits)
         ours.send(None)
         process.join()
         assert process.exitcode == 0
         engine.close()
 
 
-def _at(handle: int, offset: int, size: int) -> bytes:
-    """Return bytes of an open file, which may take whole pages only."""
-    low = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    pages = mmap.mmap(-1, -(-(offset + size - low) // mmap.PAGESIZE) * mmap.PAGESIZE)
-    os.preadv(handle, [pages], low)
-    return pages[offset - low : offset - low + size]
-
-
-def _fields_of(source: FieldSource, layout: BlockLayout, block: Block) -> bytes:
-    """Put the fields of a block together, page by page."""
-    files: list[bytes] = []
-    for one in source.files:
-        whole = Path(one.path).read_bytes()
-        assert len(whole) == one.file_bytes
-        files.append(whole[one.begin :])
-    cut, found, row = layout.segment_layout, b"", 0
-    first, last = cut.pages_of_block(block.index)
-    for rows in cut.page_sizes(first, last).tolist():
-        for data, file in zip(files, source.files, strict=True):
-            found += data[row * file.row_bytes : (row + rows) * file.row_bytes]
-        row += rows
-    return found
-
-
 def _serve(contract: type[EngineContract], path: Path, pipe: Connection[Any, Any]) -> None:
-    """Open the engine for reading; each time that blocks are asked for answer with its records and them."""
+    """Open the engine for reading; each time that blobs are sent answer with its head, and what is wrong with them."""
     engine = contract.open_reader(path)
-    while (wanted := pipe.recv()) is not None:
-        records = dict(engine.records())
-        pipe.send((records, [bytes_of(engine, block) for block in wanted]))
+    while (contents := pipe.recv()) is not None:
+        head, problem = engine.newest(), ""
+        try:
+            check(engine, contents)
+        except (AssertionError, StoreError) as error:
+            problem = repr(error)
+        pipe.send((head, problem))
     engine.close()

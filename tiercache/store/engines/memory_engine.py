@@ -3,106 +3,109 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.engines.engine import WRITE_BYTES
-from tiercache.store.records import digest, update
-from tiercache.store.store_errors import BlockReadError, StoreFullError
+from tiercache.store.engines.engine import PAGE_BYTES, WRITE_BYTES, Stored
+from tiercache.store.engines.parts import PartCheck
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.engine import Block, Data, ReadRequest
+    from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
 
-    Name = tuple[bytes, int, int, int]
+
+class BlobBytes(NamedTuple):
+    """A blob, and the bytes of it that were not dropped."""
+
+    dropped: int
+    data: NDArray[np.uint8]
+
+    @property
+    def size(self) -> int:
+        """Bytes, those that were dropped included."""
+        return self.dropped + self.data.size
 
 
 class MemoryEngine:
-    """Blocks and records in memory. The same instance opened again is the same store: closing loses nothing.
+    """Blobs in memory. The same instance opened again is the same store: closing loses nothing.
 
     Do not use it for rows that must outlive the process.
     """
 
+    epoch = 0
     lease_folder: Path | None = None
     memory_bytes = WRITE_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
-        """``capacity_bytes`` bounds the blocks, as a disk would; None bounds nothing."""
+        """``capacity_bytes`` bounds all blobs, as a disk would; None bounds nothing."""
         self.label = "the store in memory"
-        self.blocks: dict[Name, NDArray[np.uint8]] = {}
-        """By kind, owner, group and index."""
         self.capacity_bytes = capacity_bytes
-        self.by_name: dict[str, bytes] = {}
-        """The records."""
+        self.blobs: dict[str, BlobBytes] = {}
+        """By name."""
+        self.head: Head | None = None
         self._lock = threading.Lock()
 
-    def records(self) -> Mapping[str, bytes]:
-        """Return a copy."""
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Keep copies of all blobs, or of none."""
+        check, added = PartCheck(blobs, self.blobs, self.label), sum(blob.size for blob in blobs)
         with self._lock:
-            return dict(self.by_name)
-
-    def digests(self) -> Mapping[str, str]:
-        """Compute them."""
-        return {name: digest(data) for name, data in self.records().items()}
-
-    def drop_records(self) -> None:
-        """Nothing: they are the store."""
-
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Set and remove under one lock."""
+            stored = sum(blob.data.size for blob in self.blobs.values())
+        if self.capacity_bytes is not None and stored + added > self.capacity_bytes:
+            raise StoreFullError(
+                needed_bytes=added,
+                limit=f"the memory engine may hold {self.capacity_bytes:,} and holds {stored:,}",
+                advice="raise capacity_bytes",
+            )
+        copies = [np.zeros(blob.size, np.uint8) for blob in blobs]
+        for part in parts:
+            index, offset, data = check.take(part)
+            copies[index][offset : offset + data.size] = data
+        check.finish()
         with self._lock:
-            update(self.by_name, records)
-
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Keep copies of all blocks, or of none."""
-        copies = {block[:4]: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for block, data in blocks}
-        with self._lock:
-            held = sum(block.size for block in self.blocks.values())
-            added = sum(block.size for block in copies.values())
-            if self.capacity_bytes is not None and held + added > self.capacity_bytes:
-                raise StoreFullError(
-                    needed_bytes=added,
-                    limit=f"the memory engine may hold {self.capacity_bytes:,} and holds {held:,}",
-                    advice="raise capacity_bytes",
-                )
-            self.blocks.update(copies)
-        return [0] * len(copies)
+            self.blobs |= {blob.name: BlobBytes(0, data) for blob, data in zip(blobs, copies, strict=True)}
 
     def read(self, request: ReadRequest) -> None:
-        """Copy bytes of a block."""
-        block, offset, out = request
-        if problem := self.problem(block):
-            raise BlockReadError(problem)
-        if offset + out.size > block.size:
-            raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
-        out[:] = self.blocks[block[:4]][offset : offset + out.size]
-
-    def problem(self, block: Block) -> str:
-        """Compare with what is there."""
-        data = self.blocks.get(block[:4])
-        if data is None:
-            return "is missing"
-        return "" if data.size == block.size else f"has {data.size:,} bytes of {block.size:,}"
-
-    def retain(self, blocks: Iterable[Block]) -> None:
-        """Drop all others."""
-        names = {block[:4] for block in blocks}
+        """Copy bytes of a blob."""
+        (name, *_), offset, out = request
         with self._lock:
-            self.blocks = {name: data for name, data in self.blocks.items() if name in names}
+            blob = self.blobs.get(name)
+        if blob is None:
+            raise BlockReadError("is missing")
+        if offset + out.size > blob.size:
+            raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
+        if offset < blob.dropped:
+            raise BlockReadError(f"lacks its first {blob.dropped:,} bytes")
+        out[:] = blob.data[offset - blob.dropped :][: out.size]
 
-    def free(self, blocks: Iterable[Block]) -> None:
-        """Drop them."""
+    def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
+        """Drop whole pages; of names that are gone already, nothing."""
         with self._lock:
-            for block in blocks:
-                self.blocks.pop(block[:4], None)
+            for name, upto in blobs:
+                blob = self.blobs.pop(name, None)
+                if blob is not None and upto is not None:
+                    low = max(blob.dropped, blob.size if upto >= blob.size else upto // PAGE_BYTES * PAGE_BYTES)
+                    self.blobs[name] = BlobBytes(low, blob.data[low - blob.dropped :].copy())
 
-    def shrink(self) -> None:
-        """Do nothing: nothing free is held."""
+    def list(self) -> Mapping[str, Stored]:
+        """Return a copy."""
+        with self._lock:
+            return {name: Stored(blob.size, blob.dropped) for name, blob in self.blobs.items()}
+
+    def newest(self) -> Head | None:
+        """Return what ``publish`` was told last."""
+        return self.head
+
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Set the head."""
+        if self.head != before:
+            raise StoreError(f"{self.label} has the head {self.head}, not {before}: open it again")
+        self.head = head
 
     def close(self) -> None:
         """Keep everything, for the next opening."""

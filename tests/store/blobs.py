@@ -1,0 +1,130 @@
+"""Made-up blobs of segments, states and commits: put, published, compared and dropped."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
+from tiercache.store.files import paged
+from tiercache.store.layout import Range, SegmentLayout
+from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad, Zeros
+from tiercache.store.table import Table, group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiercache.store.engines.engine import Engine, Part
+
+Bytes = NDArray[np.uint8]
+OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
+
+
+def some_bytes(size: int, seed: int = 0) -> Bytes:
+    """Return made-up bytes."""
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+class Content(NamedTuple):
+    """A blob, and what is put into it: bytes by the byte where they begin, in whole pages but for what ends there."""
+
+    blob: Blob
+    pieces: dict[int, Bytes]
+
+
+def plain(name: str, data: Bytes, cut: int = 1 << 40) -> Content:
+    """Return a blob of bytes, put in parts of ``cut`` bytes."""
+    return Content(Blob(name, data.size), {at: data[at : at + cut] for at in range(0, data.size, cut)})
+
+
+def layout_of(rows: Sequence[int], *, page_rows: int = 3, block_rows: int = 7, **of_table: Any) -> BlobRows:
+    """Return the rows of one table with so many rows in each range."""
+    usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
+    group = group_tables([Table(**usual | of_table)])[0]
+    ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
+    layout = SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
+    )
+    return BlobRows(group, layout)
+
+
+def segment(of: BlobRows, number: int = 0, *, seed: int = 0, changed: bool = True) -> list[Content]:
+    """Return made-up blobs of a whole segment: rows, keys, last changes and what describes them."""
+    layout, name = of.layout, f"segments/0.{number}"
+    found = [plain(f"{name}/meta", some_bytes(5000, 10 * number + seed))]
+    for kind, item in (("rows", layout.row_bytes), ("keys", 8), ("changed", 4))[: 3 if changed else 2]:
+        step, pieces, size = paged(layout.block_rows * item), dict[int, Bytes](), 0
+        for block in range(layout.num_blocks):
+            low, high = layout.rows_of_block(block)
+            pieces[block * step] = some_bytes((high - low) * item, seed=1000 * number + 100_000 * seed + block + item)
+            size = block * step + pieces[block * step].size
+        found.append(Content(Blob(f"{name}/{of.group.index}/{kind}", size, of), pieces))
+    return found
+
+
+def parts_of(contents: Iterable[Content]) -> list[Part]:
+    """Return the parts of blobs."""
+    return [(index, at, data) for index, one in enumerate(contents) for at, data in one.pieces.items()]
+
+
+def put(engine: Engine, contents: Sequence[Content], *, stable: bool = False, order: Any = None) -> list[Content]:
+    """Put blobs, their parts in a random ``order`` where one is given; returns copies of what was put."""
+    copies = [one._replace(pieces={at: data.copy() for at, data in one.pieces.items()}) for one in contents]
+    parts = parts_of(contents)
+    if order is not None:
+        order.shuffle(parts)
+    engine.put([one.blob for one in contents], parts, stable=stable)
+    return copies
+
+
+def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> list[Content]:
+    """Put blobs, and publish a commit; returns those with the commit's."""
+    data = f"commit {number}".encode() * 9
+    contents = put(engine, [*contents, plain(f"commits/{number}", np.frombuffer(data, np.uint8))])
+    engine.publish(head_of(number), head_of(number - 1) if number else None)
+    return contents
+
+
+def head_of(number: int) -> Head:
+    """Return what ``publish`` made of a number."""
+    data = f"commit {number}".encode() * 9
+    return Head(f"commits/{number}", len(data), hashlib.sha256(data).hexdigest())
+
+
+def bytes_of(engine: Engine, blob: Blob, low: int, high: int) -> bytes:
+    """Return some bytes of a blob."""
+    out = np.ones(high - low, np.uint8)
+    engine.read(ReadRequest(blob, low, out))
+    return out.tobytes()
+
+
+def check(engine: Engine, contents: Iterable[Content]) -> None:
+    """Compare blobs with what was put."""
+    stored = engine.list()
+    for blob, pieces in contents:
+        assert stored[blob.name].size == blob.size
+        assert stored[blob.name].dropped <= min(pieces, default=blob.size)
+        for at, data in pieces.items():
+            assert bytes_of(engine, blob, at, at + data.size) == data.tobytes(), (blob.name, at)
+
+
+def drop_all(engine: Engine, contents: Iterable[Content], **how: Any) -> None:
+    """Drop whole blobs."""
+    engine.drop([(one.blob.name, None) for one in contents], **how)
+
+
+def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> list[Content]:
+    """Drop the first blocks of a segment's blobs, and whole ones that have no more; returns what is left."""
+    rest, gone = list[Content](), list[tuple[str, int | None]]()
+    for one in contents:
+        if one.blob.of is not None and blocks:
+            kept = {at: one.pieces[at] for at in sorted(one.pieces)[blocks:]}
+            gone.append((one.blob.name, min(kept, default=None)))
+            rest += [one._replace(pieces=kept)] if kept else []
+        else:
+            rest.append(one)
+    engine.drop(gone)
+    return rest

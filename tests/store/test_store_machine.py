@@ -1,0 +1,79 @@
+"""A store on every engine is a dict: whatever is done to it, and whenever it fails or its process dies."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.store import test_engines as engines
+from tests.store.machine import StoreMachine
+from tiercache.store import Engine, MemoryEngine, StoreError
+
+CONTRACTS = {"memory": engines.TestMemoryEngine, "lmdb": engines.TestLmdbEngine, "zarr": engines.TestZarrEngine}
+
+
+def run(machine: type[StoreMachine], examples: int, steps: int = 15, **options: Any) -> None:
+    """Run a machine."""
+    options = {"max_examples": examples, "stateful_step_count": steps, "deadline": None, **options}
+    run_state_machine_as_test(machine, settings=settings(**options))
+
+
+LONG = [pytest.param(engine, 100, 40, marks=pytest.mark.long) for engine in CONTRACTS]
+
+
+@pytest.mark.parametrize(
+    ("engine", "examples", "steps"), [("memory", 50, 15), ("lmdb", 20, 15), ("zarr", 10, 15), *LONG]
+)
+def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, examples: int, steps: int) -> None:
+    """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows are what a dict says."""
+    run(StoreMachine.on(CONTRACTS[engine]), examples, steps)
+
+
+class Forgetful(MemoryEngine):
+    """Its newest commit is not durable: a process that dies loses it."""
+
+    before: tuple[dict[str, bytes], Any] | None = None
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Commit, and know how it was before."""
+        self.before = dict(self.by_name), dict(self.blocks)
+        super().commit(records)
+
+
+class Eager(MemoryEngine):
+    """Frees a block that is still needed once it has many."""
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Commit, and delete the first block too."""
+        super().commit(records)
+        if len(self.blocks) > 20:
+            del self.blocks[min(self.blocks)]
+
+
+def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
+    """Return the machine on an engine that is wrong."""
+
+    class Broken(StoreMachine):
+        @classmethod
+        def make(cls, path: Path) -> Engine:
+            return engine()
+
+        @classmethod
+        def open(cls, path: Path, held: Any) -> Engine:
+            if isinstance(held, Forgetful) and held.before is not None:
+                held.by_name, held.blocks = held.before
+                held.before = None
+            return held
+
+    return Broken
+
+
+@pytest.mark.parametrize("engine", [Forgetful, Eager])
+def test_the_machine_finds_an_engine_that_is_wrong(engine: type[MemoryEngine]) -> None:
+    """A commit that a crash loses, a block that is freed too early."""
+    generate = {"phases": [Phase.generate], "derandomize": True, "report_multiple_bugs": False}
+    with pytest.raises((AssertionError, StoreError)):
+        run(broken(engine), 200, **generate, database=None, suppress_health_check=[*HealthCheck])
