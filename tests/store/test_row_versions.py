@@ -25,8 +25,7 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store.compaction_plan import NoUses
-from tiercache.store.layout import CHANGED
-from tiercache.store.segment import CHANGED_BYTES
+from tiercache.store.layout import CHANGED, CHANGED_BYTES
 from tiercache.store.verification import Verification
 
 

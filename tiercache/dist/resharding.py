@@ -21,7 +21,7 @@ from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.files import scratch_in
-from tiercache.store.segment import CHANGED_BYTES
+from tiercache.store.layout import CHANGED_BYTES
 from tiercache.store.shards.open_shards import open_shards
 from tiercache.store.table import find_table
 

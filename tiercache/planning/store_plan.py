@@ -13,8 +13,7 @@ from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, external_sort, rewrite
 from tiercache.store.commit import History
-from tiercache.store.layout import NEVER, Range
-from tiercache.store.segment import CHANGED_BYTES
+from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -220,6 +220,18 @@ class SegmentLayout:
         """Return the byte of all rows at which a block begins."""
         return block * self.block_rows * self.row_bytes
 
+    def item_bytes(self, kind: str) -> int:
+        """Return the bytes that a blob of a kind has for each row."""
+        return self.row_bytes if kind == ROWS else KEY_BYTES if kind == KEYS else CHANGED_BYTES
+
+    def byte_in_blob(self, kind: str, block: int) -> int:
+        """Return the byte at which a block begins in the blob of a kind."""
+        return block * block_stride(self.block_rows, self.item_bytes(kind))
+
+    def blob_bytes(self, kind: str) -> int:
+        """Return the bytes of the blob of a kind: all blocks, and zeros up to the next page after each but the last."""
+        return blob_bytes(self.rows, self.block_rows, self.item_bytes(kind))
+
     def block_of_page(self, page: int) -> int:
         """Return the block of a page."""
         return self.row_of_page(page) // self.block_rows
@@ -334,6 +346,20 @@ class SegmentLayout:
         )  # fmt: skip
 
 
+def block_stride(block_rows: int, item_bytes: int) -> int:
+    """Return the bytes from one block to the next in a blob with so many bytes for each row: whole pages."""
+    return -(-block_rows * item_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def blob_bytes(rows: int, block_rows: int, item_bytes: int) -> int:
+    """Return the bytes of a blob with so many bytes for each row, in blocks."""
+    if not rows:
+        return 0
+    full, rest = divmod(rows, block_rows)
+    last = rest or block_rows
+    return (full - (not rest)) * block_stride(block_rows, item_bytes) + last * item_bytes
+
+
 def key_page_bounds(num_keys: int) -> Int64s:
     """Return where each key page begins among the bytes of so many keys of a block, and their end."""
     bounds: Int64s = np.append(np.arange(0, 8 * num_keys, 8 * KEY_PAGE_ROWS), 8 * num_keys)
@@ -345,8 +371,12 @@ def compressed_rows(row_bytes: int, page_rows: int) -> int:
     return max(1, min(page_rows, COMPRESSED_BYTES // row_bytes))
 
 
-ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
-"""A segment's rows, their keys and last changes, and a commit's dense state."""
+ROWS, KEYS, CHANGED = "rows", "keys", "changed"
+"""The kinds of blobs with the rows of a segment: its rows, their keys, and their last changes."""
+KEY_BYTES, CHANGED_BYTES = 8, 4
+"""Of a row's key, and of its last change."""
+PAGE_BYTES = 4096
+"""The blocks of a layout begin at multiples of it, in each of its blobs."""
 
 
 def checksum(data: NDArray[Any]) -> int:

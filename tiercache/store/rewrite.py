@@ -14,11 +14,10 @@ import numpy as np
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.files import ScratchFile, check_room, room_for
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.layout import NEVER, Range
+from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
 from tiercache.store.row_codec import moved_blocks_of, row_words
 from tiercache.store.runs import SortedCursor, hashed, merged
 from tiercache.store.scan import scan_segments
-from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.store_errors import StoreError
 
 if TYPE_CHECKING:

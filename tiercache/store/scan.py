@@ -15,9 +15,9 @@ import numpy as np
 
 from tiercache.store.bits import hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, part_rows
+from tiercache.store.layout import CHANGED_BYTES
 from tiercache.store.row_codec import from_words
 from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, join_runs, merged, rising, runs_of, whole_keys
-from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import find_table
 

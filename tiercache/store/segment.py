@@ -1,15 +1,16 @@
-"""Segments: what one pass dumped, or a rewrite put in another order."""
+"""Segments: what one pass dumped, or a rewrite put in another order, and what describes its rows."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.engines.engine import Block, BlockLayout
-from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout, compressed_rows
+from tiercache.store.engines.engine import Blob, BlobRows
+from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, ROWS, SegmentLayout, compressed_rows
 from tiercache.store.records import decode, encode, whole
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 BASE_PASS = -1
 """The pass of a segment whose rows no pass dumped: a schedule begins with it."""
-_PLACES = {ROWS: "rows_at", KEYS: "keys_at", CHANGED: "changed_at"}
-CHANGED_BYTES = 4
-"""Of a row's last change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,16 +76,9 @@ def base_pass(first_pass: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Segment:
-    """The rows that one pass dumped: one layout for each group of the store; immutable."""
+class SegmentMeta:
+    """What describes the rows of a segment: a blob of its own, which the segment's first use reads."""
 
-    id: int
-    """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
-    pass_index: int
-    """The pass that dumped it; below 0 for a base, as ``base_pass`` says."""
-    within: bool
-    """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A base
-    may stand for that too, where a schedule is entered inside its first pass."""
     layouts: tuple[SegmentLayout, ...]
     """By group; a group that dumped nothing has an empty one."""
     checksums: tuple[NDArray[np.uint32], ...]
@@ -96,10 +87,143 @@ class Segment:
     """By group: CRC32C of each key page."""
     first_keys: tuple[NDArray[np.int64], ...]
     """By group: the first key of each key page. A lookup reads only the key pages that may have its keys."""
-    places: tuple[dict[bytes, NDArray[np.int64]], ...]
-    """By group, for each kind of block that there is: where the engine keeps each block."""
     changed: tuple[Changed, ...] = ()
     """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
+
+    def to_bytes(self, id_: int, groups: Sequence[Group]) -> bytes:
+        """Return the record of segment ``id_``, whose rows are those of ``groups``."""
+        arrays: dict[str, NDArray[Any]] = {}
+        layouts = []
+        for group, layout in enumerate(self.layouts):
+            numbers, of_layout = layout.to_record()
+            fields = [[field.name, field.dtype, field.width] for field in groups[group].fields]
+            names = [table.name for table in groups[group].tables]
+            layouts.append({**numbers, "tables": names, "fields": fields})
+            arrays |= {f"{name}/{group}": array for name, array in of_layout.items()}
+            arrays[f"pages/{group}"], arrays[f"key_pages/{group}"] = self.checksums[group], self.key_checksums[group]
+            arrays[f"first_keys/{group}"] = self.first_keys[group]
+        for group, changed in enumerate(self.changed):
+            arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
+            arrays[f"changed/{group}"] = changed.checksums_B
+        return encode("segment", {"id": id_, "layouts": layouts}, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, id_: int, name: str) -> SegmentMeta:
+        """Read the record of segment ``id_``. Raises CorruptStoreError that calls it ``name``."""
+        values, arrays = decode("segment", data, name)
+        try:
+            if whole(values["id"], "id") != id_:
+                raise ValueError(f"it is of segment {values['id']}")
+            groups = range(len(values["layouts"]))
+            checksums, key_checksums, first_keys = (
+                tuple(arrays[f"{name}/{g}"] for g in groups) for name in ("pages", "key_pages", "first_keys")
+            )
+            layouts = tuple(
+                SegmentLayout.from_record(
+                    {**record, "tables": len(record["tables"])},
+                    {name: arrays[f"{name}/{g}"] for name in ("next_use", "table_rows")},
+                    most_pages=checksums[g].size,
+                )
+                for g, record in enumerate(values["layouts"])
+            )  # fmt: skip
+            changed: tuple[Changed, ...] = ()
+            if "oldest/0" in arrays:
+                changed = tuple(
+                    Changed(
+                        oldest_B=arrays[f"oldest/{g}"], newest_B=arrays[f"newest/{g}"],
+                        checksums_B=arrays[f"changed/{g}"],
+                    )
+                    for g in groups
+                )  # fmt: skip
+            for layout, one in zip(layouts, changed, strict=False):
+                one.check(layout)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+        for layout, *of_group in zip(layouts, checksums, key_checksums, first_keys, strict=True):
+            sizes = [array.size for array in of_group]
+            if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
+                raise CorruptStoreError(
+                    f"{name} has {sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first keys for "
+                    f"{layout.num_pages} pages and {layout.num_key_pages} key pages: restore the store from a copy"
+                )
+        return cls(
+            layouts=layouts, checksums=checksums, key_checksums=key_checksums, first_keys=first_keys, changed=changed
+        )
+
+
+class Segment:
+    """The rows that one pass dumped: one layout for each group of the store; immutable.
+
+    What describes its rows is read when it is first asked for, from any thread: each of these properties raises
+    CorruptStoreError where that cannot be read.
+    """
+
+    __slots__ = (
+        "__weakref__", "_lock", "_meta", "_read", "id", "meta_bytes", "meta_digest", "name", "pass_index", "within",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        id_: int,
+        name: str,
+        pass_index: int,
+        within: bool,
+        meta: SegmentMeta | None = None,
+        read: Callable[[Segment], SegmentMeta] | None = None,
+        meta_bytes: int = 0,
+        meta_digest: str = "",
+    ) -> None:
+        """``meta`` is at hand, or ``read`` reads it; ``meta_bytes`` and ``meta_digest`` are those of its blob."""
+        self.id = id_
+        """Grows with every segment of a rank: of two live rows of one key, that of the larger id is newer."""
+        self.name = name
+        """What the names of its blobs begin with."""
+        self.pass_index = pass_index
+        """The pass that dumped it; below 0 for a base, as ``base_pass`` says."""
+        self.within = within
+        """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A
+        base may stand for that too, where a schedule is entered inside its first pass."""
+        self.meta_bytes, self.meta_digest = meta_bytes, meta_digest
+        self._meta, self._read, self._lock = meta, read, threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<segment {self.id} of pass {self.pass_index}>"
+
+    @property
+    def meta(self) -> SegmentMeta:
+        """What describes its rows."""
+        if self._meta is None:
+            with self._lock:
+                if self._meta is None:
+                    assert self._read is not None, "it has one or the other"
+                    self._meta = self._read(self)
+        return self._meta
+
+    @property
+    def layouts(self) -> tuple[SegmentLayout, ...]:
+        """By group; a group that dumped nothing has an empty one."""
+        return self.meta.layouts
+
+    @property
+    def checksums(self) -> tuple[NDArray[np.uint32], ...]:
+        """By group: CRC32C of each page."""
+        return self.meta.checksums
+
+    @property
+    def key_checksums(self) -> tuple[NDArray[np.uint32], ...]:
+        """By group: CRC32C of each key page."""
+        return self.meta.key_checksums
+
+    @property
+    def first_keys(self) -> tuple[NDArray[np.int64], ...]:
+        """By group: the first key of each key page."""
+        return self.meta.first_keys
+
+    @property
+    def changed(self) -> tuple[Changed, ...]:
+        """By group, where a rewrite wrote it: when its rows changed."""
+        return self.meta.changed
 
     @property
     def within_pass(self) -> int | None:
@@ -124,153 +248,34 @@ class Segment:
         groups = zip(self.layouts, self.changed, strict=False)
         return sum(CHANGED_BYTES * layout.rows for layout, changed in groups if changed.stored)
 
-    def block(self, kind: bytes, group: Group, index: int) -> Block:
-        """Return a block as the engine knows it."""
-        layout, number = self.layouts[group.index], group.index
-        rows = min(layout.block_rows, layout.rows - index * layout.block_rows)
-        size = rows * (layout.row_bytes if kind == ROWS else 8 if kind == KEYS else CHANGED_BYTES)
-        place = self.places[number][kind].item(index)
-        return Block(kind, self.id, number, index, size, place, BlockLayout(group, layout))
+    @property
+    def meta_blob(self) -> Blob:
+        """The blob of what describes its rows."""
+        return Blob(meta_name(self.name), self.meta_bytes)
 
-    def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
-        """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a layout."""
-        layout, id_, number = self.layouts[group.index], self.id, group.index
-        of_blocks, of_row = BlockLayout(group, layout), {ROWS: layout.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}
-        kinds = [(kind, of_row[kind], places_B[first:last].tolist()) for kind, places_B in self.places[number].items()]
-        for i, index in enumerate(range(first, last)):
-            rows = min(layout.block_rows, layout.rows - index * layout.block_rows)
-            for kind, row_bytes, places in kinds:
-                yield Block(kind, id_, number, index, rows * row_bytes, places[i], of_blocks)
+    def blob(self, kind: str, group: Group) -> Blob:
+        """Return the blob with its rows, keys or last changes of a group."""
+        layout = self.layouts[group.index]
+        return Blob(rows_name(self.name, group.index, kind), layout.blob_bytes(kind), BlobRows(group, layout))
 
-    def to_bytes(self) -> bytes:
-        """Return its record."""
-        arrays: dict[str, NDArray[Any]] = {}
-        for group, places in enumerate(self.places):
-            arrays |= {f"{_PLACES[kind]}/{group}": places_B for kind, places_B in places.items()}
-        layouts = []
-        for group, layout in enumerate(self.layouts):
-            numbers, of_layout = layout.to_record()
-            layouts.append(numbers)
-            arrays |= {f"{name}/{group}": array for name, array in of_layout.items()}
-            arrays[f"pages/{group}"], arrays[f"key_pages/{group}"] = self.checksums[group], self.key_checksums[group]
-            arrays[f"first_keys/{group}"] = self.first_keys[group]
-        for group, changed in enumerate(self.changed):
-            arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
-            arrays[f"changed/{group}"] = changed.checksums_B
-        values = {"id": self.id, "pass": self.pass_index, "within": self.within, "layouts": layouts}
-        return encode("segment", values, arrays)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Segment:
-        """Read a record. Raises CorruptStoreError that calls it ``name``."""
-        values, arrays = decode("segment", data, name)
-        try:
-            groups = range(len(values["layouts"]))
-            checksums, key_checksums, first_keys = (
-                tuple(arrays[f"{name}/{g}"] for g in groups) for name in ("pages", "key_pages", "first_keys")
-            )
-            layouts = tuple(
-                SegmentLayout.from_record(
-                    record, {name: arrays[f"{name}/{g}"] for name in ("next_use", "table_rows")},
-                    most_pages=checksums[g].size,
-                )
-                for g, record in enumerate(values["layouts"])
-            )  # fmt: skip
-            changed: tuple[Changed, ...] = ()
-            if "oldest/0" in arrays:
-                changed = tuple(
-                    Changed(
-                        oldest_B=arrays[f"oldest/{g}"], newest_B=arrays[f"newest/{g}"],
-                        checksums_B=arrays[f"changed/{g}"],
-                    )
-                    for g in range(len(layouts))
-                )  # fmt: skip
-            first = values["pass"]  # of a base, as Python counts from the end
-            pass_index = ~whole(~first, "pass") if isinstance(first, int) and first < 0 else whole(first, "pass")
-            segment = cls(
-                id=whole(values["id"], "id"), pass_index=pass_index, within=bool(values["within"]),
-                layouts=layouts, checksums=checksums, key_checksums=key_checksums,
-                first_keys=first_keys, changed=changed,
-                places=tuple(
-                    {
-                        kind: arrays[f"{name}/{g}"]
-                        for kind, name in _PLACES.items()
-                        if kind != CHANGED or (changed and changed[g].stored)
-                    }
-                    for g in range(len(layouts))
-                ),
-            )  # fmt: skip
-            for layout, places in zip(layouts, segment.places, strict=True):
-                if any(places_B.size != layout.num_blocks for places_B in places.values()):
-                    raise ValueError(f"it has other places than those of {layout.num_blocks} blocks")
-            for layout, one in zip(layouts, changed, strict=False):
-                one.check(layout)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-        for layout, *of_group in zip(layouts, checksums, key_checksums, first_keys, strict=True):
-            sizes = [array.size for array in of_group]
-            if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
-                raise CorruptStoreError(
-                    f"{name} has {sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first keys for "
-                    f"{layout.num_pages} pages and {layout.num_key_pages} key pages: restore the store from a copy"
-                )
-        return segment
+    def blobs(self, groups: Sequence[Group]) -> Iterator[Blob]:
+        """Yield the blobs with its rows, keys and, where they are stored, last changes, group after group."""
+        for group in groups:
+            if self.layouts[group.index].rows:
+                yield self.blob(ROWS, group)
+                yield self.blob(KEYS, group)
+                if self.changed and self.changed[group.index].stored:
+                    yield self.blob(CHANGED, group)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetainedSegment:
-    """A segment of an earlier schedule, as a commit says what is live in it: the next uses of its ranges are void.
+def meta_name(segment_name: str) -> str:
+    """Return the name of the blob that describes the rows of a segment."""
+    return f"{segment_name}/meta"
 
-    Retained segments are older than all others that a commit names. A row of theirs is stale where a newer segment
-    has its key too. Rows become stale only at the commit that begins a schedule: no pass of it dumps a key whose
-    row it left here.
-    """
 
-    segment_id: int
-    first_ranges: tuple[int, ...]
-    """By group: the first live range of its layout."""
-    stale_rows: tuple[tuple[int, ...], ...]
-    """By group, for each table: how many of its live rows are stale."""
-
-    def to_record(self) -> list[Any]:
-        """Return it as plain JSON values."""
-        groups = zip(self.first_ranges, self.stale_rows, strict=True)
-        return [self.segment_id, *([first, *rows] for first, rows in groups)]
-
-    @classmethod
-    def from_record(cls, record: Any) -> Self:
-        """Build what ``to_record`` wrote. Raises ValueError and TypeError for anything else."""
-        id_, *groups = record
-        return cls(
-            segment_id=whole(id_, "the id of a retained segment"),
-            first_ranges=tuple(whole(first, "a first live range") for first, *_ in groups),
-            stale_rows=tuple(tuple(whole(n, "stale rows") for n in rows) for _, *rows in groups),
-        )
-
-    def check(self, segment: Segment, groups: Sequence[Group]) -> None:
-        """Raise ValueError where ``segment`` has no such ranges, or no more live rows than are said to be stale."""
-        if segment.within and segment.pass_index >= 0:
-            raise ValueError(
-                f"retained segment {segment.id} was written inside a pass: all its rows were needed by that"
-            )
-        if len(self.first_ranges) != len(groups):
-            raise ValueError(f"retained segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
-        needed = 0
-        for group, first, stale in zip(groups, self.first_ranges, self.stale_rows, strict=True):
-            layout = segment.layouts[group.index]
-            live = [layout.rows_of_table(place, first) for place in range(len(group.tables))]
-            if (
-                first > layout.num_ranges
-                or len(stale) != len(live)
-                or any(a > b for a, b in zip(stale, live, strict=True))
-            ):
-                raise ValueError(
-                    f"retained segment {segment.id} has {live} live rows of group {group.index} from range {first} "
-                    f"of {layout.num_ranges} on, and {list(stale)} of them are said to be stale"
-                )
-            needed += sum(live) - sum(stale)
-        if not needed:
-            raise ValueError(f"retained segment {segment.id} has stale rows only")
+def rows_name(segment_name: str, group: int, kind: str) -> str:
+    """Return the name of the blob of a kind with rows of one group of a segment."""
+    return f"{segment_name}/{group}/{kind}"
 
 
 Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]

@@ -1,4 +1,4 @@
-"""A segment on its way into an engine: blocks are checked, get their checksums, and learn their places."""
+"""A segment on its way into an engine: blocks are checked, get their checksums, and are put into blobs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.layout import CHANGED, KEYS, ROWS, key_page_bounds
-from tiercache.store.segment import CHANGED_BYTES, Changed, Segment
+from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, key_page_bounds
+from tiercache.store.records import digest
+from tiercache.store.segment import Changed, Segment, SegmentMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.engine import Data, Engine
+    from tiercache.store.engines.engine import Engine, Part
     from tiercache.store.layout import Checksums, SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.table import Group
@@ -36,6 +37,7 @@ class SegmentWriter:
     def __init__(
         self,
         id_: int,
+        name: str,
         pass_index: int,
         layouts: Sequence[SegmentLayout],
         groups: Sequence[Group],
@@ -46,34 +48,27 @@ class SegmentWriter:
         stable: bool,
         moved: Sequence[bool] = (),
     ) -> None:
-        """``moved``: by group, if last changes are stored; empty: no row has one."""
+        """``name`` is that of the segment's blobs; ``moved``: by group, if last changes are stored; empty: no row has
+        one.
+        """
         self._groups = groups
         self._stored = list(moved) or [False] * len(layouts)
         """By group: True if last changes are written."""
-        self.segment = Segment(
-            id=id_,
-            pass_index=pass_index,
-            within=within,
+        self._meta = SegmentMeta(
             layouts=tuple(layouts),
             checksums=tuple(np.zeros(layout.num_pages, np.uint32) for layout in layouts),
             key_checksums=tuple(np.zeros(layout.num_key_pages, np.uint32) for layout in layouts),
             first_keys=tuple(np.zeros(layout.num_key_pages, np.int64) for layout in layouts),
-            places=tuple(
-                {
-                    kind: np.full(layout.num_blocks, -1, np.int64)
-                    for kind in ((ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS))
-                }
-                for layout, stored in zip(layouts, self._stored, strict=True)
-            ),
             changed=tuple(
                 Changed.to_come(layout, stored=stored) for layout, stored in zip(layouts, moved, strict=bool(moved))
             ),
         )
-        """Its checksums and places are there when it is written."""
+        self.segment = Segment(id_=id_, name=name, pass_index=pass_index, within=within, meta=self._meta)
+        """All that describes it is there when it is written."""
         self.written = {
             "rows_written": sum(layout.rows for layout in layouts),
             "row_bytes_written": sum(layout.rows * layout.row_bytes for layout in layouts),
-            "key_bytes_written": sum(8 * layout.rows for layout in layouts),
+            "key_bytes_written": sum(KEY_BYTES * layout.rows for layout in layouts),
             "changed_bytes_written": sum(
                 CHANGED_BYTES * layout.rows for layout, stored in zip(layouts, self._stored, strict=True) if stored
             ),
@@ -90,25 +85,28 @@ class SegmentWriter:
         self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> None:
-        """Write all blocks; then the segment has its places, and all its checksums.
+        """Write all blobs; then the segment has all its checksums, and its last blob has them.
 
         Raises what the engine raises, and ValueError for blocks that are not what the layouts say: nothing is left.
         """
-        order: list[tuple[int, bytes, int]] = []
+        blobs = list(self.segment.blobs(self._groups))
+        numbers = {(blob.of.group.index, blob.name.rsplit("/", 1)[1]): i for i, blob in enumerate(blobs) if blob.of}
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
             self._sealer = sealer
-            places = engine.write(self._blocks(order), stable=self._stable)
-            for (group, kind, block), place in zip(order, places, strict=True):
-                self.segment.places[group][kind][block] = place
+            engine.put(blobs, self._parts(numbers), stable=self._stable)
             try:
                 for seal in self._seals:
                     seal.result()
+                data = self._meta.to_bytes(self.segment.id, self._groups)
+                self.segment.meta_bytes, self.segment.meta_digest = len(data), digest(data)
+                engine.put([self.segment.meta_blob], [(0, 0, np.frombuffer(data, np.uint8))])
+                self.written["meta_bytes_written"] = len(data)
             except BaseException:
-                engine.free(self.segment.block(kind, self._groups[group], block) for group, kind, block in order)
+                engine.drop((blob.name, None) for blob in blobs)
                 raise
 
-    def _blocks(self, order: list[tuple[int, bytes, int]]) -> Iterator[Data]:
-        """Yield all blocks, and add to ``order`` which they are."""
+    def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
+        """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
         while self._missing:
             try:
                 given = next(self._source)
@@ -119,7 +117,7 @@ class SegmentWriter:
                 raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
             self._missing.remove((group, block))
             keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(given[4]) if len(given) == 5 else None
-            layout = self.segment.layouts[group]
+            layout = self._meta.layouts[group]
             size = layout.bytes_of_block(block)
             if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
                 raise ValueError(
@@ -131,7 +129,7 @@ class SegmentWriter:
                     f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                     f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
                 )
-            if self.segment.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
+            if self._meta.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
                 raise ValueError(
                     f"block {block} of group {group} came without the uint32 last change of each of its rows"
                 )
@@ -142,12 +140,10 @@ class SegmentWriter:
                 self._unsealed = []
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
-            parts = {ROWS: data, KEYS: keys.view(np.uint8)}
+            yield numbers[group, ROWS], layout.byte_in_blob(ROWS, block), data
+            yield numbers[group, KEYS], layout.byte_in_blob(KEYS, block), keys
             if changed is not None and self._stored[group]:
-                parts[CHANGED] = changed.view(np.uint8)
-            for one in self.segment.blocks(self._groups[group], block, block + 1):
-                order.append((group, one.kind, block))
-                yield one, parts[one.kind]
+                yield numbers[group, CHANGED], layout.byte_in_blob(CHANGED, block), changed
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
 
@@ -161,19 +157,19 @@ class SegmentWriter:
         """Compute the checksums of blocks, their keys and last changes, by one computation."""
         parts, targets = [], []
         for group, block, data, keys, changed in unsealed:
-            layout = self.segment.layouts[group]
+            layout = self._meta.layouts[group]
             low, high = layout.pages_of_block(block)
             rows = layout.rows_of_pages(np.arange(low, high + 1))
             parts.append((data, (rows - rows[0]) * layout.row_bytes))
-            targets.append(self.segment.checksums[group][low:high])
+            targets.append(self._meta.checksums[group][low:high])
             bounds = key_page_bounds(keys.size)
             first = block * layout.key_pages
             last = first + bounds.size - 1
             parts.append((keys.view(np.uint8), bounds))
-            targets.append(self.segment.key_checksums[group][first:last])
-            self.segment.first_keys[group][first:last] = keys[bounds[:-1] // 8]
-            if changed is not None and self.segment.changed:
-                known = self.segment.changed[group]
+            targets.append(self._meta.key_checksums[group][first:last])
+            self._meta.first_keys[group][first:last] = keys[bounds[:-1] // 8]
+            if changed is not None and self._meta.changed:
+                known = self._meta.changed[group]
                 known.oldest_B[block], known.newest_B[block] = changed.min(), changed.max()
                 if self._stored[group]:
                     parts.append((changed.view(np.uint8), np.array([0, changed.nbytes])))

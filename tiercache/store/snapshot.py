@@ -1,0 +1,193 @@
+"""Snapshots of a store, and how much of its blobs they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, blob_bytes, block_stride
+from tiercache.store.live import Live
+from tiercache.store.segment import meta_name, rows_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Commit
+    from tiercache.store.segment import Segment
+    from tiercache.store.table import Group, Table
+
+    Int64s = NDArray[np.int64]
+
+
+class Snapshot:
+    """An immutable view of a commit, or of a commit and the segments appended since.
+
+    Who reads takes it once and passes it on: a store replaces it with every commit. What it needs stays where it is
+    while somebody holds it (``Store.pinned``).
+    """
+
+    def __init__(self, commit: Commit | None, groups: Sequence[Group], appended: Iterable[Segment] = ()) -> None:
+        """``appended`` by id: the segments appended since the commit."""
+        self.commit, self.groups = commit, groups
+        self.committed: tuple[Segment, ...] = () if commit is None else commit.own.segments
+        """The segments of the commit, without those appended since."""
+        self.appended = tuple(appended)
+        self.segments = (*self.committed, *self.appended)
+        """Those of the commit and those appended since, by id."""
+        self.retained = frozenset[int]() if commit is None else commit.retained_ids
+        """The ids of segments of earlier schedules, whose next uses are void."""
+        self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
+        starts = [0, *accumulate(len(group.tables) for group in groups)]
+        self._first_tables = dict(zip((group.index for group in groups), starts, strict=False))
+
+    @cached_property
+    def live(self) -> Live:
+        """What is live in each of the segments."""
+        appended = Live.of(self.appended, self.groups)
+        return appended if self.commit is None else self.commit.own.live.joined(appended)
+
+    @cached_property
+    def first_blocks(self) -> Int64s:
+        """(S, G): the first block of each layout that is needed; the number of blocks where none is."""
+        return self.live.first_blocks(self.groups)
+
+    def first_range(self, segment: Segment, group: int) -> int:
+        """Return the first live range of a layout: those before are dead, those after are live."""
+        return int(self.live.first_ranges_SG[self._rows[segment.id], group])
+
+    def first_block(self, segment: Segment, group: int) -> int:
+        """Return the first block of a layout with a live row; the number of blocks where none has one."""
+        return int(self.first_blocks[self._rows[segment.id], group])
+
+    def rows_in(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+        return self._sum(self.live.live_ST, segments, group, table)
+
+    def live_rows(self, group: Group, table: Table) -> int:
+        """Return how many rows a table has at the commit; reads nothing."""
+        return self.rows_in(self.committed, group, table) - self.stale_rows(self.committed, group, table)
+
+    def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        """Return how many rows of a table in ``segments`` are stale."""
+        return self._sum(self.live.stale_ST, segments, group, table)
+
+    def _sum(self, counts_ST: Int64s, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        rows = [self._rows[segment.id] for segment in segments]
+        return int(counts_ST[rows, self._first_tables[group.index] + group.place(table.name)].sum())
+
+
+class BlobNeed(NamedTuple):
+    """How much of a blob is needed."""
+
+    name: str
+    first_byte: int
+    size: int
+    """All its bytes, those that are not needed too."""
+
+
+class SegmentNeed(NamedTuple):
+    """How much of a segment is needed."""
+
+    segment: Segment
+    first_blocks_G: Int64s
+    """(G,): the first block of each layout that is needed; the number of blocks where none is."""
+    live: Live
+    """What tells the sizes of its blobs."""
+    row: int
+    """Of the segment in ``live``."""
+
+    def blobs(self) -> Iterator[BlobNeed]:
+        """Yield what is needed of each of its blobs with rows, group after group."""
+        live, columns = self.live, [self.first_blocks_G]
+        columns += [one[self.row] for one in (live.rows_SG, live.block_rows_SG, live.row_bytes_SG, live.changed_SG)]
+        facts = zip(*(column.tolist() for column in columns), strict=True)
+        for g, (first, rows, block_rows, row_bytes, changed) in enumerate(facts):
+            if first * block_rows >= rows:
+                continue
+            kinds = [(ROWS, row_bytes), (KEYS, KEY_BYTES), *([(CHANGED, CHANGED_BYTES)] if changed else [])]
+            for kind, item_bytes in kinds:
+                first_byte = first * block_stride(block_rows, item_bytes)
+                size = blob_bytes(rows, block_rows, item_bytes)
+                yield BlobNeed(rows_name(self.segment.name, g, kind), first_byte, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """How much of each blob somebody needs."""
+
+    whole: dict[str, int]
+    """By name: bytes of what is needed whole: commits, what their ranks list, dense state."""
+    segments: dict[str, SegmentNeed]
+    """By name."""
+
+    @classmethod
+    def of(cls, snapshots: Iterable[Snapshot]) -> Needed:
+        """Return what any of ``snapshots`` needs."""
+        whole: dict[str, int] = {}
+        segments: dict[str, SegmentNeed] = {}
+        for snapshot in snapshots:
+            commit, firsts_SG = snapshot.commit, snapshot.first_blocks
+            if commit is not None:
+                heads = [*commit.ranks, *([] if commit.head is None else [commit.head])]
+                whole |= {head.name: head.size for head in heads}
+                whole[commit.own.state.name] = commit.own.state.size
+            for row, segment in enumerate(snapshot.segments):
+                known = segments.get(segment.name)
+                if known is None:
+                    segments[segment.name] = SegmentNeed(segment, firsts_SG[row], snapshot.live, row)
+                elif np.any(firsts_SG[row] < known.first_blocks_G):
+                    firsts_G = np.minimum(firsts_SG[row], known.first_blocks_G)
+                    segments[segment.name] = known._replace(first_blocks_G=firsts_G)
+        return cls(whole, segments)
+
+    def blobs(self) -> Iterator[BlobNeed]:
+        """Yield what is needed of each blob."""
+        for name, size in self.whole.items():
+            yield BlobNeed(name, 0, size)
+        for need in self.segments.values():
+            yield BlobNeed(meta_name(need.segment.name), 0, need.segment.meta_bytes)
+            yield from need.blobs()
+
+    def given_up(self, after: Needed) -> Iterator[tuple[str, int | None]]:
+        """Yield of each blob that ``after`` needs less of how much of its front goes, or None: all of it."""
+        for name in self.whole:
+            if name not in after.whole:
+                yield name, None
+        for name, need in self.segments.items():
+            kept = after.segments.get(name)
+            if kept is None:
+                yield meta_name(name), None
+            if kept is None or np.any(kept.first_blocks_G > need.first_blocks_G):
+                remaining = {} if kept is None else {blob.name: blob.first_byte for blob in kept.blobs()}
+                for blob in need.blobs():
+                    upto = remaining.get(blob.name)
+                    if upto is None or upto > blob.first_byte:
+                        yield blob.name, upto
+
+    def num_bytes(self, but: Needed) -> int:
+        """Return the bytes that are needed and that ``but`` does not need."""
+        held = {blob.name: blob.first_byte for blob in but.blobs()}
+        return sum(max(0, held.get(blob.name, blob.size) - blob.first_byte) for blob in self.blobs())
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The commits that are kept, each as a snapshot, the oldest first."""
+
+    snapshots: tuple[Snapshot, ...] = ()
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """The oldest first."""
+        return tuple(snapshot.commit for snapshot in self.snapshots if snapshot.commit is not None)
+
+    @property
+    def needed(self) -> Needed:
+        """What the commits need."""
+        return Needed.of(self.snapshots)
