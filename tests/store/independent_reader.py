@@ -1,206 +1,180 @@
-"""Reads stores of both engines from docs/format alone: nothing of tiercache, and nothing of Zarr."""
+"""Reads stores of both engines from docs/format alone: no code of tiercache, and none of Zarr."""
 
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import lmdb
+import google_crc32c
 import numpy as np
 
-PART_BYTES = 1 << 30
-Form = list[tuple[str, int, str]]
-"""Name, numbers and dtype of each field of a row."""
+from tests.store.independent_files import Arrays, Files, Layout, Values, field_bytes, files_of, read_record
+
+NEVER = (1 << 63) - 1
 
 
-def padded(width: int, dtype: str) -> int:
-    """Return the numbers of a field in a row with those that fill its last 4 bytes."""
-    return width + width % 2 if np.dtype(dtype).itemsize == 2 else width
+class Row(NamedTuple):
+    """A live row."""
+
+    fields: tuple[bytes, ...]
+    """The vector, then each optimizer state, without padding; bfloat16 as its bits."""
+    changed: int
+    """The commit that last changed it."""
 
 
-def read_record(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return values and arrays of a record; its checksum is left to others."""
-    assert data[:4] == b"TCR1"
-    size = struct.unpack_from("<I", data, 4)[0]
-    header, at, arrays = json.loads(data[8 : 8 + size]), 8 + size, {}
-    for name, dtype, length in header["arrays"]:
-        arrays[name] = np.frombuffer(data, dtype, length, at)
-        at += arrays[name].nbytes
-    assert at + 4 == len(data)
-    return header["values"], arrays
+class Contents(NamedTuple):
+    """A store at one commit."""
+
+    commit: Values
+    tables: dict[str, dict[int, Row]]
+    """By name of the table and key."""
+    states: list[bytes]
+    """By rank."""
 
 
-def rows_of_ranges(layout: dict[str, Any], arrays: dict[str, np.ndarray], group: int) -> np.ndarray:
-    """Return the rows of each table in each range."""
-    return arrays[f"table_rows/{group}"].reshape(-1, layout["tables"])
+def check(sums: np.ndarray, index: int, data: bytes) -> None:
+    """Assert that bytes have a checksum."""
+    assert int(sums[index]) == google_crc32c.value(data), index
 
 
-def check_record(manifest: dict[str, Any], name: str, data: bytes) -> bytes:
-    """Return a record that is what its manifest says."""
-    _, _, size, digest = next(one for one in manifest["records"] if one[0] == name)
-    assert (len(data), hashlib.sha256(data).hexdigest()) == (size, digest), name
+def named(files: Files, kind: str, name: str, size: int, digest: str) -> tuple[Values, Arrays]:
+    """Return a record that its digest names."""
+    data = files.blob(name, size)
+    assert hashlib.sha256(data).hexdigest() == digest, name
+    return read_record(kind, data)
+
+
+def read_commit(files: Files, id_: int | None = None) -> tuple[str, Values]:
+    """Return the digest and the values of the newest commit, or of one that it keeps."""
+    name, size, digest = files.head
+    values, _ = named(files, "commit", name, size, digest)
+    if id_ is None or id_ == values["id"]:
+        return digest, values
+    name, size, digest = next(rest for kept, *rest in values["kept"] if kept == id_)
+    return digest, named(files, "commit", name, size, digest)[0]
+
+
+def read_store(path: Path, commit: int | None = None) -> Contents:
+    """Return everything in a plain store at its newest commit, or at one that it keeps; every digest is checked."""
+    files = files_of(path)
+    _, values = read_commit(files, commit)
+    tables: dict[str, dict[int, Row]] = {table["name"]: {} for table in values["tables"]}
+    states, counted = [], dict.fromkeys(tables, 0)
+    for head in values["ranks"]:
+        listed, arrays = named(files, "rank", *head)
+        states.append(read_state(files, listed["state"], arrays["state"]))
+        for index, (id_, name, _, _, first, size, digest) in enumerate(listed["segments"]):
+            meta = named(files, "segment", f"{name}/meta", size, digest)
+            assert meta[0]["id"] == id_
+            for group, about in enumerate(meta[0]["layouts"]):
+                layout = Layout.of(about, meta[1], group)
+                first_range = check_list(arrays, index, listed["groups"], group, layout)
+                for table, key, row in live_rows(files, name, meta[1], group, layout, first_range, first):
+                    tables[table][key] = row  # segments by id: a newer row replaces a stale one
+        starts = names_in_order(values["tables"])
+        for table, live, stale in zip(arrays["live_tables"], arrays["live"], arrays["stale"], strict=True):
+            counted[starts[table]] += int(live - stale)
+    assert counted == {name: len(rows) for name, rows in tables.items()}
+    return Contents(values, tables, states)
+
+
+def names_in_order(tables: list[Values]) -> list[str]:
+    """Return the names of tables, given by unsigned id, group after group."""
+    groups: dict[str, list[str]] = {}
+    for table in tables:
+        alone = "whole_dim" in table and table["optimizer"]["kind"] == "rowwise_adagrad"
+        like = [table.get(name) for name in ("dim", "dtype", "optimizer", "compression")]
+        groups.setdefault(json.dumps([*like, alone and table["name"]]), []).append(table["name"])
+    return [name for names in groups.values() for name in names]
+
+
+def read_state(files: Files, state: list[Any], sums: np.ndarray) -> bytes:
+    """Return the dense state of a rank."""
+    name, size, chunk = state
+    data = files.blob(name, size)
+    for index in range(-(-size // chunk)):
+        check(sums, index, data[index * chunk : (index + 1) * chunk])
     return data
 
 
-class LmdbFiles:
-    """Records and blocks of a store in LMDB."""
-
-    def __init__(self, path: Path) -> None:
-        with lmdb.open(str(path), readonly=True, lock=False) as env, env.begin() as txn:
-            items = {bytes(key).decode(): bytes(value) for key, value in txn.cursor()}
-        head, manifest = (path / "HEAD").read_bytes(), items.pop("manifest")
-        self.manifest, _ = read_record(manifest)
-        slots = [struct.unpack_from("<8sQ32s", head, at) for at in (0, 4096)]
-        _, number, digest = max(slots, key=lambda slot: slot[1])
-        assert number == self.manifest["number"]
-        assert digest == hashlib.sha256(manifest).digest()
-        self.records = {}
-        for name, _, size, _ in self.manifest["records"]:  # a record of more than 1 GiB has several values
-            parts = [items[name], *(items[f"{name}\0{part}"] for part in range(1, -(-size // PART_BYTES)))]
-            self.records[name] = check_record(self.manifest, name, b"".join(parts))
-        self.blocks = (path / "blocks.bin").read_bytes()
-
-    def rows(
-        self, segment: int, group: int, layout: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
-    ) -> list[np.ndarray]:
-        """Return the fields of the rows of a block."""
-        counts = rows_of_ranges(layout, arrays, group).sum(axis=1)
-        block_rows = layout["block_bytes"] // layout["row_bytes"]
-        ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
-        fields: list[list[np.ndarray]] = [[] for _ in form]
-        at = int(arrays[f"rows_at/{group}"][block])
-        while row < last:  # page after page, each field after field
-            count = min(row + layout["page_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
-            for field, (_, width, dtype) in zip(fields, form, strict=True):
-                numbers = padded(width, dtype)
-                found = np.frombuffer(self.blocks, dtype, count * numbers, at)
-                field.append(found.reshape(count, numbers)[:, :width])
-                at += found.nbytes
-            row += count
-        return [np.concatenate(parts) for parts in fields]
-
-    def numbers(
-        self, name: str, dtype: str, _segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
-    ) -> np.ndarray:
-        """Return the keys or the last changes of the rows of a block."""
-        return np.frombuffer(self.blocks, dtype, rows, int(arrays[f"{name}_at/{group}"][block]))
+def check_list(arrays: Arrays, index: int, groups: int, group: int, layout: Layout) -> int:
+    """Return the first live range of a group, and assert that what is listed of it is what its segment says."""
+    names = ("first_ranges", "next_uses", "rows", "block_rows", "row_bytes")
+    first, use, rows, block_rows, row_bytes = (int(arrays[name][index * groups + group]) for name in names)
+    assert use == (layout.next_use[first] if first < len(layout.next_use) else NEVER)
+    assert (rows, block_rows, row_bytes) == (layout.rows, layout.block_rows, layout.row_bytes)
+    return first
 
 
-class ZarrFiles:
-    """Records and blocks of a store in Zarr arrays."""
-
-    def __init__(self, path: Path) -> None:
-        newest = max((f for f in (path / "manifests").iterdir() if f.name.isdecimal()), key=lambda f: int(f.name))
-        self.path = path
-        self.manifest, _ = read_record(newest.read_bytes())
-        assert self.manifest["number"] == int(newest.name)
-        self.records = {
-            name: check_record(self.manifest, name, (path / f"records/{number}-{name.replace('/', '.')}").read_bytes())
-            for name, number, _, _ in self.manifest["records"]
-        }
-
-    def rows(
-        self, segment: int, group: int, layout: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
-    ) -> list[np.ndarray]:
-        """Return the fields of the rows of a block."""
-        total = int(rows_of_ranges(layout, arrays, group).sum())
-        rows = layout["block_bytes"] // layout["row_bytes"]
-        found = []
-        for name, width, dtype in form:
-            numbers = padded(width, dtype)
-            count = min(rows, total - block * rows)
-            data = self.bytes(segment, group, name, ".0", numbers * np.dtype(dtype).itemsize, rows, total, block, count)
-            found.append(np.frombuffer(data, dtype).reshape(count, numbers)[:, :width])
-        return found
-
-    def numbers(
-        self, name: str, dtype: str, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
-    ) -> np.ndarray:
-        """Return the keys or the last changes of the rows of a block."""
-        layout = read_record(self.records[f"segment/{segment}"])[0]["layouts"][group]
-        total = int(rows_of_ranges(layout, arrays, group).sum())
-        block_rows = layout["block_bytes"] // layout["row_bytes"]
-        data = self.bytes(segment, group, name, "", np.dtype(dtype).itemsize, block_rows, total, block, rows)
-        return np.frombuffer(data, dtype)
-
-    def bytes(
-        self, segment: int, group: int, name: str, suffix: str, row_bytes: int, block_rows: int, total: int, block: int,
-        count: int,
-    ) -> bytes:  # fmt: skip
-        """Return the bytes of rows of a block in one array: chunks have whole blocks of at most 64 MiB."""
-        chunk_rows = min(max(1, (64 << 20) // (block_rows * row_bytes)) * block_rows, total)
-        chunk, row = divmod(block * block_rows, chunk_rows)
-        data = (self.path / f"segments/{segment}/{group}/{name}/c.{chunk}{suffix}").read_bytes()
-        assert len(data) == chunk_rows * row_bytes
-        return data[row * row_bytes : (row + count) * row_bytes]
+def live_rows(
+    files: Files, segment: str, arrays: Arrays, group: int, layout: Layout, first_range: int, first_commit: int
+) -> Iterable[tuple[str, int, Row]]:
+    """Yield (table, key, row) of the live ranges of a group; every page that has one is checked."""
+    first_row = int(layout.counts[:first_range].sum())
+    of_table = np.repeat(np.tile(np.arange(len(layout.tables)), len(layout.counts)), layout.counts.reshape(-1))
+    pages, key_pages = layout.pages(), layout.key_pages()
+    for block in range(first_row // layout.block_rows, -(-layout.rows // layout.block_rows)):
+        low, high = layout.block(block)
+        data, keys = files.rows(segment, group, layout, block), files.numbers(segment, group, layout, block, "keys")
+        changed = last_changes(files, segment, arrays, group, layout, block, first_commit)
+        for index, (a, b) in enumerate(pairwise(key_pages)):
+            if low <= a < high:
+                check(arrays[f"key_pages/{group}"], index, keys[8 * (a - low) : 8 * (b - low)])
+                assert arrays[f"first_keys/{group}"][index] == struct.unpack_from("<q", keys, 8 * (a - low))[0]
+        for index, (a, b) in enumerate(pairwise(pages)):
+            if not (low <= a < high and b > first_row):
+                continue
+            page = data[(a - low) * layout.row_bytes : (b - low) * layout.row_bytes]
+            check(arrays[f"pages/{group}"], index, page)
+            for row in range(a, b):
+                fields, at = [], 0
+                for _, width, dtype in layout.fields:
+                    size = field_bytes(width, dtype)
+                    begin = at + (row - a) * size
+                    fields.append(page[begin : begin + width * np.dtype(dtype).itemsize])
+                    at += (b - a) * size
+                key = struct.unpack_from("<q", keys, 8 * (row - low))[0]
+                yield layout.tables[of_table[row]], key, Row(tuple(fields), int(changed[row - low]))
 
 
-def commit_digest(files: Any, commit: int) -> str:
-    """Return the digest of a commit: of the names of its records, sorted, each with its SHA-256."""
-    segments = [f"segment/{id_}" for id_, _ in read_record(files.records[f"commit/{commit}"])[0]["segments"]]
-    lines = [
-        f"{name} {hashlib.sha256(files.records[name]).hexdigest()}\n"
-        for name in sorted(["tables", f"commit/{commit}", *segments])
-    ]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def check_manifest(path: Path) -> None:
-    """Assert that each shard of a sharded store has the commits that its manifest names."""
-    values = json.loads((path / "shards.json").read_text())
-    assert values.pop("version") == 5
-    for rank, name in enumerate(values["shards"]):
-        files = files_of(path / name)
-        for commit in values["commits"]:
-            assert commit_digest(files, commit["shards"][rank]) == commit["digests"][rank], (rank, commit)
-
-
-def files_of(path: Path) -> Any:
-    """Return the records and blocks of a store."""
-    marker = json.loads((path / "store.json").read_text())
-    assert marker["version"] == 5
-    return {"lmdb": LmdbFiles, "zarr": ZarrFiles}[marker["engine"]](path)
-
-
-def last_change(
-    files: Any, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, at: int, rows: int, first: int
-) -> int:
-    """Return the commit that last changed a row of a block."""
+def last_changes(
+    files: Files, segment: str, arrays: Arrays, group: int, layout: Layout, block: int, first_commit: int
+) -> np.ndarray:
+    """Return the commit that last changed each row of a block."""
+    low, high = layout.block(block)
     if f"oldest/{group}" not in arrays:
-        return first
-    if arrays[f"changed/{group}"].size:
-        return int(files.numbers("changed", "<u4", segment, group, arrays, block, rows)[at])
-    return int(arrays[f"oldest/{group}"][block])
-
-
-def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> dict[int, tuple[list[bytes], int]]:
-    """Return the fields and the last change of every live row of a table by key, at the newest commit.
-
-    That commit was taken before a pass. ``groups`` has the names of the tables of each group, ``form`` the
-    fields of the table's rows. Numbers of bfloat16 are given as their bits.
-    """
-    files = files_of(path)
-    newest = max(int(name[7:]) for name in files.records if name.startswith("commit/"))
-    spec = next(one for one in read_record(files.records["tables"])[0]["tables"] if one["name"] == table)
-    form[0] = *form[0][:2], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]
-    commit, _ = read_record(files.records[f"commit/{newest}"])
-    group = next(i for i, names in enumerate(groups) if table in names)
-    place, found = groups[group].index(table), dict[int, tuple[list[bytes], int]]()
-    retained = {id_: groups_[group][0] for id_, *groups_ in commit.get("retained", [])}
-    for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
-        values, arrays = read_record(files.records[f"segment/{segment}"])
-        layout, row = values["layouts"][group], 0
-        counts, block_rows = rows_of_ranges(layout, arrays, group), layout["block_bytes"] // layout["row_bytes"]
-        total = int(counts.sum())
-        for index, (use, rows) in enumerate(zip(arrays[f"next_use/{group}"], counts.tolist(), strict=True)):
-            low, row = row + sum(rows[:place]), row + sum(rows)
-            live = index >= retained[segment] if segment in retained else use >= commit["cursor"][0]
-            for at in range(low, low + rows[place]) if live else ():
-                block, i = divmod(at, block_rows)
-                count = min(block_rows, total - block * block_rows)
-                keys = files.numbers("keys", "<i8", segment, group, arrays, block, count)
-                fields = files.rows(segment, group, layout, arrays, form, block)
-                changed = last_change(files, segment, group, arrays, block, i, count, first)
-                found[int(keys[i])] = [field[i].tobytes() for field in fields], changed
+        return np.full(high - low, first_commit)
+    oldest, newest = (int(arrays[f"{name}/{group}"][block]) for name in ("oldest", "newest"))
+    if not arrays[f"changed/{group}"].size:
+        return np.full(high - low, oldest)
+    data = files.numbers(segment, group, layout, block, "changed")
+    check(arrays[f"changed/{group}"], block, data)
+    found = np.frombuffer(data, "<u4")
+    assert (found.min(), found.max()) == (oldest, newest)
     return found
+
+
+def check_manifest(path: Path) -> Values:
+    """Return the manifest of a sharded store; assert that each shard has the commits that it names."""
+    manifest: Values = json.loads((path / "shards.json").read_text())
+    about = {name: value for name, value in manifest.items() if name != "digest"}
+    text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+    assert manifest["version"] == 5
+    assert manifest["digest"] == hashlib.sha256(text.encode()).hexdigest()
+    for rank, name in enumerate(manifest["shards"]):
+        files = files_of(path / name)
+        for commit in manifest["commits"]:
+            digest, values = read_commit(files, commit["shards"][rank])
+            assert digest == commit["digests"][rank], (rank, commit)
+            assert values["cursor"] == commit["cursor"]
+    return manifest
+
+
+def read_shards(path: Path) -> list[Contents]:
+    """Return what each shard of a sharded store has at the newest commit of the whole."""
+    manifest = check_manifest(path)
+    newest = manifest["commits"][-1]["shards"]
+    return [read_store(path / name, commit) for name, commit in zip(manifest["shards"], newest, strict=True)]

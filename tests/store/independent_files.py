@@ -1,0 +1,202 @@
+"""Blobs and heads of stores of both engines, read from docs/format alone: no code of tiercache, and none of Zarr."""
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import google_crc32c
+import lmdb
+import numpy as np
+
+PAGE_BYTES = 4096
+KEY_PAGE_ROWS = 1024
+CHUNK_BYTES = 64 << 20
+"""The most bytes of a Zarr chunk with more than one block, and of an object with a part of another blob."""
+DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+NUMBERS = {"keys": "<i8", "changed": "<u4"}
+
+Values = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+
+
+class Layout(NamedTuple):
+    """How the rows of a group are laid out in a segment."""
+
+    rows: int
+    block_rows: int
+    page_rows: int
+    row_bytes: int
+    counts: np.ndarray
+    """(ranges, tables)."""
+    next_use: np.ndarray
+    tables: list[str]
+    fields: list[tuple[str, int, str]]
+    """Name, numbers and dtype of each field of a row."""
+
+    @classmethod
+    def of(cls, values: Values, arrays: Arrays, group: int) -> "Layout":
+        """Return that of a group, from the record of a segment."""
+        tables = values["tables"]
+        counts = arrays[f"table_rows/{group}"].reshape(-1, len(tables))
+        fields = [(name, width, DTYPES[dtype]) for name, dtype, width in values["fields"]]
+        block_rows = values["block_bytes"] // values["row_bytes"]
+        layout = cls(
+            int(counts.sum()), block_rows, values["page_rows"], values["row_bytes"], counts,
+            arrays[f"next_use/{group}"], tables, fields,
+        )  # fmt: skip
+        assert layout.row_bytes == sum(field_bytes(width, dtype) for _, width, dtype in fields)
+        return layout
+
+    def block(self, index: int) -> tuple[int, int]:
+        """Return the first row of a block, and the one after its last."""
+        return index * self.block_rows, min((index + 1) * self.block_rows, self.rows)
+
+    def pages(self) -> list[int]:
+        """Return the first row of each page, and the number of rows."""
+        return cuts(self.counts.sum(axis=1).tolist(), self.page_rows, self.block_rows)
+
+    def key_pages(self) -> list[int]:
+        """Return the first row of each key page, and the number of rows."""
+        return cuts([self.rows], KEY_PAGE_ROWS, self.block_rows)
+
+
+def cuts(runs: Iterable[int], most: int, block_rows: int) -> list[int]:
+    """Cut runs of rows every ``most`` rows and at the ends of blocks; return where, from 0 to all rows."""
+    found, row = [0], 0
+    for count in runs:
+        end = row + count
+        while row < end:
+            row = min(row + most, end, (row // block_rows + 1) * block_rows)
+            found.append(row)
+    return found
+
+
+def field_bytes(width: int, dtype: str) -> int:
+    """Return the bytes of a field in a row: whole words of 4 bytes."""
+    return -(-width * np.dtype(dtype).itemsize // 4) * 4
+
+
+def paged(size: int) -> int:
+    """Return bytes rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def read_record(kind: str, data: bytes) -> tuple[Values, Arrays]:
+    """Return values and arrays of a record of ``kind``."""
+    assert data[:4] == b"TCR1"
+    assert struct.unpack("<I", data[-4:])[0] == google_crc32c.value(data[:-4])
+    size = struct.unpack_from("<I", data, 4)[0]
+    header, at, arrays = json.loads(data[8 : 8 + size]), 8 + size, {}
+    assert header["kind"] == kind
+    for name, dtype, length in header["arrays"]:
+        arrays[name] = np.frombuffer(data, dtype, length, at)
+        at += arrays[name].nbytes
+    assert at + 4 == len(data)
+    return header["values"], arrays
+
+
+class Files(Protocol):
+    """Blobs and the head of a store."""
+
+    head: tuple[str, int, str]
+    """Name, bytes and digest of the newest commit's blob."""
+
+    def blob(self, name: str, size: int) -> bytes:
+        """Return a whole blob that is not one of rows, keys or last changes."""
+
+    def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
+        """Return the field-major pages of a block."""
+
+    def numbers(self, segment: str, group: int, layout: Layout, block: int, kind: str) -> bytes:
+        """Return the keys or the last changes of a block."""
+
+
+class LmdbFiles:
+    """A store in LMDB."""
+
+    def __init__(self, path: Path) -> None:
+        with lmdb.open(str(path), readonly=True, lock=False) as env, env.begin() as txn:
+            self._map = {bytes(key).decode(): bytes(value) for key, value in txn.cursor()}
+        values, _ = read_record("head", self._map.pop("head"))
+        self.head = values["name"], values["size"], values["digest"]
+        slots = [(path / "HEAD").read_bytes()[at : at + 52] for at in (0, PAGE_BYTES)]
+        whole = [slot for slot in slots if struct.unpack("<I", slot[48:])[0] == google_crc32c.value(slot[:48])]
+        magic, number, digest = max((struct.unpack("<8sQ32s", slot[:48]) for slot in whole), key=lambda slot: slot[1])
+        assert (magic, number, digest.hex()) == (b"tc head\n", values["number"], values["digest"])
+        self._data = (path / "blocks.bin").read_bytes()
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        raise NotImplementedError
+
+    def blob(self, name: str, size: int) -> bytes:
+        """Return a whole blob."""
+        return self._read(name, 0, size)
+
+    def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
+        """Return the field-major pages of a block."""
+        return self._block(f"{segment}/{group}/rows", layout, block, layout.row_bytes)
+
+    def numbers(self, segment: str, group: int, layout: Layout, block: int, kind: str) -> bytes:
+        """Return the keys or the last changes of a block."""
+        return self._block(f"{segment}/{group}/{kind}", layout, block, np.dtype(NUMBERS[kind]).itemsize)
+
+    def _block(self, name: str, layout: Layout, block: int, item_bytes: int) -> bytes:
+        first, last = layout.block(block)
+        return self._read(name, block * paged(layout.block_rows * item_bytes), (last - first) * item_bytes)
+
+
+class ZarrFiles:
+    """A store in Zarr arrays, not compressed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        newest = max((f for f in (path / "heads").iterdir() if f.name.isdecimal()), key=lambda f: int(f.name))
+        values, _ = read_record("head", newest.read_bytes())
+        assert values["number"] == int(newest.name)
+        self.head = values["name"], values["size"], values["digest"]
+
+    def blob(self, name: str, size: int) -> bytes:
+        """Return a whole blob, of one object or of several."""
+        parts = range(max(1, -(-size // CHUNK_BYTES)))
+        data = b"".join((self._path / (f"{name}.{part}" if part else name)).read_bytes() for part in parts)
+        assert len(data) == size
+        return data
+
+    def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
+        """Return the field-major pages of a block, put together from its fields."""
+        fields = [
+            (self._rows(f"{segment}/{group}/{name}", ".0", layout, block, field_bytes(width, dtype)), width, dtype)
+            for name, width, dtype in layout.fields
+        ]
+        (low, high), pages = layout.block(block), layout.pages()
+        inside = [row - low for row in pages if low <= row <= high]
+        return b"".join(
+            data[a * field_bytes(width, dtype) : b * field_bytes(width, dtype)]
+            for a, b in pairwise(inside)
+            for data, width, dtype in fields
+        )
+
+    def numbers(self, segment: str, group: int, layout: Layout, block: int, kind: str) -> bytes:
+        """Return the keys or the last changes of a block."""
+        return self._rows(f"{segment}/{group}/{kind}", "", layout, block, np.dtype(NUMBERS[kind]).itemsize)
+
+    def _rows(self, array: str, suffix: str, layout: Layout, block: int, item_bytes: int) -> bytes:
+        """Return the bytes of a block in one array, whose chunks have whole blocks."""
+        blocks = max(1, CHUNK_BYTES // (layout.block_rows * item_bytes))
+        chunk_rows = min(blocks * layout.block_rows, layout.rows)
+        chunk, at = divmod(block * layout.block_rows, chunk_rows)
+        data = (self._path / f"{array}/c.{chunk}{suffix}").read_bytes()
+        assert len(data) == chunk_rows * item_bytes
+        first, last = layout.block(block)
+        return data[at * item_bytes : (at + last - first) * item_bytes]
+
+
+def files_of(path: Path) -> Files:
+    """Return the blobs of a plain store."""
+    marker = json.loads((path / "store.json").read_text())
+    assert (marker["format"], marker["version"]) == ("tiercache store", 5)
+    engines: dict[str, Callable[[Path], Files]] = {"lmdb": LmdbFiles, "zarr": ZarrFiles}
+    return engines[marker["engine"]](path)
