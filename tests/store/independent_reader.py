@@ -173,8 +173,26 @@ def check_manifest(path: Path) -> Values:
     return manifest
 
 
-def read_shards(path: Path) -> list[Contents]:
-    """Return what each shard of a sharded store has at the newest commit of the whole."""
+def read_shards(path: Path) -> dict[str, dict[int, Row]]:
+    """Return the rows of each table at the newest commit of a sharded store, with all columns of column slices."""
     manifest = check_manifest(path)
     newest = manifest["commits"][-1]["shards"]
-    return [read_store(path / name, commit) for name, commit in zip(manifest["shards"], newest, strict=True)]
+    shards = [read_store(path / name, commit) for name, commit in zip(manifest["shards"], newest, strict=True)]
+    found = {}
+    for table in manifest["tables"]:
+        name, rows = table["name"], dict[int, Row]()
+        slices = manifest["sharding"]["tables"][name].get("slices", [])
+        for rank in [rank for rank, _, _ in slices] or range(len(shards)):
+            for key, row in shards[rank].tables[name].items():
+                rows[key] = joined(rows[key], row, table) if key in rows else row
+        found[name] = rows
+    return found
+
+
+def joined(left: Row, right: Row, table: Values) -> Row:
+    """Return a row of more columns; the state of row-wise Adagrad is one number, the same in all slices."""
+    pairs = zip(left.fields, right.fields, strict=True)
+    alone = table["optimizer"]["kind"] == "rowwise_adagrad"
+    assert not alone or left.fields[1:] == right.fields[1:]
+    fields = [a if alone and index else a + b for index, (a, b) in enumerate(pairs)]
+    return Row(tuple(fields), max(left.changed, right.changed))

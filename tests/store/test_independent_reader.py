@@ -1,6 +1,7 @@
 """What docs/format says is enough to read a store of either engine; one on Zarr is read by Zarr alone."""
 
 import ast
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import zarr
 from zarr.storage import MemoryStore
 
-from tests.store import independent_reader
+from tests.dist import sharded_world
+from tests.store import independent_files, independent_reader
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import narrow_tables, small_tables
-from tests.store.independent_reader import read_table
+from tests.store.independent_reader import Contents, read_shards, read_store
 from tests.store.test_row_versions import mixed
-from tests.store.world import World
-from tiercache.store import Group, Segment, Store, Table, ZarrEngine
+from tests.store.world import Key, World
+from tiercache.store import Cursor, Group, Segment, Store, Table, ZarrEngine
 from tiercache.store.engines import zarr_layout
 
 
@@ -36,6 +38,27 @@ KINDS = {
 """Tables of every kind that is stored in another way."""
 
 
+def contents(path: Path, tables: Sequence[Table], commit: int | None = None) -> tuple[dict[Key, bytes], dict[Key, int]]:
+    """Return the words and the last change of each row, by table and key, as the format alone says them."""
+    found, rows, changed = read_store(path, commit).tables, dict[Key, bytes](), dict[Key, int]()
+    for table in tables:
+        words = 4 * table.fields[0].words
+        for key, row in found[table.name].items():
+            vector, *states = row.fields
+            assert len(vector) == table.dim * (4 if table.dtype == "float32" else 2)
+            rows[table.name, key] = vector.ljust(words, b"\0") + b"".join(states)
+            changed[table.name, key] = row.changed
+    return rows, changed
+
+
+def read_or_none(path: Path) -> Contents | None:
+    """Return what a store has, or None where the reader refuses it."""
+    try:
+        return read_store(path)
+    except (AssertionError, ValueError, KeyError, OSError, struct.error):
+        return None
+
+
 @pytest.mark.parametrize("kind", ["float32", "16 bits"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_that_knows_only_the_format_reads_every_live_row(engine: str, kind: str, tmp_path: Path) -> None:
@@ -50,36 +73,81 @@ def test_a_reader_that_knows_only_the_format_reads_every_live_row(engine: str, k
         world.keys_per_pass = 2
         world.follow(store, world.draw(3))
         world.run(store, 1)
-        assert any(sum(map(sum, one.stale_rows)) for one in store.commit.retained)
-        groups = [[table.name for table in group.tables] for group in store.groups]
-    for table in tables:
-        found = read_table(
-            tmp_path / "s", groups, [(field.name, field.width, "<f4") for field in table.fields], table.name
-        )
-        mine = {key: row for (name, key), row in world.rows.items() if name == table.name}
-        assert {key: changed for key, (_, changed) in found.items()} == {
-            key: world.changed[table.name, key] for key in mine
-        }
-        words = 4 * table.fields[0].words
-        for key, ((vector, *states), _) in found.items():
-            assert len(vector) == table.dim * (4 if table.dtype == "float32" else 2)
-            assert vector.ljust(words, b"\0") + b"".join(states) == mine[key]
+        assert store.commit.own.live.stale_ST.any()
+    assert contents(tmp_path / "s", world.tables) == (world.rows, world.changed)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_older_commits_and_dense_state_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> None:
+    """A commit inside a pass, the ones before and after it, and dense state of several chunks."""
+    world, commits = World(small_tables(), keys_per_pass=9, universe=30, page_rows=3, block_rows=7), []
+    with Store.open(tmp_path / "s", tables=world.tables, engine=engine, retention=4) as store:
+        for sample in (0, 5, 0):
+            world.train(part=sample)
+            world.append(store, within=sample > 0)
+            world.pass_index += not sample
+            world.publish(store, sample=sample)
+            commits.append((store.commit.id, world.state, {**world.rows}, {**world.changed}))
+        state = bytes(range(256)) * (1 << 15) + b"end"
+        store.publish(Cursor(world.pass_index), state=state, schedule_digest="cyclic", settings={}, environment={})
+        assert len(store.commit.own.state.checksums) == 3
+    assert read_store(tmp_path / "s").states == [state]
+    for id_, state, rows, changed in commits:
+        assert read_store(tmp_path / "s", id_).states == [state]
+        assert contents(tmp_path / "s", world.tables, id_) == (rows, changed), id_
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_shards_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> None:
+    """Rows that are divided by hash, by table and by columns, at the newest commit that the manifest names."""
+    assert sharded_world.train_shards(tmp_path / "s", 2, 4, engine=engine) == [None] * 2
+    with Store.open(tmp_path / "s", mode="r") as store:
+        expected = sharded_world.expected(store.commit.cursor)
+    found = read_shards(tmp_path / "s")
+    for name, trained in expected.items():
+        rows = {key: sharded_world.whole_row(sharded_world.WHOLE[name], key, *step) for key, step in trained.items()}
+        assert {key: row.fields for key, row in found[name].items()} == {
+            key: tuple(values.tobytes() for values in fields) for key, fields in rows.items()
+        }, name
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: Path) -> None:
+    """A flipped bit of any file is refused, or is in nothing that the commit needs. LMDB's own pages have no checksum."""
+    path, world = tmp_path / "s", World(small_tables()[:2], keys_per_pass=9, universe=30, page_rows=3, block_rows=7)
+    with Store.open(path, tables=world.tables, engine=engine) as store:
+        world.run(store, 2)
+    whole, refused = read_store(path), 0
+    for file in [file for file in path.rglob("*") if file.is_file() and file.suffix != ".mdb"]:
+        data = file.read_bytes()
+        for at in range(0, len(data), 1 + len(data) // 50):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            found = read_or_none(path)
+            assert found in (None, whole), (file, at)
+            refused += found is None
+        file.write_bytes(data)
+    assert refused > 50
+    assert read_store(path) == whole
 
 
 def test_the_independent_reader_is_independent() -> None:
-    """It imports hashlib, json, struct, NumPy and LMDB, and nothing of this package or of Zarr."""
-    tree = ast.parse(Path(independent_reader.__file__).read_text())
-    names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names == {"hashlib", "json", "lmdb", "numpy", "pathlib", "struct", "typing"}
+    """It imports Python's own modules, NumPy, LMDB and a checksum, and nothing of this package or of Zarr."""
+    found = set[str]()
+    for module in (independent_reader, independent_files):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        found |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+        found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert found - {"tests.store.independent_files"} == {
+        "collections.abc", "google_crc32c", "hashlib", "itertools", "json", "lmdb", "numpy", "pathlib", "struct",
+        "typing",
+    }  # fmt: skip
 
 
 def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Group]) -> None:
     """Compare the arrays of a segment, as in a notebook, with the rows of a world: ranges stand as attributes."""
-    segments = zarr.open(str(place) if isinstance(place, Path) else place, mode="r")["segments"]
-    folder = str(segment.id) if isinstance(place, Path) else f"{segment.id}-1"
+    root = zarr.open(str(place) if isinstance(place, Path) else place, mode="r")
     for group, layout in zip(groups, segment.layouts, strict=True):
-        node = segments[f"{folder}/{group.index}"]
+        node = root[f"{segment.name}/{group.index}"]
         assert node.attrs["tables"] == [table.name for table in group.tables]
         keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
         assert keys.dtype == np.int64
@@ -139,13 +207,13 @@ def test_rows_that_a_commit_freed_are_zeros_or_gone_to_plain_zarr(tmp_path: Path
         dump(store, 0, {1: 256, 2: 256})
         publish(store, 1)
         root = zarr.open(str(tmp_path / "s"), mode="r")
-        before = root["segments/0/0/vector"][:]
+        before = root["segments/0.0/0/vector"][:]
         publish(store, 2)
         store._opened.engine.shrink()
-        after = root["segments/0/0/vector"][:]
+        after = root["segments/0.0/0/vector"][:]
         assert not after[:252].any()
         assert after[256:].tobytes() == before[256:].tobytes()
         dump(store, 2, {3: 10})
         publish(store, 3)
-    assert zarr.open(str(tmp_path / "s"), mode="r")["segments/1/0/vector"].shape == (10, 256)
-    assert not (tmp_path / "s" / "segments" / "0").exists()
+    assert zarr.open(str(tmp_path / "s"), mode="r")["segments/0.1/0/vector"].shape == (10, 256)
+    assert not (tmp_path / "s" / "segments" / "0.0").exists()
