@@ -113,7 +113,7 @@ def test_shards_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: Path) -> None:
-    """A flipped bit of any file is refused, or is in nothing that the commit needs. LMDB's own pages have no checksum."""
+    """A flipped bit is refused, or is in nothing that the commit needs; LMDB's own pages have no checksum."""
     path, world = tmp_path / "s", World(small_tables()[:2], keys_per_pass=9, universe=30, page_rows=3, block_rows=7)
     with Store.open(path, tables=world.tables, engine=engine) as store:
         world.run(store, 2)
