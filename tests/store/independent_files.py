@@ -98,6 +98,15 @@ def read_record(kind: str, data: bytes) -> tuple[Values, Arrays]:
     return header["values"], arrays
 
 
+def read_entry(name: bytes, entry: bytes) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return the size of a blob in LMDB's map, the bytes that were dropped, and its extents (offset, bytes)."""
+    assert google_crc32c.value(name + entry[:-4]) == struct.unpack("<I", entry[-4:])[0]
+    size, dropped, *numbers = struct.unpack(f"<{len(entry) // 8}q", entry[:-4])
+    extents = list(zip(numbers[::2], numbers[1::2], strict=True))
+    assert not any(offset % PAGE_BYTES or count % PAGE_BYTES for offset, count in extents)
+    return size, dropped, extents
+
+
 class Files(Protocol):
     """Blobs and the head of a store."""
 
@@ -119,9 +128,12 @@ class LmdbFiles:
 
     def __init__(self, path: Path) -> None:
         with lmdb.open(str(path), readonly=True, lock=False) as env, env.begin() as txn:
-            self._map = {bytes(key).decode(): bytes(value) for key, value in txn.cursor()}
-        values, _ = read_record("head", self._map.pop("head"))
+            entries = {bytes(key): bytes(value) for key, value in txn.cursor()}
+        values, _ = read_record("head", entries.pop(b"head"))
         self.head = values["name"], values["size"], values["digest"]
+        self._map = {name.decode(): read_entry(name, entry) for name, entry in entries.items()}
+        sums = [struct.unpack("<I", entry[-4:])[0] for entry in entries.values()]
+        assert (values["blobs"], values["checksums"]) == (len(sums), sum(sums))
         slots = [(path / "HEAD").read_bytes()[at : at + 52] for at in (0, PAGE_BYTES)]
         whole = [slot for slot in slots if struct.unpack("<I", slot[48:])[0] == google_crc32c.value(slot[:48])]
         magic, number, digest = max((struct.unpack("<8sQ32s", slot[:48]) for slot in whole), key=lambda slot: slot[1])
@@ -130,12 +142,23 @@ class LmdbFiles:
         assert successor or (values["number"], values["digest"]) == (number, digest.hex())
         self._data = (path / "blocks.bin").read_bytes()
 
-    def _read(self, name: str, offset: int, size: int) -> bytes:
-        raise NotImplementedError
-
     def blob(self, name: str, size: int) -> bytes:
         """Return a whole blob."""
+        assert self._map[name][0] == size
         return self._read(name, 0, size)
+
+    def _read(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes of a blob, from one extent or more."""
+        blob_bytes, at, extents = self._map[name]
+        assert at <= offset <= offset + size <= blob_bytes
+        found = b""
+        for low, count in extents:
+            first, last = max(at, offset), min(at + count, offset + size)
+            if first < last:
+                found += self._data[low + first - at : low + last - at]
+            at += count
+        assert len(found) == size
+        return found
 
     def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
         """Return the field-major pages of a block."""
