@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 STATE_CHUNK_BYTES = 4 << 20
 TABLES = "tables"
-"""The name of the blob that says what a store without a commit is."""
+"""What the name of the blob begins with that says what a store without a commit is."""
 
 
 class Cursor(NamedTuple):
@@ -301,6 +301,11 @@ def tables_of(values: dict[str, Any]) -> tuple[Table, ...]:
     tables = tuple(Table.from_record(record) for record in values["tables"])
     group_tables(tables)
     return tables
+
+
+def before_commits(head: Head) -> bool:
+    """Return whether a store without a commit stands at ``head``."""
+    return head.name.split("-")[0] == TABLES
 
 
 def head_of(name: str, data: bytes) -> Head:

@@ -1,24 +1,24 @@
-"""The commit that a store for reading stays at, and the lease that keeps its blocks from being freed."""
+"""The commit that a store for reading stays at, and the lease that keeps what it needs from being dropped."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tiercache.store.commit import COMMIT, History
 from tiercache.store.locks import MARKER, Lease
 from tiercache.store.openers import SHARD_MANIFEST
-from tiercache.store.recovery import check_blocks, kept_ids, recover
+from tiercache.store.snapshot import History
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.engines.engine import Engine
-    from tiercache.store.table import Group
+    from tiercache.store.recovery import CommitFiles
+    from tiercache.store.snapshot import Snapshot
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
@@ -28,46 +28,55 @@ _TRIES, _PAUSE_SECONDS = 100, 0.01
 class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
-    def __init__(self, engine: Engine, label: str, history: History, snapshot: Snapshot) -> None:
-        """``snapshot`` is held by who calls this, or by what the class methods add."""
-        self._engine, self._label = engine, label
-        self.history, self.snapshot = history, snapshot
-        self.digests = engine.digests()
-        """The SHA-256 of each record of the commit, by name."""
+    def __init__(self, engine: Engine, files: CommitFiles, snapshot: Snapshot, *, alone: bool) -> None:
+        """``snapshot`` is held by who calls this, or by what the class methods add; ``alone``: it was asked for."""
+        self._engine, self._files, self._alone = engine, files, alone
+        self._label = files.label
+        self.snapshot = snapshot
         self._holds = ExitStack()
 
     @classmethod
-    def leased(cls, engine: Engine, groups: Sequence[Group], label: str, at: int | None = None) -> CommitReader:
+    def leased(cls, engine: Engine, files: CommitFiles, at: int | None = None) -> CommitReader:
         """Take a lease of commit ``at``, the newest where not said, as far as leases can be taken.
 
         Raises CommitMissingError and CorruptStoreError.
         """
         for _ in range(_TRIES):
-            found = recover(engine.records(), groups, label, at=at)
-            reader = cls(engine, label, found.history, found.history.newest)
+            head, reader = engine.newest(), None
             try:
+                newest = files.newest()
+                snapshot = newest if at is None or newest.commit is None else files.find(newest.commit, at)
+                if at is not None and newest.commit is None:
+                    raise CommitMissingError(f"{files.label} has no commit {at}: it has none yet")
+                reader = cls(engine, files, snapshot, alone=at is not None)
                 if reader._take():
-                    check_blocks(engine, reader.snapshot, groups, label)
                     return reader
-            except CorruptStoreError:
-                if reader._is_there():
-                    reader.close()
-                    raise
-            except BaseException:
                 reader.close()
-                raise
-            reader.close()  # a commit gave it up meanwhile
-            time.sleep(_PAUSE_SECONDS)
-        raise CommitMissingError(f"commits of {label} are given up faster than they can be read: keep more (retention)")
+            except BaseException as error:
+                if reader is not None:
+                    reader.close()
+                if not isinstance(error, CorruptStoreError) or engine.newest() == head:
+                    raise
+            time.sleep(_PAUSE_SECONDS)  # a commit gave it up meanwhile
+        raise CommitMissingError(
+            f"commits of {files.label} are given up faster than they can be read: keep more (retention)"
+        )
 
     @classmethod
-    def pinned_in(cls, engine: Engine, label: str, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
+    def pinned_in(cls, engine: Engine, files: CommitFiles, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
         """Hold a commit that a writer in this process pins until this is closed. Raises CommitMissingError."""
         holds = ExitStack()
-        snapshot = holds.enter_context(pinned)
-        reader = cls(engine, label, History((snapshot,)), snapshot)
+        reader = cls(engine, files, holds.enter_context(pinned), alone=True)
         reader._holds = holds
         return reader
+
+    @cached_property
+    def history(self) -> History:
+        """The commits that are kept; of one that was asked for, only that. Raises CorruptStoreError."""
+        commit = self.snapshot.commit
+        if commit is None:
+            return History()
+        return History((*(() if self._alone else map(self._files.kept, commit.kept)), self.snapshot))
 
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
@@ -79,7 +88,7 @@ class CommitReader:
         folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
         if folder is not None and (folder / SHARD_MANIFEST).exists() and not (folder / MARKER).exists():
             return StoreError(f"{self._label} was sharded while it was read: open it again")
-        if self._is_there() or self.snapshot.commit is None:
+        if self.snapshot.commit is None or self._is_kept(unknown=True):
             return error
         longer = (
             "have its writer keep what is free for longer (keep_for)"
@@ -98,7 +107,7 @@ class CommitReader:
     def _take(self) -> bool:
         """Take a lease, where the engine has a folder for it; False where it came too late.
 
-        A commit that is not kept any more may lack blocks, though its record is there while others read it.
+        A commit that is not kept any more may lack blobs, though its own is there while others read it.
         """
         if self.snapshot.commit is None or self._engine.lease_folder is None:
             return True
@@ -106,13 +115,19 @@ class CommitReader:
         if lease is None:
             return True
         self._holds.callback(lease.release)
-        return self.snapshot.commit.id in kept_ids(self._engine.records(), self._label)
+        return self._is_kept()
 
-    def _is_there(self) -> bool:
-        """Whether the newest records still have the commit."""
-        if self.snapshot.commit is None:
-            return True
+    def _is_kept(self, *, unknown: bool = False) -> bool:
+        """Whether the newest commit keeps this one; ``unknown`` where that cannot be read."""
+        commit = self.snapshot.commit
+        assert commit is not None, "it was read"
         try:
-            return f"{COMMIT}{self.snapshot.commit.id}" in self._engine.records()
+            head = self._engine.newest()
+            if head == commit.head:
+                return True
+            newest = self._files.newest().commit
         except StoreError:
-            return True
+            if unknown:
+                return True
+            raise
+        return newest is not None and (newest.id == commit.id or any(kept.id == commit.id for kept in newest.kept))

@@ -4,92 +4,95 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.commit import (
-    COMMIT,
-    KEPT,
-    SEGMENT,
-    STATE_CHUNK_BYTES,
-    TABLES,
-    Commit,
-    History,
-    Liveness,
-    Needed,
-    Snapshot,
-    state_chunks,
-)
+from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Kept, RankList, State, head_of
+from tiercache.store.engines.engine import Blob
+from tiercache.store.layout import checksum
+from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
-from tiercache.store.records import encode
-from tiercache.store.recovery import kept_commits
+from tiercache.store.recovery import check_blobs, kept_commits
 from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
+from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Cursor
-    from tiercache.store.engines.engine import Counters, Engine
+    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.layout import Checksums, SegmentLayout
-    from tiercache.store.recovery import Recovery
+    from tiercache.store.recovery import CommitFiles
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import RetainedSegment, Segment
-    from tiercache.store.table import Group
+    from tiercache.store.table import Group, Table
+
+RANK = 0
+"""The rank of a store that one process writes alone."""
 
 
 class CommitWriter:
     """The commits of a store that is open for writing, and what was appended since; ``Store`` says what it promises.
 
-    One rule of freeing: a block is free when no commit that is kept, none that another process has a lease of, and no
-    snapshot that somebody in this process holds needs it.
+    One rule of freeing: free is what no commit that is kept, none that another process has a lease of, and no snapshot
+    that somebody in this process holds needs.
     """
 
     def __init__(
         self,
         engine: Engine,
-        groups: Sequence[Group],
-        label: str,
+        files: CommitFiles,
+        tables: Sequence[Table],
         counters: Counters,
-        found: Recovery,
         retention: int | None,
     ) -> None:
-        """Stand at the newest commit of ``found``, free what nothing needs; ``retention`` None: as many as before."""
-        self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        """Stand at the newest commit, free what nothing needs; ``retention`` None: as many as before.
+
+        Raises CorruptStoreError where something that a commit needs is not there, and changes nothing then.
+        """
+        self._engine, self._files, self._tables, self._counters = engine, files, tuple(tables), counters
+        self._groups, self._label = files.groups, files.label
         self._lock = threading.RLock()
         """Held from the begin of a step to its end."""
         self._snapshot_lock = threading.Lock()
         """Held for a moment, where ``snapshot`` and the pins change."""
-        self.history = found.history
-        self.snapshot = found.history.newest
+        newest = files.newest()
+        self._head = engine.newest()
+        kept = () if newest.commit is None else tuple(files.kept(one) for one in newest.commit.kept)
+        self._history = History((*kept, *(() if newest.commit is None else (newest,))))
+        self.snapshot = newest
         """The newest commit, and its segments with those appended since."""
-        self._pins: Counter[Snapshot] = Counter()
-        self._names = set(found.names)
-        """Of all records that the engine has."""
-        leased = self._leased()
-        self._given_up = [s for s in found.others if s.commit is not None and s.commit.id in leased]
+        self._holds: Counter[Snapshot] = Counter()
+        stored = engine.list()
+        check_blobs(stored, self._history.snapshots, self._label)
+        self._given_up = self._leased_before(stored)
         """Commits that are not kept, and that were leased when that was looked at last."""
-        self._allocated = Needed.of([*self.history.snapshots, *self._given_up])
-        engine.retain(self._allocated.blocks(groups))
-        self._next_id = 0 if self.snapshot.commit is None else self.snapshot.commit.next_segment
-        self.retention = retention or (1 if self.snapshot.commit is None else self.snapshot.commit.retention)
+        self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
+        self.retention = retention or (1 if newest.commit is None else newest.commit.retention)
         """How many of the newest commits are kept."""
         self.first_id = 0
         """The id of the first commit of a store without one."""
         self.named: frozenset[int] | None = None
         """The commits that are kept in place of those, beside the newest; None: those."""
+        self._allocated = Needed.of([*self._history.snapshots, *self._given_up])
+        needed = {need.name: need.first_byte for need in self._allocated.blobs()}
+        if self._head is not None:
+            needed.setdefault(self._head.name, 0)
+        first_bytes = {name: needed.get(name) for name in stored}
+        engine.drop((name, at) for name, at in first_bytes.items() if at is None or at > stored[name].dropped)
 
     @property
-    def digests(self) -> Mapping[str, str]:
-        """The SHA-256 of each record of the commits that are kept, by name."""
-        return self._engine.digests()
+    def history(self) -> History:
+        """The commits that are kept."""
+        return self._history
 
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
@@ -98,14 +101,22 @@ class CommitWriter:
         Raises CommitMissingError.
         """
         with self._snapshot_lock:
-            snapshot = self.snapshot if commit is None else find(self.history, commit, self._label)
-            self._pins[snapshot] += 1
+            snapshot = self.snapshot if commit is None else self.find(commit)
+            self._holds[snapshot] += 1
         try:
             yield snapshot
         finally:
             with self._snapshot_lock:
-                self._pins[snapshot] -= 1
-                self._pins = +self._pins  # of those that somebody holds
+                self._holds[snapshot] -= 1
+                self._holds = +self._holds  # of those that somebody holds
+
+    def find(self, commit: int) -> Snapshot:
+        """Return a commit that is kept. Raises CommitMissingError."""
+        for snapshot in self._history.snapshots:
+            if _id(snapshot) == commit:
+                return snapshot
+        ids = [_id(snapshot) for snapshot in self._history.snapshots]
+        raise CommitMissingError(f"{self._label} has no commit {commit}: {kept_commits(ids)}")
 
     # -- segments ----------------------------------------------------------------------------------------
 
@@ -125,10 +136,9 @@ class CommitWriter:
         with self._lock:
             self._free()
             writer = SegmentWriter(
-                self._next_id, pass_index, layouts, self._groups, blocks, checksums,
-                within=within, stable=stable, moved=moved,
+                self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, self._groups,
+                blocks, checksums, within=within, stable=stable, moved=moved,
             )  # fmt: skip
-            segment = writer.segment
             self._next_id += 1
             try:
                 writer.write(self._engine)
@@ -136,18 +146,17 @@ class CommitWriter:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
             self._counters.add(transactions=1, **writer.written)
-            self._allocate(Needed({segment.id: segment}, {segment.id: (0,) * len(layouts)}, {}))
-            appended = Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment))
+            appended = Snapshot(self.snapshot.commit, self._groups, (*self.snapshot.appended, writer.segment))
+            self._allocated = Needed.of([appended], also=self._allocated)
             with self._snapshot_lock:
                 self.snapshot = appended
-        return segment
+        return writer.segment
 
     def discard_uncommitted(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
-            newest = self.history.newest
             with self._snapshot_lock:
-                self.snapshot = newest
+                self.snapshot = Snapshot(self.snapshot.commit, self._groups)
             self._free()
 
     # -- commits -----------------------------------------------------------------------------------------
@@ -165,60 +174,50 @@ class CommitWriter:
         with self._lock:
             self._check_cursor(cursor)
             before = self.snapshot.commit
-            retained = () if before is None else before.retained
-            liveness = Liveness.at(cursor, self.snapshot.segments, retained)
-            ids = tuple(segment.id for segment in self.snapshot.segments if liveness.keeps(segment))
-            named = {} if before is None else before.named
             id_ = self.first_id if before is None else before.id + 1
-            chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
+            segments, live = self._live_at(cursor)
+            named = {} if before is None else before.named
             commit = Commit(
                 id=id_,
                 cursor=cursor,
                 schedule_digest=schedule_digest,
                 settings=dict(settings),
                 environment=dict(environment),
-                segment_ids=ids,
-                first_commits=tuple(named.get(segment_id, id_) for segment_id in ids),
-                next_segment=self._next_id,
+                tables=self._tables,
                 retention=self.retention,
+                own=self._listed(segments, [named.get(segment.id, id_) for segment in segments], live, _NO_STATE),
+                since=id_ if before is None else before.since,
                 abandoned=() if before is None else before.abandoned,
-                state_bytes=len(state),
-                state_chunk_bytes=STATE_CHUNK_BYTES,
-                state_checksums=checksums,
-                state_places=np.empty(0, np.int64),
-                retained=retained,
+                pins={} if before is None else before.pins,
             )
-            return self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
+            return self._advance(self._kept(self._history.snapshots, commit), commit, state)
 
-    def rollback(self, to: int, state: NDArray[np.uint8]) -> Commit:
-        """Make a commit like ``to``, which is kept and has the dense ``state``; those between go, unless named."""
+    def rollback(self, to: int) -> Commit:
+        """Make a commit like ``to``, which is kept; those between go, unless something else keeps them."""
         with self._lock:
             self.discard_uncommitted()
-            snapshot, newest = find(self.history, to, self._label), self.history.newest.commit
-            assert snapshot.commit is not None, "it is kept"
+            target, newest = self.find(to).commit, self.snapshot.commit
+            assert target is not None, "it is kept"
             assert newest is not None, "it is kept"
-            chunks, checksums = state_chunks(state)
             removed = [(to + 1, newest.id)] if to < newest.id else []
             commit = replace(
-                snapshot.commit,
+                target,
                 id=newest.id + 1,
-                next_segment=self._next_id,
+                own=replace(target.own, next_segment=self._next_id),
+                ranks=(),
                 retention=self.retention,
-                abandoned=(*snapshot.commit.abandoned, *removed),
-                state_chunk_bytes=STATE_CHUNK_BYTES,
-                state_checksums=checksums,
+                abandoned=(*target.abandoned, *removed),
+                pins=newest.pins,
             )
-            before = [s for s in self.history.snapshots if _id(s) <= to or _id(s) in (self.named or ())]
-            return self._advance(before, commit, snapshot.segments, chunks)
+            kept = {*(self.named or ()), *newest.pins.values()}
+            before = [one for one in self._history.snapshots if _id(one) <= to or _id(one) in kept]
+            return self._advance(self._kept(before, commit), commit)
 
-    def rewrite(
-        self, rewrite: Rewrite, checksums: Checksums, state: NDArray[np.uint8], schedule_digest: str, start: Cursor
-    ) -> Commit:
+    def rewrite(self, rewrite: Rewrite, checksums: Checksums, schedule_digest: str, start: Cursor) -> Commit:
         """Make a commit at ``start`` of a schedule, with one segment in place of all that are not retained."""
         with self._lock:
-            before, layouts = self.history.newest.commit, rewrite.read()
+            before, layouts = self.snapshot.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
-            chunks, state_checksums = state_chunks(state)
             interrupts = not schedule_digest and start == before.cursor
             try:
                 segment = self.append(
@@ -230,36 +229,50 @@ class CommitWriter:
                     stable=False,
                     moved=rewrite.moved(),
                 )
-                new = [segment.id] if segment.rows or segment.within else []
+                new = [segment] if segment.rows or segment.within else []
                 commit = self._retaining(
-                    before, rewrite.retained, new, state_checksums,
+                    before, rewrite.retained, new,
                     cursor=start, schedule_digest=schedule_digest,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                 )  # fmt: skip
-                commit = self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
+                return self._advance(self._kept(self._history.snapshots, commit), commit, shrink=True)
             except BaseException:
                 if self.snapshot.commit is before:
                     self.discard_uncommitted()
                 raise
-            with suppress(StoreError):  # the commit stands; what stayed may go another time
-                self._engine.shrink()
-        return commit
 
-    def overlay(
-        self, retained: tuple[RetainedSegment, ...], state: NDArray[np.uint8], settings: Mapping[str, Any]
-    ) -> Commit:
+    def overlay(self, retained: Sequence[RetainedSegment], settings: Mapping[str, Any]) -> Commit:
         """Make a commit at the same cursor, of the retained segments and of what was appended since the newest."""
         with self._lock:
-            before = self.history.newest.commit
+            before = self.snapshot.commit
             assert before is not None, "an empty store has nothing to lay rows over"
-            new = [segment.id for segment in self.snapshot.segments if segment.id not in before.named and segment.rows]
-            chunks, checksums = state_chunks(state)
             commit = self._retaining(
-                before, retained, new, checksums,
+                before, retained, [segment for segment in self.snapshot.appended if segment.rows],
                 settings={**settings, **before.settings},
                 schedule_digest="", overlaid=before.overlaid or before.schedule_digest,
             )  # fmt: skip
-            return self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
+            return self._advance(self._kept(self._history.snapshots, commit), commit)
+
+    def pin(self, name: str, commit: int | None) -> Commit:
+        """Make a commit like the newest that keeps ``commit`` by name, or, None, lets go of what the name kept."""
+        with self._lock:
+            before = self.snapshot.commit
+            if before is None or self.snapshot.appended:
+                raise ValueError(f"{self._label} has no commit, or rows that no commit names: publish them first")
+            pins = {**before.pins}
+            if commit is not None:
+                self.find(commit)
+            if commit is None:
+                if name not in pins:
+                    known = ", ".join(map(repr, pins)) or "none"
+                    raise ValueError(f"{self._label} has no pinned commit {name!r}: it has {known}")
+                del pins[name]
+            else:
+                pins[name] = commit
+            *older, newest = self._history.snapshots
+            changed = replace(before, id=before.id + 1, pins=pins)
+            kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
+            return self._advance(kept, changed)
 
     def keep(self, commits: Iterable[int]) -> None:
         """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
@@ -268,193 +281,193 @@ class CommitWriter:
         """
         self.named = frozenset(commits)
 
-    def release(self) -> None:
-        """Drop the commits that are kept no more, and what was appended since the newest, in one atomic, durable step.
-
-        Raises StoreError, after which the newest commit and those that are kept are there.
-        """
-        with self._lock:
-            self.discard_uncommitted()
-            *before, newest = self.history.snapshots or [self.history.newest]
-            kept = [*self._kept(before), newest]
-            if len(kept) < len(self.history.snapshots):
-                self._commit(History(tuple(kept)))
-
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _name(self, folder: str, word: str) -> str:
+        """Return a name for what this writer puts: no other writer puts one of the same name."""
+        return f"{folder}/{word}-{self._engine.epoch}" if self._engine.epoch else f"{folder}/{word}"
+
+    def _live_at(self, cursor: Cursor) -> tuple[list[Segment], Live]:
+        """Return the segments with rows that are live at ``cursor``, and what is live in each.
+
+        A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
+        segment that is within pass v, which holds the whole key set of v. Of segments of earlier schedules what was
+        live stays live.
+        """
+        snapshot, (pass_index, sample) = self.snapshot, cursor
+        written = [s.id for s in snapshot.segments if s.within_pass == pass_index and s.id not in snapshot.retained]
+        if sample and not written:
+            raise ValueError(
+                f"a commit at sample {sample} of pass {pass_index} needs its rows: "
+                "append them with within=True first"
+            )
+        whole_pass = max(written) if sample else None
+        live = snapshot.live.taken(range(len(snapshot.segments)))
+        for row, segment in enumerate(snapshot.segments):
+            if segment.id not in snapshot.retained:
+                first_use = pass_index + (whole_pass is not None and segment.id != whole_pass)
+                if np.any(live.next_uses_SG[row] < first_use):
+                    live.set_from(row, segment, self._groups, first_use)
+        has_rows_S = live.live_ST.any(axis=1).tolist()
+        rows = [i for i, one in enumerate(snapshot.segments) if has_rows_S[i] or one.id == whole_pass]
+        return [snapshot.segments[row] for row in rows], live.taken(rows)
+
+    def _listed(self, segments: Sequence[Segment], firsts: Sequence[int], live: Live, state: State) -> RankList:
+        return RankList(
+            rank=RANK, next_segment=self._next_id, segments=tuple(segments), first_commits=tuple(firsts), live=live,
+            state=state,
+        )  # fmt: skip
+
     def _retaining(
-        self,
-        before: Commit,
-        retained: tuple[RetainedSegment, ...],
-        new: Sequence[int],
-        state_checksums: NDArray[np.uint32],
-        **changes: Any,
+        self, before: Commit, retained: Sequence[RetainedSegment], new: Sequence[Segment], **changes: Any
     ) -> Commit:
-        """Return the commit after ``before`` that has its retained segments and new ones."""
-        ids, id_ = [one.segment_id for one in retained], before.id + 1
-        return replace(
-            before,
-            id=id_,
-            segment_ids=(*ids, *new),
-            first_commits=(*(before.named[one] for one in ids), *([id_] * len(new))),
-            next_segment=self._next_id,
-            retention=self.retention,
-            state_chunk_bytes=STATE_CHUNK_BYTES,
-            state_checksums=state_checksums,
-            retained=retained,
-            **changes,
+        """Return the commit after ``before`` that has its retained segments and new ones, and begins a schedule."""
+        id_ = before.id + 1
+        rows = {segment.id: row for row, segment in enumerate(before.own.segments)}
+        kept = [rows[one.segment_id] for one in retained]
+        live = before.own.live.taken(kept)
+        for row, one in enumerate(retained):
+            live.stale_ST[row] = [count for of_group in one.stale_rows for count in of_group]
+        own = self._listed(
+            [*(before.own.segments[row] for row in kept), *new],
+            [*(before.own.first_commits[row] for row in kept), *([id_] * len(new))],
+            live.joined(Live.of(new, self._groups)),
+            before.own.state,
         )
+        return replace(before, id=id_, since=id_, own=own, ranks=(), retention=self.retention, **changes)
 
     def _advance(
-        self,
-        before: Sequence[Snapshot],
-        commit: Commit,
-        segments: Sequence[Segment],
-        state: Sequence[NDArray[np.uint8]],
+        self, kept: Sequence[Snapshot], commit: Commit, state: bytes | None = None, *, shrink: bool = False
     ) -> Commit:
-        """Write a commit of some of ``segments``, and its state, after those ``before`` that are kept."""
-        commit = replace(commit, state_places=np.full(len(state), -1))
+        """Publish a commit that keeps older ones, with its ``state`` or that of before."""
+        blobs: list[tuple[Blob, NDArray[np.uint8]]] = []
+        if state is not None:
+            data = np.frombuffer(state, np.uint8)
+            name = self._name("states", f"{RANK}.{commit.id}")
+            chunks = [checksum(data[i : i + STATE_CHUNK_BYTES]) for i in range(0, data.size, STATE_CHUNK_BYTES)]
+            of_rank = State(name, data.size, STATE_CHUNK_BYTES, np.array(chunks, np.uint32))
+            commit = replace(commit, own=replace(commit.own, state=of_rank))
+            blobs.append((of_rank.blob, data))
+        if not commit.ranks:
+            rank_bytes = commit.own.to_bytes()
+            rank = head_of(self._name("ranks", f"{RANK}.{commit.id}"), rank_bytes)
+            blobs.append((Blob(rank.name, rank.size), np.frombuffer(rank_bytes, np.uint8)))
+            commit = replace(commit, ranks=(rank,))
+        commit = replace(
+            commit, parent="" if self._head is None else self._head.digest,
+            kept=tuple(Kept(_id(one), _head(one)) for one in kept),
+        )  # fmt: skip
+        commit_bytes = commit.to_bytes()
+        head = head_of(self._name("commits", str(commit.id)), commit_bytes)
+        commit = replace(commit, head=head)
+        blobs.append((Blob(head.name, head.size), np.frombuffer(commit_bytes, np.uint8)))
         try:
-            places = self._engine.write(zip(commit.state_blocks(), state, strict=True))
-            commit = replace(commit, state_places=np.array(places, np.int64))
+            self._engine.put([blob for blob, _ in blobs], ((i, 0, data) for i, (_, data) in enumerate(blobs)))
             try:
-                named = [segment for segment in segments if segment.id in commit.segment_ids]
-                self._commit(History((*self._kept(before), Snapshot(commit, named))))
+                self._publish(History((*kept, Snapshot(commit, self._groups))), head)
             except BaseException:
                 if self.snapshot.commit is not commit:
                     with suppress(StoreError):
-                        self._engine.free(commit.state_blocks())
+                        self._engine.drop((blob.name, None) for blob, _ in blobs)
                 raise
         except StoreFullError as error:
-            needed = max(error.needed_bytes, commit.state_bytes)
+            needed = max(error.needed_bytes, sum(blob.size for blob, _ in blobs))
             raise self._full_error(error, f"commit {commit.id} of {self._label}", needed) from error
-        self._counters.add(commits=1, state_bytes_written=commit.state_bytes)
+        self._counters.add(
+            commits=1, transactions=1, state_bytes_written=0 if state is None else len(state),
+            meta_bytes_written=sum(blob.size for blob, _ in blobs) - len(state or b""),
+        )  # fmt: skip
+        self._free(shrink=shrink)
         return commit
 
-    def _commit(self, after: History) -> None:
-        """Set the records of ``after`` in place of those of the commits before, and free what that gives up."""
-        kept = {_id(snapshot) for snapshot in after.snapshots}
-        given_up = [*self._given_up, *(s for s in self.history.snapshots if _id(s) not in kept)]
-        leased = self._leased() if given_up else set()
-        needed_records = _records_of([*after.snapshots, *(s for s in given_up if _id(s) in leased)])
-        records = {name: one.to_bytes() for name, one in needed_records.items() if name not in self._names}
-        records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
-        removed = self._names - needed_records.keys() - {TABLES, KEPT}
+    def _publish(self, after: History, head: Head) -> None:
+        """Have the engine stand at the newest commit of ``after``."""
         done = False
         try:
-            self._engine.commit({**records, **dict.fromkeys(removed)})
+            self._engine.publish(head, self._head)
             done = True
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
-            if done or self._is_durable(records, removed):
-                self._names = {TABLES, KEPT, *needed_records}
-                self.history, self._given_up = after, given_up
-                newest = after.newest
-                if newest.commit is not None:
-                    self._allocate(Needed({}, {}, {newest.commit.id: newest.commit}))
+            if done or self._is_durable(head):
+                kept, newest = {_id(snapshot) for snapshot in after.snapshots}, after.snapshots[-1]
+                self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
+                self._allocated = Needed.of([newest], also=self._allocated)
+                self._history, self._head = after, head
                 with self._snapshot_lock:
                     self.snapshot = newest
-                self._counters.add(transactions=1)
-        self._keep_leased()
-        self._free()
 
-    def _keep_leased(self) -> None:
-        """Set the records again of commits that were leased after the last look, before they were given up durably.
-
-        Nobody leases them from now on. Where there is no room, they last as long as this writer.
-        """
-        leased = self._leased() if self._given_up else set()
-        needed_records = _records_of([snapshot for snapshot in self._given_up if _id(snapshot) in leased])
-        records = {name: one.to_bytes() for name, one in needed_records.items() if name not in self._names}
-        if records:
-            with suppress(StoreError):
-                self._engine.commit(records)
-            if self._is_durable(records, ()):
-                self._names |= records.keys()
-
-    def _is_durable(self, records: Mapping[str, bytes], removed: Collection[str]) -> bool:
-        """Whether the engine has set ``records`` and removed those that are ``removed``, although it raised."""
+    def _is_durable(self, head: Head) -> bool:
+        """Whether the engine stands at ``head``, although it raised."""
         try:
-            stored = self._engine.records()
+            return self._engine.newest() == head
         except StoreError:
             return False  # what is there cannot be known: opening the store again finds it out
-        return all(stored.get(name) == data for name, data in records.items()) and stored.keys().isdisjoint(removed)
 
-    def _allocate(self, more: Needed) -> None:
-        """Note what the engine keeps from now on."""
-        before = self._allocated
-        self._allocated = Needed(
-            {**before.segments, **more.segments},
-            {**more.first_blocks, **before.first_blocks},
-            {**before.states, **more.states},
-        )
+    def _leased_before(self, stored: Mapping[str, Stored]) -> list[Snapshot]:
+        """Return commits that a writer before this one gave up, and that other processes still read."""
+        kept = {_id(snapshot) for snapshot in self._history.snapshots}
+        names = {f"commits/{id_}" for id_ in self._leased() - kept} & stored.keys()
+        return [self._files.given_up(Blob(name, stored[name].size)) for name in sorted(names)]
 
     def _leased(self) -> set[int]:
         """Return the commits that other processes read."""
         folder = self._engine.lease_folder
         return set() if folder is None else leased_commits(folder)
 
-    def _free(self) -> None:
+    def _free(self, *, shrink: bool = False) -> None:
         """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
         leased = self._leased() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
         with self._snapshot_lock:
-            pinned = [*self._pins]
-        needed = Needed.of([*self.history.snapshots, *self._given_up, *pinned, self.snapshot])
-        blocks = list(self._allocated.blocks(self._groups, but=needed))
-        if blocks:
+            held = [*self._holds]
+        needed = Needed.of([*self._history.snapshots, *self._given_up, *held, self.snapshot])
+        drops = list(self._allocated.given_up(needed))
+        if drops or shrink:
             self._allocated = needed
-            self._engine.free(blocks)
-            self._counters.add(blocks_freed=len(blocks))
+            with suppress(StoreError) if shrink else nullcontext():  # the commit stands; what stayed may go later
+                self._engine.drop(drops, shrink=shrink)
+            self._counters.add(blobs_dropped=len(drops))
 
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
         """Return the error of a whole step, which says what readers hold."""
-        mine = Needed.of([*self.history.snapshots, self.snapshot])
         with self._snapshot_lock:
-            pinned = [*self._pins]
-        read = Needed.of([*self._given_up, *pinned]).num_bytes(self._groups, but=mine)
+            held = [*self._holds]
+        mine = Needed.of([*self._history.snapshots, self.snapshot])
+        read = Needed.of([*self._given_up, *held]).num_bytes(but=mine)
         if read:
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
         return error.during(what, needed_bytes)
 
-    def _kept(self, before: Sequence[Snapshot]) -> Sequence[Snapshot]:
-        """Return which snapshots, the oldest first, are kept beside the one that follows them."""
-        if self.named is None:
-            return before[max(0, len(before) + 1 - self.retention) :]
-        return [snapshot for snapshot in before if _id(snapshot) in self.named]
+    def _kept(self, before: Sequence[Snapshot], commit: Commit) -> list[Snapshot]:
+        """Return which snapshots, the oldest first, are kept beside the commit that follows them."""
+        newest = before[max(0, len(before) + 1 - self.retention) :] if self.named is None else ()
+        ids = {*map(_id, newest), *(self.named or ()), *commit.pins.values()}
+        return [snapshot for snapshot in before if _id(snapshot) in ids]
 
     def _check_cursor(self, cursor: Cursor) -> None:
         before = None if self.snapshot.commit is None else self.snapshot.commit.cursor
         if min(cursor) < 0 or (before is not None and cursor < before):
             raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
-        newest = -1 if self.snapshot.commit is None else max(self.snapshot.commit.segment_ids, default=-1)
-        retained = frozenset[int]() if self.snapshot.commit is None else self.snapshot.commit.retained_ids
         for segment in self.snapshot.segments:
-            if segment.id not in retained and segment.pass_index > cursor.pass_index - (not segment.within):
+            if segment.id not in self.snapshot.retained and segment.pass_index > cursor.pass_index - (
+                not segment.within
+            ):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
         if cursor.sample and cursor != before and not any(
-            s.within_pass == cursor.pass_index and s.id > newest for s in self.snapshot.segments
+            segment.within_pass == cursor.pass_index for segment in self.snapshot.appended
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 
 
-def find(history: History, commit: int, label: str) -> Snapshot:
-    """Return a commit that is kept. Raises CommitMissingError."""
-    for snapshot in history.snapshots:
-        if _id(snapshot) == commit:
-            return snapshot
-    raise CommitMissingError(f"{label} has no commit {commit}: {kept_commits([_id(s) for s in history.snapshots])}")
-
-
-def _records_of(snapshots: Iterable[Snapshot]) -> dict[str, Commit | Segment]:
-    """Return what has the records of commits, by their names."""
-    needed_records: dict[str, Commit | Segment] = {}
-    for snapshot in snapshots:
-        if snapshot.commit is not None:
-            needed_records[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
-        needed_records |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
-    return needed_records
+_NO_STATE = State("", 0, STATE_CHUNK_BYTES, np.empty(0, np.uint32))
+"""What is to be filled in."""
 
 
 def _id(snapshot: Snapshot) -> int:
     return -1 if snapshot.commit is None else snapshot.commit.id
+
+
+def _head(snapshot: Snapshot) -> Head:
+    assert snapshot.commit is not None, "it is kept"
+    assert snapshot.commit.head is not None, "it is written"
+    return snapshot.commit.head

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiercache.store.commit import TABLES
+import numpy as np
+
+from tiercache.store.commit import TABLES, before_commits, head_of
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.files import local_path
 from tiercache.store.locks import UseCount, WriterLock
 from tiercache.store.openers import SHARD_MANIFEST
-from tiercache.store.records import decode, encode
-from tiercache.store.recovery import commit_ids
+from tiercache.store.engines.engine import Blob
+from tiercache.store.records import encode
+from tiercache.store.recovery import tables_at
 from tiercache.store.shards.shard_mark import refuse_shard
 from tiercache.store.store_errors import (
     CorruptStoreError,
@@ -24,7 +27,7 @@ from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from tiercache.store.engines.engine import Engine
@@ -77,6 +80,12 @@ def check_options(mode: str, commit: int | None, retention: int | None) -> None:
         raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
     if retention is not None and retention < 1:
         raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
+
+
+def check_pin(name: str) -> None:
+    """Raise ValueError for what cannot name a pinned commit."""
+    if not name or not name.isprintable() or len(name) > 200:
+        raise ValueError(f"{name!r} cannot name a pinned commit: give 1 to 200 characters that can be printed")
 
 
 def label_of(path: Path | None) -> str:
@@ -139,10 +148,10 @@ def _open_path(
         if not found:
             _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", store_budget=store_budget, lock=lock)
-        records = opened.records()
-        if not found and commit_ids(records):
+        head = opened.newest()
+        if not found and head is not None and not before_commits(head):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
-        known = _tables_of(opened, records, tables, f"the store at {path}", fresh=not found)
+        known = _tables_of(opened, tables, f"the store at {path}", fresh=not found)
         if not found:
             directory.finish(kind)
             if lock is not None:
@@ -195,31 +204,29 @@ def _engine(kind: str) -> Callable[..., Engine]:
 
 def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
     """Open the store that ``engine`` holds, or make one of it where it is empty."""
-    records = engine.records()
-    fresh = not records
+    head = engine.newest()
+    fresh = head is None
     if fresh and (tables is None or mode == "r"):
         raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
-    known = _tables_of(engine, records, tables, store, fresh=fresh)
+    known = _tables_of(engine, tables, store, fresh=fresh)
     return Opened(engine=engine, tables=known, uses=UseCount(store))
 
 
-def _tables_of(
-    engine: Engine, records: Mapping[str, bytes], requested: tuple[Table, ...] | None, store: str, *, fresh: bool
-) -> tuple[Table, ...]:
+def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, *, fresh: bool) -> tuple[Table, ...]:
     """Return the tables of the store, and write those of a fresh one."""
+    before = engine.newest()
     if fresh:
         assert requested is not None
-        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in requested]}, {})})
+        data = encode("tables", {"tables": [table.to_record() for table in requested]}, {})
+        head = head_of(f"{TABLES}-{engine.epoch}" if engine.epoch else TABLES, data)
+        if head != before:  # an interrupted creation may have come so far
+            engine.drop([(head.name, None)])
+            engine.put([Blob(head.name, head.size)], [(0, 0, np.frombuffer(data, np.uint8))])
+            engine.publish(head, before)
         return requested
-    name = f"the table record of {store}"
-    if TABLES not in records:
-        raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
-    values, _ = decode("tables", records[TABLES], name)
-    try:
-        stored = tuple(Table.from_record(record) for record in values["tables"])
-        group_tables(stored)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+    if before is None:
+        raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
+    stored = tables_at(engine, before, store)
     if requested is not None:
         compare_tables(stored, requested, store)
     return stored

@@ -7,15 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import google_crc32c
 import numpy as np
 
-from tiercache.store.engines.engine import LocatingEngine, ReadRequest
-from tiercache.store.files import RangeReader, scratch_in
-from tiercache.store.layout import CHANGED, KEYS, ROWS, checksum, key_page_bounds, page_checksums
+from tiercache.store.engines.engine import ReadRequest
+from tiercache.store.files import scratch_in
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds, page_checksums
 from tiercache.store.segment import corrupt_block
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.engines.engine import Block, Counters, Engine, FieldFile, FieldReads, FieldSource, Read, Reads
+    from tiercache.store.engines.engine import Counters, Engine
     from tiercache.store.layout import Checksums, Part
     from tiercache.store.locks import UseCount
     from tiercache.store.segment import Segment
@@ -62,19 +61,12 @@ def read_ahead(
         yield first, result.result()
 
 
-_SHORT_READS, _LONG_READS, _CALLS = 4, 2, 8
-"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
-
-Where a thread reads many by one call, without the interpreter, more threads cost nothing and the disk is busier.
-"""
+_SHORT_READS, _LONG_READS = 4, 2
+"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked."""
 _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
-_BATCH_BYTES, _CALLS_EACH = 16 << 20, 4
-"""The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
-
-
-_ReadsAtOnce = Callable[[Sequence["Any"], Sequence["Part"]], "Read"]
+_THREADS = 8
 
 
 class Pages(NamedTuple):
@@ -117,18 +109,10 @@ class BlockReader:
         self.groups, self.label, self.counters, self.folder = groups, label, counters, folder
         self._engine, self._uses, self._explain = engine, uses, explain
         self._pid, self._closed = os.getpid(), False
-        self._locating = engine if isinstance(engine, LocatingEngine) else None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.checksums: Checksums = page_checksums
         """Computes the CRC32C of pages; a training sets a function that does so next to it, without the GIL."""
-        self._reads: _ReadsAtOnce | None = None
-        self._checks = FieldCheck() if self._locating is not None and self._locating.fields_apart else None
-
-    def read_with(self, reads: Reads | None, field_reads: FieldReads | None) -> None:
-        """Read many pages by one call of what the engine can do with; None: one by one."""
-        if self._locating is not None:
-            self._reads = field_reads if self._locating.fields_apart else reads
 
     @property
     def scratch(self) -> Path:
@@ -151,11 +135,8 @@ class BlockReader:
         if threads is not None:
             threads.shutdown()
 
-    def load(self, requests: Sequence[Pages], at_once: int | None = None, *, only_check: bool = False) -> None:
-        """Read and check all of ``requests`` as ``Store.load`` does.
-
-        ``only_check``: the contents of the memory to fill are undefined afterward.
-        """
+    def load(self, requests: Sequence[Pages], at_once: int | None = None) -> None:
+        """Read and check all of ``requests`` as ``Store.load`` does."""
         self.check_open()
         for segment, group, low, high, out in requests:  # all of them, before anything is read
             layout = segment.layouts[group]
@@ -165,53 +146,43 @@ class BlockReader:
             size = int(np.diff(layout.rows_of_pages(np.array([low, high])))[0]) * layout.row_bytes
             if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
                 raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
-        reads = self._checks if only_check and self._checks is not None else self._reads
-        num_bytes = sum(pages.out.size for pages in requests)
-        together = reads is not None
         if at_once is None:
-            one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(requests) else _SHORT_READS
-            at_once = _CALLS if together else one_by_one
-        batches = [[pages] for pages in requests]
-        if together:
-            call_bytes = num_bytes // (_CALLS_EACH * at_once) if at_once > 1 else _BATCH_BYTES
-            batches = _batches(requests, min(call_bytes, _BATCH_BYTES))
-        if min(at_once, len(batches)) < 2:
-            self._work(iter(batches), reads)
+            num_bytes = sum(pages.out.size for pages in requests)
+            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(requests) else _SHORT_READS
+        if min(at_once, len(requests)) < 2:
+            self._work(iter(requests))
             return
-        queue = _BatchQueue(batches)
+        queue = _RequestQueue(requests)
         try:
             with self._lock:
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._work_from, queue, reads) for _ in range(min(at_once, len(batches)))]
+                    self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-reads")
+                jobs = [self._threads.submit(self._work_from, queue) for _ in range(min(at_once, len(requests)))]
             wait(jobs)
         finally:
             queue.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
         for job in jobs:
             job.result()
 
-    def _work_from(self, queue: _BatchQueue, reads: _ReadsAtOnce | None) -> None:
+    def _work_from(self, queue: _RequestQueue) -> None:
         with queue:
-            self._work(queue, reads)
+            self._work(queue)
 
-    def _work(self, batches: Iterator[Sequence[Pages]], reads: _ReadsAtOnce | None) -> None:
+    def _work(self, requests: Iterator[Pages]) -> None:
         """Read what comes next until nothing does, and check it."""
         read, size = list[_Span](), 0
         try:
-            for batch in batches:
-                spans = [span for pages in batch for span in self._spans(pages)]
-                if reads is not None and self._read_at_once(spans, reads):
-                    continue
-                for span in spans:
-                    self._read(span.request, span.segment)
+            for pages in requests:
+                for span in self._spans(pages):
+                    self._read(span.request, span.segment, span.group, span.block)
                     size += span.request.out.size
-                read += spans
+                    read.append(span)
                 if size >= _CHECK_BYTES:
                     self._check(read)
                     read, size = [], 0
             self._check(read)
         except BaseException:
-            for _ in batches:
+            for _ in requests:
                 pass  # the others need not read what is of no use now
             raise
 
@@ -220,34 +191,20 @@ class BlockReader:
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
         rows = layout.rows_of_pages(np.arange(low, high + 1))
-        bounds = (rows - rows[0]) * layout.row_bytes
+        bounds, blob = (rows - rows[0]) * layout.row_bytes, segment.blob(ROWS, self.groups[group])
         begin = 0
         while begin < high - low:
             row = int(rows[begin])
             block = row // layout.block_rows
             end = int(rows.searchsorted((block + 1) * layout.block_rows))
             end = min(end, high - low)
-            data, offset = out[bounds[begin] : bounds[end]], (row - block * layout.block_rows) * layout.row_bytes
-            request = ReadRequest(segment.block(ROWS, self.groups[group], block), offset, data)
+            data, inside = out[bounds[begin] : bounds[end]], (row - block * layout.block_rows) * layout.row_bytes
+            request = ReadRequest(blob, layout.byte_in_blob(ROWS, block) + inside, data)
             part = data, bounds[begin : end + 1] - bounds[begin]
             yield _Span(request, part, segment, group, block, low + begin, low + end)
             begin = end
 
-    def _read_at_once(self, spans: Sequence[_Span], reads: _ReadsAtOnce) -> bool:
-        """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
-        if self._locating is None or not spans:
-            return False
-        with self._uses.using(), self._locating.locate([span.request for span in spans]) as sources:
-            located = [source for source in sources if source is not None]
-            if len(located) < len(spans):
-                return False
-            done, sums = reads(located, [span.part for span in spans])
-        if done.tolist() != [span.request.out.size for span in spans]:
-            return False
-        self._check(spans, sums)
-        return True
-
-    def _check(self, spans: Sequence[_Span], sums: NDArray[np.uint32] | None = None) -> None:
+    def _check(self, spans: Sequence[_Span]) -> None:
         """Count spans that were read, and compare their checksums with those that were written.
 
         Raises CorruptBlockError.
@@ -257,8 +214,7 @@ class BlockReader:
         rows = sum(span.request.out.size // span.segment.layouts[span.group].row_bytes for span in spans)
         num_bytes = sum(span.request.out.size for span in spans)
         self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))
-        if sums is None:
-            sums = self.checksums([span.part for span in spans])
+        sums = self.checksums([span.part for span in spans])
         expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
         if np.array_equal(sums, expected):
             return
@@ -277,18 +233,20 @@ class BlockReader:
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
         self.check_open()
-        stored = segment.block(KEYS, self.groups[group], block)
-        bounds = key_page_bounds(stored.size // 8)[first : None if last is None else last + 1]
+        layout, blob = segment.layouts[group], segment.blob(KEYS, self.groups[group])
+        rows = layout.bytes_of_block(block) // layout.row_bytes
+        bounds = key_page_bounds(rows)[first : None if last is None else last + 1]
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
-        self._read(ReadRequest(stored, int(bounds[0]), data), segment)
+        request = ReadRequest(blob, layout.byte_in_blob(KEYS, block) + int(bounds[0]), data)
+        self._read(request, segment, group, block)
         sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
-        page = block * segment.layouts[group].key_pages + first
+        page = block * layout.key_pages + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
             words, expected = f"has checksum {sums[at]:08x} over its keys", segment.key_checksums[group].item(page + at)
             raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
-        if np.any(keys[(bounds[:-1] - bounds[0]) // 8] != segment.first_keys[group][page : page + sums.size]):
+        if np.any(keys[(bounds[:-1] - bounds[0]) // KEY_BYTES] != segment.first_keys[group][page : page + sums.size]):
             words = "has other first keys than its record says"
             raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
         self.counters.add(key_bytes_read=data.size, reads=1)
@@ -300,7 +258,8 @@ class BlockReader:
         layout, known = segment.layouts[group], segment.changed[group]
         numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
-        self._read(ReadRequest(segment.block(CHANGED, self.groups[group], block), 0, data), segment)
+        blob = segment.blob(CHANGED, self.groups[group])
+        self._read(ReadRequest(blob, layout.byte_in_blob(CHANGED, block), data), segment, group, block)
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
@@ -313,49 +272,49 @@ class BlockReader:
 
     def state(self, commit: Commit) -> NDArray[np.uint8]:
         """Return the dense state of ``commit``. Raises CorruptStoreError."""
-        state = np.empty(commit.state_bytes, dtype=np.uint8)
-        for i, block in enumerate(commit.state_blocks()):
-            part = state[i * commit.state_chunk_bytes :][: block.size]
+        of_rank = commit.own.state
+        state = np.empty(of_rank.size, dtype=np.uint8)
+        for i, expected in enumerate(of_rank.checksums.tolist()):
+            part = state[i * of_rank.chunk_bytes :][: of_rank.chunk_bytes]
             try:
                 with self._uses.using():
-                    self._engine.read(ReadRequest(block, 0, part))
-                seen, expected = checksum(part), int(commit.state_checksums[i])
+                    self._engine.read(ReadRequest(of_rank.blob, i * of_rank.chunk_bytes, part))
+                seen = checksum(part)
                 if seen != expected:
                     raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
             except BlockReadError as error:
                 corrupt = CorruptStoreError(
-                    f"block {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "
+                    f"part {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "
                     "restore the store from a copy, or train again from the start"
                 )
                 raise self._explain(corrupt) from error
-        self.counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
+        self.counters.add(state_bytes_read=state.size, reads=of_rank.checksums.size)
         return state
 
-    def _read(self, request: ReadRequest, segment: Segment) -> None:
-        block: Block = request.block
+    def _read(self, request: ReadRequest, segment: Segment, group: int, block: int) -> None:
         try:
             with self._uses.using():
                 self._engine.read(request)
         except BlockReadError as error:
             raise self._explain(
-                corrupt_block(self.label, segment, self.groups[block.group], block.index, error.seen)
+                corrupt_block(self.label, segment, self.groups[group], block, error.seen)
             ) from error
 
 
-class _BatchQueue:
+class _RequestQueue:
     """What several threads take from, one after another; each is at work within it."""
 
-    def __init__(self, batches: Sequence[Sequence[Pages]]) -> None:
-        self._batches_left = iter(batches)
+    def __init__(self, requests: Sequence[Pages]) -> None:
+        self._requests = iter(requests)
         self._at_work = 0
         self._changed = threading.Condition()
 
-    def __iter__(self) -> _BatchQueue:
+    def __iter__(self) -> _RequestQueue:
         return self
 
-    def __next__(self) -> Sequence[Pages]:
+    def __next__(self) -> Pages:
         with self._changed:
-            return next(self._batches_left)
+            return next(self._requests)
 
     def __enter__(self) -> None:
         with self._changed:
@@ -372,59 +331,10 @@ class _BatchQueue:
         while True:
             try:
                 with self._changed:
-                    self._batches_left = iter(())
+                    self._requests = iter(())
                     self._changed.wait_for(lambda: not self._at_work)
                 break
             except KeyboardInterrupt as error:
                 interruption = error
         if interruption is not None:
             raise interruption
-
-
-def _batches(requests: Sequence[Pages], most_bytes: int) -> list[list[Pages]]:
-    """Cut into batches of more than ``most_bytes`` each, but for the last."""
-    batches, size = [list[Pages]()], 0
-    for pages in requests:
-        if size > most_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(pages)
-        size += pages.out.size
-    return batches
-
-
-class FieldCheck:
-    """What ``Store.read_with`` takes to read rows only for their checksums; from any thread.
-
-    The arrays that it is given to fill stay as they are: a store that reads so can tell what is whole, and no more.
-    """
-
-    def __init__(self) -> None:
-        self._reader = RangeReader()
-
-    def __call__(self, sources: Sequence[FieldSource], parts: Sequence[Part]) -> Read:
-        """Return the bytes read for each part (N,), 0 where a file is not whole, and the CRC32C of each page (R,)."""
-        done, sums = [], []
-        for source, (out, bounds) in zip(sources, parts, strict=True):
-            try:
-                sums += self._sums(source.files, bounds)
-                done.append(out.size)
-            except BlockReadError:
-                sums += [0] * (bounds.size - 1)
-                done.append(0)
-        return np.array(done, np.int64), np.array(sums, np.uint32)
-
-    def _sums(self, files: Sequence[FieldFile], bounds: NDArray[np.int64]) -> list[int]:
-        """Return the checksums of pages, of which all of the first field come first, then all of the next."""
-        rows = (bounds // sum(file.row_bytes for file in files)).tolist()
-        ranges = [(file.path, file.begin, file.begin + rows[-1] * file.row_bytes, file.file_bytes) for file in files]
-        fields = self._reader.read(ranges)
-        for field in fields:
-            field.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
-        sums = []
-        for low, high in pairwise(rows):
-            found = 0
-            for field, file in zip(fields, files, strict=True):
-                found = google_crc32c.extend(found, field[low * file.row_bytes : high * file.row_bytes])
-            sums.append(found)
-        return sums

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.commit import TABLES, Commit, CommitRecord, RankList, tables_of
+from tiercache.store.commit import Commit, CommitRecord, RankList, before_commits, head_of, tables_of
 from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.records import decode
 from tiercache.store.segment import Segment, SegmentMeta
@@ -17,12 +17,12 @@ from tiercache.store.snapshot import Needed, Snapshot
 from tiercache.store.store_errors import BlockReadError, CommitMissingError, CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Kept
-    from tiercache.store.engines.engine import Counters, Engine, Head
+    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.locks import UseCount
     from tiercache.store.table import Group, Table
 
@@ -44,7 +44,7 @@ class CommitFiles:
         head = self._engine.newest()
         if head is None:
             raise CorruptStoreError(f"{self.label} does not say what it is: {_ADVICE}")
-        return Snapshot(None if head.name == TABLES else self.read(head), self.groups)
+        return Snapshot(None if before_commits(head) else self.read(head), self.groups)
 
     def find(self, commit: Commit, id_: int) -> Snapshot:
         """Return a commit that is kept by ``commit``, or that itself. Raises CommitMissingError."""
@@ -71,6 +71,13 @@ class CommitFiles:
         name = f"{rank.name} of {self.label}"
         own = RankList.from_bytes(self._blob(rank, name), self.groups, self._segment, name)
         return record.commit(own, head)
+
+    def given_up(self, blob: Blob) -> Snapshot:
+        """Return a commit that no other names any more: its own checksum says whether it is whole."""
+        data = np.empty(blob.size, np.uint8)
+        with self._uses.using():
+            self._engine.read(ReadRequest(blob, 0, data))
+        return Snapshot(self.read(head_of(blob.name, data.tobytes())), self.groups)
 
     def _segment(self, **of_segment: object) -> Segment:
         """Return a segment whose description is read when it is used, or the one that was made before."""
@@ -118,7 +125,7 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
     """Return the tables of what an engine stands at. Raises CorruptStoreError."""
     name = f"{head.name} of {label}"
     data = read_whole(engine, Blob(head.name, head.size), head.digest, name).tobytes()
-    if head.name != TABLES:
+    if not before_commits(head):
         return CommitRecord.from_bytes(data, name).tables
     values, _ = decode("tables", data, name)
     try:
@@ -127,9 +134,8 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
         raise CorruptStoreError(f"{name} cannot be read ({error}): {_ADVICE}") from error
 
 
-def check_blobs(engine: Engine, snapshots: Sequence[Snapshot], label: str) -> None:
-    """Check that all that commits need is there, in its full length; reads none of it. Raises CorruptStoreError."""
-    stored = engine.list()
+def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], label: str) -> None:
+    """Check that all that commits need is ``stored``, in its full length; reads nothing. Raises CorruptStoreError."""
     for need in Needed.of(snapshots).blobs():
         seen = stored.get(need.name)
         if seen is None:

@@ -127,10 +127,10 @@ class Needed:
     """By name."""
 
     @classmethod
-    def of(cls, snapshots: Iterable[Snapshot]) -> Needed:
-        """Return what any of ``snapshots`` needs."""
-        whole: dict[str, int] = {}
-        segments: dict[str, SegmentNeed] = {}
+    def of(cls, snapshots: Iterable[Snapshot], *, also: Needed | None = None) -> Needed:
+        """Return what any of ``snapshots`` needs, and what was needed ``also``."""
+        whole = {} if also is None else {**also.whole}
+        segments = {} if also is None else {**also.segments}
         for snapshot in snapshots:
             commit, firsts_SG = snapshot.commit, snapshot.first_blocks
             if commit is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tiercache.store.changes import changed_rows, changes
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
-from tiercache.store.commit_writer import CommitWriter, find
+from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.compaction_plan import CompactionPlan, NoUses
 from tiercache.store.engines.engine import Counters
 from tiercache.store.files import is_url, local_path
@@ -19,9 +19,9 @@ from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.openers import OPENERS
-from tiercache.store.opening import Opened, check_options, label_of, open_engine, store_path
+from tiercache.store.opening import Opened, check_options, check_pin, label_of, open_engine, store_path
 from tiercache.store.reading import BlockReader, Pages
-from tiercache.store.recovery import check_blocks, recover
+from tiercache.store.recovery import CommitFiles
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
 from tiercache.store.segment import base_layout
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Commit, History, Snapshot
+    from tiercache.store.commit import Commit
     from tiercache.store.compaction_plan import FirstUses
-    from tiercache.store.engines.engine import Engine, FieldReads, Reads
+    from tiercache.store.engines.engine import Engine
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.lookup import Fields, Found
     from tiercache.store.row_codec import RowBlock
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout, Segment
+    from tiercache.store.snapshot import History, Snapshot
 
 Item = TypeVar("Item")
 
@@ -72,19 +73,17 @@ class Store:
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
+        files = CommitFiles(engine, self.groups, label, self.counters, opened.uses) if of is None else of._files
+        self._files = files
         self._commits: CommitWriter | CommitReader
         if held is not None:
-            self._commits = CommitReader(engine, label, held.history, held.snapshot)
+            self._commits = CommitReader(engine, files, held.snapshot, alone=True)
         elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
-            self._commits = CommitReader.pinned_in(engine, label, of._commits.pinned(at))
+            self._commits = CommitReader.pinned_in(engine, files, of._commits.pinned(at))
         elif mode == "r":
-            self._commits = CommitReader.leased(engine, self.groups, label, at)
+            self._commits = CommitReader.leased(engine, files, at)
         else:
-            found = recover(engine.records(), self.groups, label)
-            for snapshot in found.history.snapshots:
-                check_blocks(engine, snapshot, self.groups, label)
-            self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
-        engine.drop_records()
+            self._commits = CommitWriter(engine, files, self.tables, self.counters, retention)
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
         self.reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain, path)
         """Reads its blocks: what functions that read take, with a snapshot."""
@@ -181,10 +180,6 @@ class Store:
         """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
         self._opened.engine.memory_bytes = memory_bytes
 
-    def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
-        """Have many pages filled and checked by one call, where the engine keeps them, or their fields, in files."""
-        self.reader.read_with(reads, field_reads)
-
     @property
     def commit(self) -> Commit | None:
         """The newest commit, or the one that the store was opened at."""
@@ -216,11 +211,6 @@ class Store:
     def history(self) -> History:
         """The commits that are kept, each as a snapshot."""
         return self._commits.history
-
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """The SHA-256 of each record of the commits that are kept, by name."""
-        return self._commits.digests
 
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
@@ -282,11 +272,26 @@ class Store:
         and CorruptStoreError, after which the store stands where it stood.
         """
         writer = self.commit_writer
-        commit = find(writer.history, to, self.label).commit
-        assert commit is not None, "it was found"
-        state = self.reader.state(commit)
         with self._opened.uses.using():
-            return writer.rollback(to, state)
+            return writer.rollback(to)
+
+    def pin(self, name: str, commit: int | None = None) -> Commit:
+        """Keep ``commit``, the newest where not said, by ``name`` beside ``retention``, until ``unpin``.
+
+        Returns the commit that says so: one like the newest, durable, with the next id. A name that keeps another
+        commit keeps this one from now on. Raises CommitMissingError, StoreFullError, and ValueError for a store
+        without a commit, or with rows that no commit names.
+        """
+        check_pin(name)
+        writer, newest = self.commit_writer, self.commit
+        with self._opened.uses.using():
+            return writer.pin(name, newest.id if commit is None and newest is not None else commit or 0)
+
+    def unpin(self, name: str) -> Commit:
+        """Let go of the commit that ``name`` keeps; returns the commit that says so. Raises as ``pin`` does."""
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            return writer.pin(name, None)
 
     def rewrite(
         self,
@@ -317,13 +322,13 @@ class Store:
             at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.discard_uncommitted()
-        state, begin = self.reader.state(self.commit), Cursor(*(start or (0, 0)))
+        begin = Cursor(*(start or (0, 0)))
         whole = Rewrite(
             self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
             retain_segments=retain_segments,
         )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
-            return writer.rewrite(rewrite, self.reader.checksums, state, schedule_digest, begin)
+            return writer.rewrite(rewrite, self.reader.checksums, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
         """Commit the appended rows over the stored ones: each hides the row that its key had.
@@ -342,7 +347,7 @@ class Store:
             CompactionPlan(self.reader, self.snapshot, NoUses(), lambda *_: None) as compaction,
         ):
             compaction.sort(overlay=True)
-            return writer.overlay(compaction.retained, self.reader.state(commit), settings or {})
+            return writer.overlay(compaction.retained, settings or {})
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.

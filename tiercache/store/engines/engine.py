@@ -112,8 +112,9 @@ class Engine(Protocol):
         """Take back blobs up to a byte, or whole (None), after the commit that gave them up is durable.
 
         Their room is for blobs to come, and goes back to the file system with ``shrink``. A byte that is not at the end
-        of a page or chunk frees what ends before it. No read of these bytes is under way or comes. What cannot be
-        deleted now is deleted when the engine is next opened for writing and told again. Raises StoreError.
+        of a page or chunk frees what ends before it. No read of these bytes is under way or comes. A name that is not
+        there is no error. What cannot be deleted now is deleted when the engine is next opened for writing and told
+        again. Raises StoreError.
         """
 
     def list(self) -> Mapping[str, Stored]:
@@ -164,7 +165,8 @@ class Counters:
         """Calls of the engine for rows, keys, last changes and state."""
         self.transactions = 0
         self.commits = 0
-        self.blocks_freed = 0
+        self.blobs_dropped = 0
+        """In whole or in part."""
         self.spill_bytes_written = 0
         """To temporary files, by scans and fills that exceed their memory."""
         self.spill_bytes_read = 0
