@@ -15,8 +15,8 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
-from tiercache.store.commit import History
 from tiercache.store.layout import CHANGED
+from tiercache.store.snapshot import History
 from tiercache.store.table import group_tables
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])

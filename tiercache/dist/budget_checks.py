@@ -20,8 +20,8 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.next_use_files import NextUseFiles
 from tiercache.sizes import format_bytes
-from tiercache.store.commit import History
 from tiercache.store.files import ScratchFile, scratch_in
+from tiercache.store.snapshot import History
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:

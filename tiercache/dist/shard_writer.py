@@ -30,7 +30,6 @@ stops one whose rank 0 is gone while others of its ranks still write.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -160,9 +159,6 @@ class ShardWriter:
         self._retention = None
         if manifest != self._written:
             self._write(manifest)
-        with self._ranks.raise_on_all("dropping older commits"), suppress(StoreError):  # what stays goes with the next
-            if len(self.store.commits) > manifest.retention + 1:  # something may have failed to drop them before
-                self.store.commit_writer.release()
 
     def abandon(self) -> None:
         """Delete the shards of a generation that was begun and not published, and close. Collective.

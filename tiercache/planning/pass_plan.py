@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Segment, Store
-    from tiercache.store.commit import History
+    from tiercache.store.snapshot import History
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, external_sort, rewrite
-from tiercache.store.commit import History
 from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
+from tiercache.store.snapshot import History
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,23 +108,22 @@ def block_bytes(group: Group, rows: int) -> int:
 
 def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> int:
     """Return the bytes of the blocks that no pass frees, and of all last changes, which dumps do not replace."""
-    newest, needed = history.newest.commit, history.needed
-    retained = frozenset[int]() if newest is None else newest.retained_ids
-    earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.first_blocks
+    retained = history.newest.retained
+    earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.segments
     total = 0
-    for id_, segment in needed.segments.items():
+    for name, need in history.needed.segments.items():
+        segment = need.segment
         for group, layout in zip(groups, segment.layouts, strict=True):
-            firsts = [layout.num_blocks]
-            if id_ in earlier:
-                firsts.append(earlier[id_][group.index])
-            if id_ in retained:
-                firsts.append(needed.first_blocks[id_][group.index])
+            firsts, first_block = [layout.num_blocks], int(need.first_blocks_G[group.index])
+            if name in earlier:
+                firsts.append(int(earlier[name].first_blocks_G[group.index]))
+            if segment.id in retained:
+                firsts.append(first_block)
             if (never := layout.range_of_use(NEVER)) is not None and layout.first_row_R.item(never) < layout.rows:
                 firsts.append(layout.first_row_R.item(never) // layout.block_rows)
             total += (layout.num_blocks - min(firsts)) * block_bytes(group, min(layout.block_rows, layout.rows))
             if segment.changed and segment.changed[group.index].stored:
-                blocks = layout.num_blocks - needed.first_blocks[id_][group.index]
-                total += blocks * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
+                total += (layout.num_blocks - first_block) * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
     return total
 
 
@@ -291,10 +290,9 @@ def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
 
 def _block_bytes_of(groups: Sequence[Group], history: History) -> int:
     """Return the bytes of all blocks that a commit needs."""
-    needed = history.needed
     return sum(
-        (layout.num_blocks - needed.first_blocks[id_][group.index])
+        (layout.num_blocks - int(need.first_blocks_G[group.index]))
         * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
-        for id_, segment in needed.segments.items()
-        for group, layout in zip(groups, segment.layouts, strict=True)
+        for need in history.needed.segments.values()
+        for group, layout in zip(groups, need.segment.layouts, strict=True)
     )

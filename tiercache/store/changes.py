@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.lookup import Fields
     from tiercache.store.reading import BlockReader
     from tiercache.store.runs import RowFilter, SortedRun
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
 
 
@@ -115,7 +115,7 @@ def _changed(
     changed: list[Segment] = []
     changes, choice = VersionReader(reader, commit.named), None
     for segment in segments:
-        blocks = range(snapshot.first_blocks[segment.id][group.index], segment.layouts[group.index].num_blocks)
+        blocks = range(snapshot.first_block(segment, group.index), segment.layouts[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]
         if any(newest > since for _, newest in bounds):
             changed.append(segment)

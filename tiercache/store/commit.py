@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
-from tiercache.store.live import Live
+from tiercache.store.live import COUNTS, GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, decode, digest, encode, whole
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import Table, group_tables
@@ -59,9 +59,6 @@ class State(NamedTuple):
         return Blob(self.name, self.size)
 
 
-_DENSE = ("first_ranges_SG", "next_uses_SG", "rows_SG", "block_rows_SG", "row_bytes_SG", "changed_SG")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankList:
     """What a commit has of one rank."""
@@ -81,7 +78,7 @@ class RankList:
     def to_bytes(self) -> bytes:
         """Return its record."""
         live_S, live_T = np.nonzero(self.live.live_ST)
-        arrays = {name[:-3]: getattr(self.live, name).reshape(-1) for name in _DENSE} | {
+        arrays = {name[:-3]: getattr(self.live, name).reshape(-1) for name in GROUP_COUNTS} | {
             "live_segments": live_S, "live_tables": live_T,
             "live": self.live.live_ST[live_S, live_T], "stale": self.live.stale_ST[live_S, live_T],
             "state": self.state.checksums,
@@ -108,11 +105,11 @@ class RankList:
             live = Live.zeros(len(entries), groups)
             if [values["groups"], values["tables"]] != [len(groups), live.live_ST.shape[1]]:
                 raise ValueError(f"it is of {values['groups']} groups with {values['tables']} tables")
-            for dense in _DENSE:
+            for dense in GROUP_COUNTS:
                 getattr(live, dense)[:] = arrays[dense[:-3]].reshape(len(entries), len(groups))
             places = arrays["live_segments"], arrays["live_tables"]
             live.live_ST[places], live.stale_ST[places] = arrays["live"], arrays["stale"]
-            if any(int(getattr(live, one).min(initial=0)) < 0 for one in live.__slots__):
+            if any(int(getattr(live, one).min(initial=0)) < 0 for one in COUNTS):
                 raise ValueError("it has a number below 0")
             if np.any(live.stale_ST > live.live_ST):
                 raise ValueError("more rows of a segment are stale than are live")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import RetainedSegment, Segment
-    from tiercache.store.table import Group, Table
+    from tiercache.store.table import Table
 
 RANK = 0
 """The rank of a store that one process writes alone."""
@@ -298,8 +298,7 @@ class CommitWriter:
         written = [s.id for s in snapshot.segments if s.within_pass == pass_index and s.id not in snapshot.retained]
         if sample and not written:
             raise ValueError(
-                f"a commit at sample {sample} of pass {pass_index} needs its rows: "
-                "append them with within=True first"
+                f"a commit at sample {sample} of pass {pass_index} needs its rows: append them with within=True first"
             )
         whole_pass = max(written) if sample else None
         live = snapshot.live.taken(range(len(snapshot.segments)))
@@ -307,9 +306,9 @@ class CommitWriter:
             if segment.id not in snapshot.retained:
                 first_use = pass_index + (whole_pass is not None and segment.id != whole_pass)
                 if np.any(live.next_uses_SG[row] < first_use):
-                    live.set_from(row, segment, self._groups, first_use)
-        has_rows_S = live.live_ST.any(axis=1).tolist()
-        rows = [i for i, one in enumerate(snapshot.segments) if has_rows_S[i] or one.id == whole_pass]
+                    live.set_from(row, segment, first_use)
+        rows_S = live.live_ST.sum(axis=1).tolist()
+        rows = [i for i, one in enumerate(snapshot.segments) if rows_S[i] or one.id == whole_pass]
         return [snapshot.segments[row] for row in rows], live.taken(rows)
 
     def _listed(self, segments: Sequence[Segment], firsts: Sequence[int], live: Live, state: State) -> RankList:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
 
 MOST_RETAINED = 256
@@ -116,7 +116,6 @@ class CompactionPlan:
         self.retained = tuple(
             RetainedSegment(
                 segment_id=segments[i].id,
-                first_ranges=tuple(self._snapshot.first_range(segments[i], rows.group.index) for rows in self._groups),
                 stale_rows=tuple(tuple((rows.live_ST[i] - rows.needed_ST[i]).tolist()) for rows in self._groups),
             )
             for i in kept.tolist()

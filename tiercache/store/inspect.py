@@ -53,29 +53,28 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
     live = {table.name: 0 for table in store.tables}
-    retained = store.snapshot.retained
+    snapshot = store.snapshot
     segments, stale_bytes = [], 0
     for segment in store.segments:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
         for group, layout in zip(store.groups, segment.layouts, strict=True):
-            first = store.snapshot.first_range(segment, group.index)
+            first = snapshot.first_range(segment, group.index)
             ranges += layout.num_ranges
             live_ranges += layout.num_ranges - first
             for place, table in enumerate(group.tables):
                 count = layout.rows_of_table(place, first)
                 live_rows += count
                 live[table.name] += count
-            stale = retained[segment.id].stale_rows[group.index] if segment.id in retained else ()
-            for table, count in zip(group.tables, stale, strict=False):
-                live[table.name] -= count
-            stale_rows += sum(stale)
-            stale_bytes += sum(stale) * group.row_bytes
+                stale = snapshot.stale_rows([segment], group, table)
+                live[table.name] -= stale
+                stale_rows += stale
+                stale_bytes += stale * group.row_bytes
         segments.append(
             {
                 "id": segment.id,
                 "pass": segment.pass_index,
                 "within": segment.within,
-                "retained": segment.id in retained,
+                "retained": segment.id in snapshot.retained,
                 "rows": segment.rows,
                 "live_rows": live_rows - stale_rows,
                 "stale_rows": stale_rows,
@@ -116,6 +115,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
             "environment": commit.environment,
         },
         "retention": None if commit is None else commit.retention,
+        "pins": {} if commit is None else commit.pins,
         "commits": describe_commits(store.commits),
         "tables": tables,
         "segments": segments,

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.store.commit import Commit, Snapshot
+    from tiercache.store.commit import Commit
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group
 
     UInt64s = NDArray[np.uint64]
@@ -61,8 +62,9 @@ class KeyCounts:
             for segment in snapshot.segments:
                 first, i = int(self.first_range_S[place[segment.id]]), place[segment.id]
                 self._live_CN[c, first + snapshot.first_range(segment, group.index) : first + int(counts[i])] = True
-            for one in () if snapshot.commit is None else snapshot.commit.retained:
-                self._stated_CTS[c, :, place[one.segment_id]] = one.stale_rows[group.index]
+                for i, table in enumerate(group.tables):
+                    stale = snapshot.stale_rows([segment], group, table)
+                    self._stated_CTS[c, i, place[segment.id]] = stale
 
     def payload(self, table: int) -> list[DTypeLike]:
         """Return the dtypes of what ``add`` needs beside the hashes of a table: ranges, or also last changes, or none.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
+
+
+GROUP_COUNTS = ("first_ranges_SG", "next_uses_SG", "rows_SG", "block_rows_SG", "row_bytes_SG", "changed_SG")
+TABLE_COUNTS = ("live_ST", "stale_ST")
+COUNTS = (*GROUP_COUNTS, *TABLE_COUNTS)
+"""Names of what is said of each group, of each table, and of either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,49 +50,55 @@ class Live:
     """(S, T): rows of each table in live ranges, stale ones too."""
     stale_ST: Int64s
     """(S, T): those of them whose key has a row in a newer segment."""
+    first_tables: tuple[int, ...]
+    """(G + 1): which of the tables is the first of each group, and how many there are."""
 
     @classmethod
     def zeros(cls, segments: int, groups: Sequence[Group]) -> Live:
         """Return what is to be filled in."""
-        tables = sum(len(group.tables) for group in groups)
-        shapes = {name: (segments, tables if name.endswith("ST") else len(groups)) for name in cls.__slots__}
-        return cls(**{name: np.zeros(shape, np.int64) for name, shape in shapes.items()})
+        first_tables = (0, *accumulate(len(group.tables) for group in groups))
+        shapes = {name: (segments, first_tables[-1] if name in TABLE_COUNTS else len(groups)) for name in COUNTS}
+        arrays = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
+        return cls(**arrays, first_tables=first_tables)
 
     @classmethod
     def of(cls, segments: Sequence[Segment], groups: Sequence[Group]) -> Live:
         """Return that all rows of ``segments`` are live, and none is stale."""
         live = cls.zeros(len(segments), groups)
         for row, segment in enumerate(segments):
-            live.set_from(row, segment, groups, -1)
+            live.set_from(row, segment, -1)
         return live
 
     def taken(self, rows: Sequence[int]) -> Live:
         """Return a copy of what is said of some of the segments."""
-        return Live(**{name: getattr(self, name)[list(rows)] for name in self.__slots__})
+        return replace(self, **{name: getattr(self, name)[list(rows)] for name in COUNTS})
 
     def joined(self, other: Live) -> Live:
         """Return what is said of these segments, then of others."""
-        return Live(**{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in self.__slots__})
+        both: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in COUNTS}
+        return replace(self, **both)
 
-    def set_from(self, row: int, segment: Segment, groups: Sequence[Group], first_use: int) -> None:
+    def set_from(self, row: int, segment: Segment, first_use: int) -> None:
         """Say of a segment that its rows with next uses from ``first_use`` on are live."""
-        first_table = 0
-        for g, (group, layout) in enumerate(zip(groups, segment.layouts, strict=True)):
-            first = int(layout.next_use_R.searchsorted(first_use))
-            self.first_ranges_SG[row, g] = first
-            self.next_uses_SG[row, g] = layout.next_use_R[first] if first < layout.num_ranges else NEVER
-            self.rows_SG[row, g], self.block_rows_SG[row, g] = layout.rows, layout.block_rows
-            self.row_bytes_SG[row, g] = layout.row_bytes
-            self.changed_SG[row, g] = bool(segment.changed) and segment.changed[g].stored
-            last_table = first_table + len(group.tables)
-            if layout.num_ranges:
-                self.live_ST[row, first_table:last_table] = layout.table_rows_RT[first:].sum(axis=0, dtype=np.int64)
-            first_table = last_table
+        for g, layout in enumerate(segment.layouts):
+            self.set_group(row, g, segment, int(layout.next_use_R.searchsorted(first_use)))
 
-    def first_blocks(self, groups: Sequence[Group]) -> Int64s:
+    def set_group(self, row: int, g: int, segment: Segment, first_range: int) -> None:
+        """Say of one group of a segment that its rows from a range on are live."""
+        layout, first_table = segment.layouts[g], self.first_tables[g]
+        self.first_ranges_SG[row, g] = first_range
+        self.next_uses_SG[row, g] = layout.next_use_R[first_range] if first_range < layout.num_ranges else NEVER
+        self.rows_SG[row, g], self.block_rows_SG[row, g] = layout.rows, layout.block_rows
+        self.row_bytes_SG[row, g] = layout.row_bytes
+        self.changed_SG[row, g] = bool(segment.changed) and segment.changed[g].stored
+        if layout.num_ranges:
+            tables = slice(first_table, self.first_tables[g + 1])
+            self.live_ST[row, tables] = layout.table_rows_RT[first_range:].sum(axis=0, dtype=np.int64)
+
+    def first_blocks(self) -> Int64s:
         """Return (S, G): the first block of each layout that has a live row; the number of blocks where none has."""
-        starts = [0, *accumulate(len(group.tables) for group in groups)]
-        live_SG = np.stack([self.live_ST[:, a:b].sum(axis=1) for a, b in pairwise(starts)], axis=1)
+        tables_of_groups = pairwise(self.first_tables)
+        live_SG = np.stack([self.live_ST[:, a:b].sum(axis=1) for a, b in tables_of_groups], axis=1)
         block_rows_SG = np.maximum(self.block_rows_SG, 1)
         dead = (self.rows_SG - live_SG) // block_rows_SG
         return np.where(live_SG > 0, dead, -(-self.rows_SG // block_rows_SG))

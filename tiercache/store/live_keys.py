@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.reading import BlockReader
+    from tiercache.store.snapshot import Snapshot
 
     Int64s = NDArray[np.int64]
     Sought = Mapping[int, Hashes | None]

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.live_keys import KeyMemory
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -9,10 +9,10 @@ import numpy as np
 
 from tiercache.store.commit import TABLES, before_commits, head_of
 from tiercache.store.directory import StoreDirectory
+from tiercache.store.engines.engine import Blob
 from tiercache.store.files import local_path
 from tiercache.store.locks import UseCount, WriterLock
 from tiercache.store.openers import SHARD_MANIFEST
-from tiercache.store.engines.engine import Blob
 from tiercache.store.records import encode
 from tiercache.store.recovery import tables_at
 from tiercache.store.shards.shard_mark import refuse_shard

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from tiercache.store.segment import corrupt_block
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -296,9 +295,7 @@ class BlockReader:
             with self._uses.using():
                 self._engine.read(request)
         except BlockReadError as error:
-            raise self._explain(
-                corrupt_block(self.label, segment, self.groups[group], block, error.seen)
-            ) from error
+            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, error.seen)) from error
 
 
 class _RequestQueue:

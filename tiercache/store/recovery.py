@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 64 << 20
 """Of a blob that are read at once."""
-_ADVICE = "restore the store from a copy"
+ADVICE = "restore the store from a copy"
 
 
 class CommitFiles:
@@ -43,7 +43,7 @@ class CommitFiles:
         """Return the newest commit that there is now; before the first one a snapshot of nothing."""
         head = self._engine.newest()
         if head is None:
-            raise CorruptStoreError(f"{self.label} does not say what it is: {_ADVICE}")
+            raise CorruptStoreError(f"{self.label} does not say what it is: {ADVICE}")
         return Snapshot(None if before_commits(head) else self.read(head), self.groups)
 
     def find(self, commit: Commit, id_: int) -> Snapshot:
@@ -60,7 +60,7 @@ class CommitFiles:
         """Return an older commit that is kept."""
         commit = self.read(kept.head)
         if commit.id != kept.id:
-            raise CorruptStoreError(f"commit {kept.id} of {self.label} is commit {commit.id}: {_ADVICE}")
+            raise CorruptStoreError(f"commit {kept.id} of {self.label} is commit {commit.id}: {ADVICE}")
         return Snapshot(commit, self.groups)
 
     def read(self, head: Head) -> Commit:
@@ -89,11 +89,11 @@ class CommitFiles:
         head_name = segment.meta_blob.name
         data = read_whole(self._engine, Blob(head_name, segment.meta_bytes), segment.meta_digest, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
-        meta = SegmentMeta.from_bytes(data.data, segment.id, name)
+        meta = SegmentMeta.from_bytes(data.tobytes(), segment.id, name)
         try:
             check_layouts(meta.layouts, self.groups)
         except ValueError as error:
-            raise CorruptStoreError(f"{name} does not fit the store ({error}): {_ADVICE}") from error
+            raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
         return meta
 
     def _blob(self, head: Head, name: str) -> bytes:
@@ -114,10 +114,10 @@ def read_whole(engine: Engine, blob: Blob, sha256: str, name: str, uses: UseCoun
                 with uses.using():
                     engine.read(ReadRequest(blob, start, part))
         except BlockReadError as error:
-            raise CorruptStoreError(f"{name} {error.seen}: {_ADVICE}") from error
+            raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
         hashed.update(part.data)
     if hashed.hexdigest() != sha256:
-        raise CorruptStoreError(f"{name} is not what was written: {_ADVICE}")
+        raise CorruptStoreError(f"{name} is not what was written: {ADVICE}")
     return data
 
 
@@ -131,7 +131,7 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
     try:
         return tables_of(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(f"{name} cannot be read ({error}): {_ADVICE}") from error
+        raise CorruptStoreError(f"{name} cannot be read ({error}): {ADVICE}") from error
 
 
 def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], label: str) -> None:
@@ -146,7 +146,7 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
             wrong = f"lacks its first {seen.dropped:,} bytes, and those from {need.first_byte:,} on are needed"
         else:
             continue
-        raise CorruptStoreError(f"{need.name} of {label} {wrong}: {_ADVICE}")
+        raise CorruptStoreError(f"{need.name} of {label} {wrong}: {ADVICE}")
 
 
 def kept_commits(ids: Sequence[int]) -> str:

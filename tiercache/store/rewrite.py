@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.reading import BlockReader
     from tiercache.store.row_codec import MovedBlock
     from tiercache.store.runs import RowFilter
     from tiercache.store.segment import Layout, RetainedSegment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]

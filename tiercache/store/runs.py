@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     Uint32s = NDArray[np.uint32]
     from collections.abc import Callable, Mapping, Sequence
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
 
     Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
     """Keys (n,) and rows (n, W): every field of a row side by side, as words."""

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.commit import Snapshot
     from tiercache.store.reading import BlockReader
     from tiercache.store.runs import RowFilter, Rows, SortedRun
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
 
     Chunk = tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]

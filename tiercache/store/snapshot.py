@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,8 +42,6 @@ class Snapshot:
         self.retained = frozenset[int]() if commit is None else commit.retained_ids
         """The ids of segments of earlier schedules, whose next uses are void."""
         self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
-        starts = [0, *accumulate(len(group.tables) for group in groups)]
-        self._first_tables = dict(zip((group.index for group in groups), starts, strict=False))
 
     @cached_property
     def live(self) -> Live:
@@ -55,7 +52,7 @@ class Snapshot:
     @cached_property
     def first_blocks(self) -> Int64s:
         """(S, G): the first block of each layout that is needed; the number of blocks where none is."""
-        return self.live.first_blocks(self.groups)
+        return self.live.first_blocks()
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first live range of a layout: those before are dead, those after are live."""
@@ -79,7 +76,7 @@ class Snapshot:
 
     def _sum(self, counts_ST: Int64s, segments: Iterable[Segment], group: Group, table: Table) -> int:
         rows = [self._rows[segment.id] for segment in segments]
-        return int(counts_ST[rows, self._first_tables[group.index] + group.place(table.name)].sum())
+        return int(counts_ST[rows, self.live.first_tables[group.index] + group.place(table.name)].sum())
 
 
 class BlobNeed(NamedTuple):
@@ -186,6 +183,11 @@ class History:
     def commits(self) -> tuple[Commit, ...]:
         """The oldest first."""
         return tuple(snapshot.commit for snapshot in self.snapshots if snapshot.commit is not None)
+
+    @property
+    def newest(self) -> Snapshot:
+        """The newest commit; without one a snapshot of nothing."""
+        return self.snapshots[-1] if self.snapshots else Snapshot(None, ())
 
     @property
     def needed(self) -> Needed:

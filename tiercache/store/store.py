@@ -74,7 +74,7 @@ class Store:
         self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
         files = CommitFiles(engine, self.groups, label, self.counters, opened.uses) if of is None else of._files
-        self._files = files
+        self._files: CommitFiles = files
         self._commits: CommitWriter | CommitReader
         if held is not None:
             self._commits = CommitReader(engine, files, held.snapshot, alone=True)

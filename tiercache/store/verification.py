@@ -7,24 +7,27 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tiercache.store import key_invariants
 from tiercache.store.files import huge_pages
-from tiercache.store.opening import open_engine, store_path
+from tiercache.store.live import COUNTS, Live
 from tiercache.store.reading import Pages, read_ahead
-from tiercache.store.recovery import kept_ids, record_problems
+from tiercache.store.recovery import ADVICE
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.segment import Segment
+    from tiercache.store.snapshot import Snapshot
 
 ROW_CHECK_THREADS = 4
 """Threads that read blocks of rows: the disk has one to read while another is checked."""
@@ -77,9 +80,7 @@ class Verification:
         for one in self._stores:
             if one.commit is not None:
                 self._report(_problem(one.state), [one.commit.id])
-        named = [one.commit for one in self._stores if one.commit is not None]
-        segments = (segment for one in self._stores for segment in one.segments)
-        for sentence, id_ in record_problems(named, segments, self.store.label):
+        for sentence, id_ in _contradictions(snapshots, self.store.label):
             self._report([sentence], [id_])
         return {
             **self.counts,
@@ -95,7 +96,7 @@ class Verification:
             return
         for segment in store.segments:
             for group, layout in enumerate(segment.layouts):
-                for block in range(store.snapshot.first_blocks[segment.id][group], layout.num_blocks):
+                for block in range(store.snapshot.first_block(segment, group), layout.num_blocks):
                     _, commits = self._blocks.setdefault((segment.id, group, block), (segment, []))
                     commits.append(store.commit.id)
 
@@ -117,7 +118,7 @@ class Verification:
             self._local.size, self._local.data = size, huge_pages(size)
         low, high = layout.pages_of_block(block)
         pages = Pages(segment, group, low, high, self._local.data[:size])
-        return _problem(partial(self.store.reader.load, [pages], 1, only_check=True))
+        return _problem(partial(self.store.reader.load, [pages], 1))
 
     def _count(self, layout: SegmentLayout, block: int) -> None:
         size = layout.bytes_of_block(block)
@@ -147,8 +148,10 @@ def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int])
 def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
     """Return the report of a store whose commits do not open together: whichever opens alone is read."""
     try:
-        with closing(open_engine(store_path(path), None, None, "r", None)) as opened:
-            kept = sorted(kept_ids(opened.engine.records(), f"the store at {path}"))
+        with Store.open(path, mode="r") as store:
+            newest = store.commit
+            assert newest is not None, "a store without a commit has no older one that is damaged"
+            kept = [*(one.id for one in newest.kept), newest.id]
     except CorruptStoreError:
         return {"problems": [str(error)]}
     problems: dict[str, dict[int, None]] = {}
@@ -166,6 +169,48 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
         for sentence in found:
             problems.setdefault(sentence, {})[id_] = None
     return {"commits": kept, "problems": problem_sentences(problems, kept) or [str(error)]}
+
+
+def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple[str, int]]:
+    """Yield what commits list that is not so by what describes their segments, and a commit that it is in.
+
+    All commits name the same first commit of a segment, and none is before that. What a pass dumped waits for a later
+    one, or, of a commit inside the pass, for that: other rows would be dead before anything reads them.
+    """
+    firsts: dict[int, int] = {}
+    for snapshot in snapshots:
+        if snapshot.commit is None:
+            continue
+        id_, actual = snapshot.commit.id, Live.of(snapshot.committed, snapshot.groups)
+        for row, (segment, first) in enumerate(zip(snapshot.committed, snapshot.commit.own.first_commits, strict=True)):
+            what, known = f"segment {segment.id} of {label}", firsts.setdefault(segment.id, first)
+            if not known == first <= id_:
+                other = f"commit {known} was" if known != first else "that is newer"
+                yield f"commit {id_} says that commit {first} was the first with {what}, and {other}: {ADVICE}", id_
+            newest = max((int(one.newest_B.max(initial=0)) for one in segment.changed), default=0)
+            if newest > first:
+                yield f"commit {newest} changed rows of {what}, which commit {first} named first: {ADVICE}", id_
+            if (use := _over_at_once(segment)) is not None:
+                passed = f"was dumped by pass {segment.pass_index} and has rows that wait for {use}"
+                yield f"{what} {passed}: {ADVICE}", id_
+            for g, layout in enumerate(segment.layouts):
+                first_range = min(int(snapshot.live.first_ranges_SG[row, g]), layout.num_ranges)
+                actual.set_group(row, g, segment, first_range)
+            listed = [name for name in COUNTS if name != "stale_ST"]
+            if not all(
+                np.array_equal(getattr(actual, name)[row], getattr(snapshot.live, name)[row]) for name in listed
+            ):
+                yield f"commit {id_} lists other live rows of {what} than it has: {ADVICE}", id_
+
+
+def _over_at_once(segment: Segment) -> int | None:
+    """Return a next use that was over when the rows were dumped; None where there is none, and for a base."""
+    soonest = segment.pass_index + (not segment.within)
+    if segment.pass_index < 0:
+        return None
+    uses = (layout.next_use_R[np.diff(layout.first_row_R) > 0] for layout in segment.layouts)
+    first = [int(counts[0]) for counts in uses if counts.size]
+    return next((use for use in first if use < soonest), None)
 
 
 def _problem(call: Callable[[], object]) -> list[str]:

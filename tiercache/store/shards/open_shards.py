@@ -7,7 +7,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tiercache.store.commit import commit_digest
 from tiercache.store.directory import RANKS_LOCK, StoreDirectory
 from tiercache.store.locks import WriterLock
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
@@ -135,8 +134,7 @@ def plain_manifest(path: Path) -> ShardManifest | None:
             sharding=ShardingPlan.of_one(store.tables),
             shards=(HERE,),
             commits=tuple(
-                GlobalCommit.of(one.id, one.cursor, [ShardCommit(one.id, commit_digest(one, store.digests))])
-                for one in store.commits
+                GlobalCommit.of(one.id, one.cursor, [ShardCommit(one.id, one.digest)]) for one in store.commits
             ),
             obsolete=() if leftover is None else leftover.obsolete,
         )

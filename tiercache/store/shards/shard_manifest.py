@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tiercache.store.commit import Cursor, commit_digest
+from tiercache.store.commit import Cursor
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version
 from tiercache.store.files import read_whole, replace_file, room_for, sync
 from tiercache.store.openers import SHARD_MANIFEST
@@ -48,13 +48,13 @@ class ShardCommit(NamedTuple):
 
     id: int
     digest: str
-    """The SHA-256 of its records, as ``commit_digest`` returns it."""
+    """The SHA-256 of its blob, which names all that it has."""
 
     @classmethod
     def of(cls, shard: Store) -> Self:
         """Return the newest commit of a shard."""
         assert shard.commit is not None, "it has one"
-        return cls(shard.commit.id, commit_digest(shard.commit, shard.digests))
+        return cls(shard.commit.id, shard.commit.digest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +227,7 @@ class ShardManifest:
                     f"commit {wanted} of shard {rank} of {label} stands at {in_words(kept[wanted].cursor)} and the "
                     f"manifest at {in_words(commit.cursor)}: restore shards and manifest from copies of one moment"
                 )
-            if commit_digest(kept[wanted], store.digests) != commit.digests[rank]:
+            if kept[wanted].digest != commit.digests[rank]:
                 raise CorruptStoreError(
                     f"commit {wanted} of shard {rank} of {label} is not the one that the manifest names: {store.path} "
                     "is a shard of another run, another rank or another moment: restore shards and manifest from "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -317,10 +317,8 @@ class ShardedStore(Store):
 
     def _commit(self, named: GlobalCommit) -> Commit:
         own = self._own[named.shards[0]]
-        return replace(
-            own, id=named.id, cursor=named.cursor, retention=self.retention, segment_ids=(), first_commits=(),
-            retained=(), abandoned=(),
-        )  # fmt: skip
+        listed = replace(own.own, segments=(), first_commits=())  # each shard has its own
+        return replace(own, id=named.id, cursor=named.cursor, retention=self.retention, own=listed, abandoned=())
 
     def _check_writable(self) -> None:
         if self.mode == "r":
@@ -334,9 +332,7 @@ class ShardedStore(Store):
         for shard in self.shards:
             shard.close()
         for rank, shard in enumerate(self._all):
-            shard.commit_writer.keep(manifest.commits_of(rank))
-            with suppress(StoreError):  # what stays goes with the next commit
-                shard.commit_writer.release()
+            shard.commit_writer.keep(manifest.commits_of(rank))  # what it names no more goes with the next commit
         self._stand_at(manifest, manifest.commits)
         return self.commit
 
