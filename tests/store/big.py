@@ -7,9 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, Table, Zeros, hash_keys
-from tiercache.store.engines.engine import Block
-from tiercache.store.engines.lmdb_records import LmdbFile, Value
-from tiercache.store.engines.zarr_layout import Arrays, state_key
+from tiercache.store.snapshot import BlobNeed
 
 Int64s = NDArray[np.int64]
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
@@ -59,26 +57,7 @@ def load(store: Store, pass_index: int) -> dict[int, bytes]:
     return loaded
 
 
-def values(path: Path) -> list[Value]:
-    """Return the places of records in their file."""
-    file = LmdbFile(str(path / "data.mdb"))
-    found = list(file.values(file.metas()[0]))
-    file.close()
-    return found
-
-
-def blocks_of(path: Path) -> dict[tuple[bytes, int, int, int], Block]:
-    """Return the blocks that a store needs, by kind, owner, group and index."""
+def needed_blobs(path: Path) -> dict[str, BlobNeed]:
+    """Return how much of each blob a store needs, by name."""
     with Store.open(path, mode="r") as store:
-        return {block[:4]: block for block in store.history.needed.blocks(store.groups)}
-
-
-def file_of(path: Path, name: tuple[bytes, int, int, int]) -> tuple[Path, int, int]:
-    """Return the file that has a block, or the first field of it, where that begins, and its bytes."""
-    block = blocks_of(path)[name]
-    if (path / "blocks.bin").exists():
-        return path / "blocks.bin", block.place, block.size
-    if block.layout is None:
-        return path / state_key(block), 0, block.size
-    place = Arrays(block.owner, block.layout).by_kind[block.kind][0].place(block.index)
-    return path / place.key, place.begin, place.size
+        return {need.name: need for need in store.history.needed.blobs()}

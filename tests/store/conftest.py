@@ -51,10 +51,18 @@ def narrow_tables() -> list[Table]:
     ]
 
 
-def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
-    """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
+def held_blocks(store: Store) -> dict[tuple[str, int], int]:
+    """Return the bytes of each block that a store keeps, by the name of its blob and its number there."""
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
-    return {block[:4]: block.size for block in needed.blocks(store.groups)}
+    found = {(name, 0): size for name, size in needed.whole.items()}
+    for need in needed.segments.values():
+        for blob in need.segment.blobs(store.groups):
+            assert blob.of is not None
+            layout, kind = blob.of.layout, blob.name.rsplit("/", 1)[1]
+            for block in range(int(need.first_blocks_G[blob.of.group.index]), layout.num_blocks):
+                low, high = layout.rows_of_block(block)
+                found[blob.name, block] = (high - low) * layout.item_bytes(kind)
+    return found
 
 
 def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:

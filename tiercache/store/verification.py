@@ -196,10 +196,8 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
             for g, layout in enumerate(segment.layouts):
                 first_range = min(int(snapshot.live.first_ranges_SG[row, g]), layout.num_ranges)
                 actual.set_group(row, g, segment, first_range)
-            listed = [name for name in COUNTS if name != "stale_ST"]
-            if not all(
-                np.array_equal(getattr(actual, name)[row], getattr(snapshot.live, name)[row]) for name in listed
-            ):
+            names = [name for name in COUNTS if name != "stale_ST"]
+            if not all(np.array_equal(getattr(actual, name)[row], getattr(snapshot.live, name)[row]) for name in names):
                 yield f"commit {id_} lists other live rows of {what} than it has: {ADVICE}", id_
 
 
