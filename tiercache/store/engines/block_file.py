@@ -1,4 +1,4 @@
-"""Blocks in one file, each from a page on: read and written past the page cache where the system allows it.
+"""Blobs in one file, each in runs of pages: read and written past the page cache where the system allows it.
 
 On two cores the copies count: through the page cache a gigabyte takes 0.25 to 3.7 seconds of processor to write
 (the kernel's large pages) and 0.35 to read, past it 0.05 and 0.1. The measurements stand in docs/design.
@@ -10,12 +10,11 @@ import errno
 import mmap
 import os
 import threading
-from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.engines.engine import ReadSource
+from tiercache.store.engines.extents import ExtentAllocator, Extents, joined
 from tiercache.store.engines.write_queue import WriteQueue
 from tiercache.store.files import (
     FULL,
@@ -29,123 +28,26 @@ from tiercache.store.files import (
     read_cached,
     read_direct,
 )
-from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
-    from typing import Any
 
     from numpy.typing import NDArray
 
-
-class ExtentAllocator:
-    """Free runs of [0, ``end``), apart from each other and in order.
-
-    Room comes from the run that goes on where the last room ended, else from the first one that is large enough:
-    what is written together stands together, and what is freed together is a hole that its like fits into again.
-    """
-
-    def __init__(self) -> None:
-        self.end = 0
-        """Where the space ends."""
-        self._low: list[int] = []
-        self._high: list[int] = []
-        self._next = -1
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of all runs."""
-        return sum(self._high) - sum(self._low)
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Beginning and end of each run."""
-        return list(zip(self._low, self._high, strict=True))
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes of the run that touches the end."""
-        return self._high[-1] - self._low[-1] if self._high and self._high[-1] == self.end else 0
-
-    def grow(self, num_bytes: int) -> None:
-        """Move the end; what is new is free."""
-        if self._high and self._high[-1] == self.end:
-            self._high[-1] += num_bytes
-        else:
-            self._low.append(self.end)
-            self._high.append(self.end + num_bytes)
-        self.end += num_bytes
-
-    def cut_tail(self) -> None:
-        """Move the end to where the run that touches it begins."""
-        if self.tail_bytes:
-            self.end = self._low.pop()
-            self._high.pop()
-
-    def take(self, num_bytes: int) -> int | None:
-        """Return where so many bytes are free, which then are not; None where no run is large enough."""
-        i = bisect_left(self._low, self._next)
-        if i == len(self._low) or self._low[i] != self._next or self._high[i] - self._next < num_bytes:
-            i = next((i for i, low in enumerate(self._low) if self._high[i] - low >= num_bytes), -1)
-        if i < 0:
-            return None
-        low = self._low[i]
-        self._next = self._low[i] = low + num_bytes
-        if self._low[i] == self._high[i]:
-            del self._low[i], self._high[i]
-        return low
-
-    def use(self, low: int, num_bytes: int) -> None:
-        """Take exactly these bytes, which are free."""
-        high = low + num_bytes
-        i = bisect_right(self._low, low) - 1
-        assert i >= 0, f"bytes {low} to {high} are not free"
-        assert high <= self._high[i], f"bytes {low} to {high} are not free"
-        left, right = (self._low[i], low), (high, self._high[i])
-        del self._low[i], self._high[i]
-        for a, b in (right, left):
-            if a < b:
-                self._low.insert(i, a)
-                self._high.insert(i, b)
-
-    def give(self, low: int, num_bytes: int) -> None:
-        """Free bytes that were taken."""
-        high = low + num_bytes
-        if low == high:
-            return
-        i = bisect_left(self._low, low)
-        assert i == 0 or self._high[i - 1] <= low, f"bytes {low} to {high} are free already"
-        assert i == len(self._low) or high <= self._low[i], f"bytes {low} to {high} are free already"
-        if i < len(self._low) and self._low[i] == high:
-            self._low[i] = low
-        else:
-            self._low.insert(i, low)
-            self._high.insert(i, high)
-        if i > 0 and self._high[i - 1] == low:
-            self._high[i - 1] = self._high[i]
-            del self._low[i], self._high[i]
+    from tiercache.store.engines.extents import Run
 
 
 _DIRECT_BYTES = 64 << 10
-"""Smaller blocks, and those that do not begin at a page of memory, are gathered; smaller ranges are read as usual."""
+"""Shorter parts, and those that do not begin at a page of memory, are gathered; shorter ranges are read as usual."""
 _MOST_GROWTH = 64 << 20
-
-
-class Extent(NamedTuple):
-    """Where a block stands in the file."""
-
-    offset: int
-    size: int
-
-    @property
-    def pages(self) -> int:
-        """Bytes of its pages."""
-        return paged(self.size)
+_READ_BYTES = 1 << 30
+"""One read of Linux returns less than 2 GiB."""
 
 
 class BlockFile:
-    """The file and what of it is free. ``put``, ``flush``, ``sync`` and ``space`` are for one thread at a time."""
+    """The file and what of it is free. All that writes, and ``space``, is for one thread at a time."""
 
     def __init__(
         self, path: Path, *, readonly: bool, store_budget: int | None, is_read: Callable[[], bool] = bool
@@ -186,29 +88,35 @@ class BlockFile:
         """Bytes that the file system keeps for the file."""
         return os.fstat(self._handle).st_blocks * 512
 
-    def occupy(self, places: Iterable[Extent]) -> None:
-        """Make all free but ``places``, which lie apart from each other; what is free at the end leaves the file."""
-        self.space = ExtentAllocator()
-        held = [place for place in places if place.size]
-        ends = [place.offset + place.pages for place in held]
-        self.space.grow(max([Extent(0, self.size).pages, *ends]))
-        for place in held:
-            self.space.use(place.offset, place.pages)
-        self.trim()
+    def occupy(self, low: NDArray[np.int64], size: NDArray[np.int64]) -> None:
+        """Make all free but these runs, which may lie beyond the end of a file that was cut short.
 
-    def source(self, place: Extent | None, offset: int, out: NDArray[np.uint8]) -> ReadSource | None:
-        """Say where the bytes lie that ``read`` would fill ``out`` with; None where the block has no such bytes."""
-        if place is None or offset + out.size > place.size:
-            return None
-        direct = self._direct_for(place.offset + offset, out) if out.size >= _DIRECT_BYTES else None
-        handle = self._handle if direct is None else direct
-        return ReadSource(handle, in_pages=direct is not None, offset=place.offset + offset)
-
-    def read(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` with the bytes from ``offset`` on. Raises BlockReadError.
-
-        A large range goes past the page cache where ``out`` lies in its page as ``offset`` lies in its own.
+        Raises CorruptStoreError where they overlap.
         """
+        order = np.argsort(low)
+        low, high = low[order], (low + size)[order]
+        if np.any(low[1:] < high[:-1]):
+            raise CorruptStoreError(f"blobs overlap in {self.path}: restore the store from a copy")
+        end = max(paged(self.size), int(high[-1]) if high.size else 0)
+        begin, stop = np.append(0, high), np.append(low, end)
+        free = begin < stop
+        self.space = ExtentAllocator(end, begin[free].tolist(), stop[free].tolist())
+
+    def read(self, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill ``out`` with bytes of a blob. Raises BlockReadError.
+
+        A long range goes past the page cache where ``out`` lies in its page as the bytes lie in their own.
+        """
+        if offset + out.size > extents.size:
+            raise BlockReadError(f"ends at byte {extents.size:,} of {offset + out.size:,}")
+        if offset < extents.dropped and out.size:
+            raise BlockReadError(f"lacks its first {extents.dropped:,} bytes")
+        for low, count in extents.pieces(offset, out.size):
+            for at in range(0, count, _READ_BYTES):
+                self._read(low + at, out[at : min(count, at + _READ_BYTES)])
+            out = out[count:]
+
+    def _read(self, offset: int, out: NDArray[np.uint8]) -> None:
         direct = self._direct_for(offset, out) if out.size >= _DIRECT_BYTES else None
         done = 0 if direct is None else self._read_direct(direct, offset, out)
         try:
@@ -218,32 +126,49 @@ class BlockFile:
         if done < out.size:
             raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
 
-    def put(self, data: NDArray[Any], *, stable: bool) -> Extent:
-        """Write a block where there is room and return its place; it is in the file after ``flush``.
+    def take(self, sizes: Sequence[int]) -> list[Extents]:
+        """Take room for blobs of so many bytes, for all of them or none. Raises StoreFullError and StoreError."""
+        if self.space.end > self.size:
+            raise CorruptStoreError(
+                f"{self.path} ends at byte {self.size:,}, before the end of blobs that it has: restore the store from "
+                "a copy"
+            )
+        runs, found = self._take(sum(map(paged, sizes))), list[Extents]()
+        room, start = Extents(1 << 62, 0, tuple(runs)), 0
+        for size in sizes:
+            found.append(Extents(size, 0, tuple(room.pieces(start, paged(size)))))
+            start += paged(size)
+        return found
+
+    def _take(self, num_bytes: int) -> list[Run]:
+        runs = self.space.take(num_bytes)
+        lacking = num_bytes - sum(count for _, count in runs)
+        try:
+            if self._sparse:
+                self._fill_holes(runs, num_bytes)
+            if lacking:
+                self._grow(lacking, num_bytes)
+                runs += self.space.take(lacking)
+        except BaseException:
+            self.give(runs)
+            raise
+        return joined(runs)
+
+    def write(self, extents: Extents, offset: int, data: NDArray[np.uint8], *, stable: bool) -> None:
+        """Write bytes from a page of a blob on, zeros to the end of their last page; in the file after ``flush``.
 
         Takes what it needs of ``data`` before it returns; of ``stable`` data, which does not change, before ``flush``.
         Raises StoreFullError and StoreError.
         """
-        source, direct, pages = data.reshape(-1).view(np.uint8), 0, paged(data.nbytes)
-        offset = self.space.take(pages) if pages else 0
-        if offset is None:
-            self._grow(pages)
-            offset = self.space.take(pages)
-            assert offset is not None, "the file grew by too little"
-        elif self._sparse and pages:
-            self._fill_hole(offset, pages)
-        place = Extent(offset, data.nbytes)
-        try:
-            if source.size >= _DIRECT_BYTES and source.__array_interface__["data"][0] % PAGE_BYTES == 0:
-                direct = source.size // PAGE_BYTES * PAGE_BYTES
-                self._queue.put(source[:direct].data, place.offset)
-                if not stable:
-                    self.flush()
-            self._queue.copy(source[direct:].data, place.offset + direct)
-        except BaseException:
-            self.give([place])
-            raise
-        return place
+        direct = data.size >= _DIRECT_BYTES and _address(data) % PAGE_BYTES == 0
+        for low, count in extents.pieces(offset, data.size):
+            whole = count - count % PAGE_BYTES if direct else 0
+            if whole:
+                self._queue.put(data[:whole].data, low)
+            self._queue.copy(data[whole:count].data, low + whole)
+            data = data[count:]
+        if direct and not stable:
+            self.flush()
 
     def sync(self) -> None:
         """Return when all that was put and flushed is durable. Raises StoreError."""
@@ -252,23 +177,30 @@ class BlockFile:
         except OSError as error:
             raise self._failed(error) from error
 
-    def give(self, places: Iterable[Extent]) -> None:
-        """Free places."""
-        for place in places:
-            self.space.give(place.offset, place.pages)
+    def give(self, runs: Iterable[Run]) -> None:
+        """Free runs; what lies beyond the end of the file is no room."""
+        for low, count in runs:
+            self.space.give(low, count)
+        if self.space.end > paged(self.size):
+            self.space.cut_tail()
+            self.space.grow(max(0, paged(self.size) - self.space.end))
 
-    def discard(self, places: Iterable[Extent]) -> None:
-        """Free places that were put in vain, with what is queued; what is free at the end leaves the file."""
+    def discard(self, extents: Iterable[Extents]) -> None:
+        """Free blobs that were put in vain, with what is queued; what is free at the end leaves the file."""
         try:
             self._queue.discard()
         finally:
-            self.give(places)
+            self.give(run for blob in extents for run in blob.runs)
             self.trim()
 
     def trim(self) -> None:
-        """Give what is free at the end back to the file system."""
+        """Give what is free at the end back to the file system. Raises StoreError."""
         self.space.cut_tail()
-        os.ftruncate(self._handle, self.space.end)
+        if self.space.end < self.size:
+            try:
+                os.ftruncate(self._handle, self.space.end)
+            except OSError as error:
+                raise self._failed(error) from error
 
     def shrink(self) -> None:
         """Give all that is free back: the end leaves the file, the rest becomes holes where there can be some.
@@ -320,24 +252,24 @@ class BlockFile:
             out[head + inner :] = np.frombuffer(ends, np.uint8)[PAGE_BYTES : PAGE_BYTES + tail]
         return max(0, min(count, out.size))
 
-    def _fill_hole(self, offset: int, num_bytes: int) -> None:
-        """Have room for bytes that may be a hole, or free them again: a full disk must show before records follow."""
+    def _fill_holes(self, runs: Sequence[Run], num_bytes: int) -> None:
+        """Have room for runs that may be holes: a full disk must show before it is written to."""
         lacking = self.size - self.taken_bytes
         if lacking <= 0:
             self._sparse = False
             return
         try:
-            check_room(self.path, min(num_bytes, lacking) + ROOM_FOR_RECORDS)
-            os.posix_fallocate(self._handle, offset, num_bytes)
+            check_room(self.path, min(sum(count for _, count in runs), lacking) + ROOM_FOR_RECORDS)
+            for low, count in runs:
+                os.posix_fallocate(self._handle, low, count)
         except OSError as error:
-            self.space.give(offset, num_bytes)
             if error.errno in FULL:
                 raise full_disk(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
             raise self._failed(error) from error
 
-    def _grow(self, num_bytes: int) -> None:
-        """Add at least so many bytes to the run at the end; more at once where the file is large."""
-        least = num_bytes - self.space.tail_bytes
+    def _grow(self, run_bytes: int, num_bytes: int) -> None:
+        """Have a run of so many bytes at the end, for a put of ``num_bytes``; more at once where the file is large."""
+        least = run_bytes - self.space.tail_bytes
         most = None if self._store_budget is None else self._store_budget // PAGE_BYTES * PAGE_BYTES - self.space.end
         if most is not None and most < least:
             raise StoreFullError(

@@ -1,8 +1,25 @@
-"""Records in an LMDB environment, blocks in a file beside it; the only module that imports lmdb.
+"""Blobs as runs of pages of one file, the map of them in an LMDB environment beside it; the only module with LMDB.
 
-A block is written where the file is free, and synced; then one transaction of LMDB sets the records that name it,
-and its manifest; then HEAD names that. Only who writes uses LMDB, and begins with a fresh copy of checked records: so
-no damaged list of free pages makes it write over live ones. What stands where is in docs/format/lmdb.md.
+``data.mdb`` has under the name of each blob its entry, all numbers little-endian:
+
+    size: int64 | dropped: int64 | (first byte in blocks.bin: int64, bytes: int64) of each run | CRC32C: uint32
+
+The runs are multiples of 4,096 that have the blob from byte ``dropped`` on, and zeros to the end of its last page; the
+CRC is of the name and all before it. Under "head" stands a record of kind "head": the number of the publish, name, size
+and digest of the head, the digest of the head before ("0" * 64 for the first), the number of blobs and the sum of their
+CRCs. ``HEAD`` has two slots, at 0 and 4,096: ``tc head`` and a line feed, number: uint64,
+digest: 32 bytes, CRC32C of these: uint32.
+
+**A publish**: blocks.bin is synced; one transaction sets head and entries; slot (number mod 2) is overwritten and
+synced. LMDB's pages have no checksum, so what it shows counts only if it is the head that HEAD names or the next one,
+whose digest before HEAD names; else it is damage. The slot that is whole with the larger number counts. What is dropped
+is free at once, and its entry follows with the next publish: a crash before leaves entries that say too much, and the
+store drops them again. The older slot must not count from then on: so a drop first has HEAD name the newest head, and
+puts the same into the other slot, of which nobody needs to wait until it is on the disk: it counts where the first
+one rots, not where a crash tears it.
+
+Only who writes uses LMDB, and begins with a fresh copy of what was checked: so no damaged list of free pages makes it
+write over live ones. Who reads looks for the entry of a blob when it is first read, in LMDB's pages.
 """
 
 from __future__ import annotations
@@ -11,28 +28,34 @@ import contextlib
 import errno
 import os
 import shutil
+import struct
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+import numpy as np
 
-from tiercache.store.engines.block_file import BlockFile, Extent
-from tiercache.store.engines.engine import WRITE_BYTES
+from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.engine import WRITE_BYTES, Stored
 from tiercache.store.engines.lmdb_records import (
     DATA,
     HEAD,
-    MANIFEST_KEY,
-    Head,
-    LmdbRecords,
-    join_record,
+    HEAD_KEY,
+    NOTHING,
+    HeadRecord,
+    MissingEntryError,
+    Slot,
+    checksum_of,
+    entry_of,
+    extents_of,
+    read_entry,
     read_head,
-    record_keys,
-    split_record,
+    read_map,
 )
+from tiercache.store.engines.parts import PartCheck
 from tiercache.store.files import (
     FULL,
-    PAGE_BYTES,
     ROOM_FOR_RECORDS,
     check_limit,
     check_room,
@@ -42,24 +65,33 @@ from tiercache.store.files import (
     unreadable,
 )
 from tiercache.store.locks import WriterLock
-from tiercache.store.records import RecordManifest
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from tiercache.store.engines.engine import Block, Data, ReadRequest, ReadSource
+    from numpy.typing import NDArray
+
+    from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
 _MAP_BYTES = 16 << 20
-"""Of a map to begin with: LMDB takes more for what is there, and it grows with the records."""
+"""Of a map to begin with: LMDB takes more for what is there, and it grows with the entries."""
+_KEY_BYTES = 511
+"""Of a key of LMDB."""
+
+
+def _runs(entries: Mapping[str, bytes]) -> NDArray[np.int64]:
+    """Return first byte and bytes of each run of all blobs, one after another."""
+    numbers = [np.frombuffer(entry, "<i8", (len(entry) - 16) // 8, 16) for entry in entries.values()]
+    return np.concatenate([np.empty(0, np.int64), *numbers])
 
 
 class LmdbEngine:
     """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
-    fields_apart = False
+    epoch = 0
     memory_bytes = WRITE_BYTES  # it copies 3 MiB, whatever is said
 
     def __init__(
@@ -71,118 +103,201 @@ class LmdbEngine:
         store_budget: int | None = None,
         lock: WriterLock | None = None,
     ) -> None:
-        """Open it; ``store_budget`` bounds the file of blocks (None: the file system does).
+        """Open it; ``store_budget`` bounds the file of blobs (None: the file system does).
 
         A writer holds the one right to write until it is closed: ``lock``, or one that it takes itself.
         Raises CorruptStoreError, StoreInUseError and StoreError.
         """
         path = self.path = local_path(path, "a store of engine 'lmdb'")
         self.label = f"the store at {path}"
-        self._readonly, self._unsynced, self._written = readonly, False, False
+        self._readonly, self._unsynced, self._written, self._settled = readonly, False, False, False
         self.lease_folder: Path | None = path / "leases"
         self._env: lmdb.Environment | None = None
-        self._env_lock = threading.RLock()
-        """Held while the environment is used: its map grows, and must not under a transaction."""
         self._files = ExitStack()
-        """Closes the file of blocks."""
+        """Closes the file of blobs."""
         self._reads, self._count = 0, threading.Lock()
+        self._changed = set[str]()
+        """Names of blobs whose entries the next publish sets or deletes."""
+        self._changing = threading.Lock()
+        """Held while entries are set or copied."""
         self._lock = lock
         if not readonly and lock is None:
             self._lock = WriterLock(path)
         try:
             if create and not (path / HEAD).exists():
-                self._clear()
-                self._head, self._manifest = Head(0, ""), RecordManifest(number=0)
-                self._records: dict[str, bytes] | None = {}
-                """Those that were read, until somebody writes or lets go of them."""
+                self._create()
+            self._slot: Slot
+            """What HEAD names."""
+            self._record: HeadRecord | None
+            """The newest head: that one, or the next."""
+            self._entries: dict[str, bytes]
+            """By name of each blob; of a reader, those that it needed."""
+            if readonly:
+                (self._slot, self._record), self._entries = read_head(path, self.label), {}
             else:
-                found = LmdbRecords.read(path, self.label)
-                self._head, self._manifest, self._records = found.head, found.manifest, found.records
+                self._slot, self._record, self._entries = read_map(path, self.label)
             self._open_blocks(create=create, store_budget=store_budget)
         except BaseException:
             self.close()
             raise
 
-    # -- records -----------------------------------------------------------------------------------------
+    # -- blobs -------------------------------------------------------------------------------------------
 
-    def records(self) -> dict[str, bytes]:
-        """Return those of the last commit; for reading those of the newest one that there is now."""
-        with self._env_lock:
-            return self._current_records()
-
-    def _current_records(self) -> dict[str, bytes]:
-        if self._env is not None:
-            with self._translated(), self._env.begin() as txn:
-                return self._manifest.read(lambda name, link: join_record(name, link.size, txn.get), self.label)
-        if self._records is None or (self._readonly and read_head(self.path) != self._head):
-            found = LmdbRecords.read(self.path, self.label)
-            self._head, self._manifest, self._records = found.head, found.manifest, found.records
-        return dict(self._records)
-
-    def digests(self) -> dict[str, str]:
-        """Those of the manifest."""
-        return self._manifest.digests
-
-    def drop_records(self) -> None:
-        """Where they are read: what is written begins with a copy of them."""
-        if self._readonly:
-            self._records = None
-
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Sync the file of blocks; then set records in one transaction; then have HEAD name its manifest."""
-        self._check_writable()
-        if wrong := [name for name in records if name == MANIFEST_KEY or "\0" in name]:
-            raise ValueError(f"a record of {self.label} cannot be named {wrong[0]!r}: name it otherwise")
-        self._check_head()
-        self._name_manifest()
-        self._sync()
-        with self._env_lock:
-            if self._env is None:
-                self._env, self._records = self._open_records(), None
-            self._set_records(records, self._env)
-        self._name_manifest()
-
-    def _set_records(self, records: Mapping[str, bytes | None], env: lmdb.Environment) -> None:
-        """Set records and their manifest in one transaction."""
-        manifest, number = self._manifest.after(records), -1
-
-        def put(txn: lmdb.Transaction) -> None:
-            nonlocal number
-            number = txn.id()
-            for name, data in records.items():
-                known = self._manifest.links.get(name)
-                stays = {} if data is None else dict(split_record(name, data))
-                for key in () if known is None else record_keys(name, known.size):
-                    if key not in stays:
-                        txn.delete(key)
-                for key, part in stays.items():
-                    txn.put(key, part)
-            txn.put(MANIFEST_KEY.encode(), manifest.to_bytes())
-
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Write blobs where the file is free."""
+        self._settle()
+        check = PartCheck(blobs, self._entries, self.label)
+        for blob in blobs:
+            if not blob.name.isascii() or not 0 < len(blob.name) <= _KEY_BYTES or blob.name == HEAD_KEY:
+                raise ValueError(
+                    f"a blob of {self.label} cannot be named {blob.name[:99]!r}: let a name be 1 to {_KEY_BYTES} "
+                    f"characters of ASCII, and not {HEAD_KEY!r}"
+                )
+        self._written = True
+        rooms = self._file.take([blob.size for blob in blobs])
         try:
-            self._transact(env, put, sum(len(data) for data in records.values() if data is not None))
-        finally:
-            # An interrupt may come when the transaction is done, or when nothing of it is.
-            if self._env is not None and number >= 0 and int(env.info()["last_txnid"]) >= number:
-                self._manifest = manifest
+            for part in parts:
+                self._check_writable()
+                index, offset, data = check.take(part)
+                self._file.write(rooms[index], offset, data, stable=stable)
+            check.finish()
+            self._file.flush()
+        except BaseException:
+            self._file.discard(rooms)
+            raise
+        added = {blob.name: entry_of(blob.name, room) for blob, room in zip(blobs, rooms, strict=True)}
+        with self._changing:
+            self._changed |= added.keys()
+            self._entries |= added
 
-    def _transact(self, env: lmdb.Environment, put: Callable[[lmdb.Transaction], None], num_bytes: int) -> None:
-        """Run a transaction of so many bytes, and again with a larger map if they do not fit."""
+    def read(self, request: ReadRequest) -> None:
+        """Read from the file where the blob is."""
+        (name, *_), offset, out = request
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._find(name)
+        with self._reading():
+            self._file.read(extents_of(entry), offset, out)
+
+    def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
+        """Free runs of the file; what is free may leave it, as its end or as holes."""
+        self._settle()
+        self._check_head()
+        try:
+            self._slot.write(self.path, other=True)
+        except OSError as error:
+            raise self._unwritable(self.path / HEAD, error) from error
+        for name, upto in [*blobs]:
+            if (entry := self._entries.get(name)) is None:
+                continue
+            extents = extents_of(entry)
+            rest, freed = extents.drop(extents.size if upto is None else upto)
+            with self._changing:
+                self._changed.add(name)
+                if upto is None:
+                    del self._entries[name]
+                else:
+                    self._entries[name] = entry_of(name, rest)
+            self._file.give(freed)
+        if shrink:
+            self._file.shrink()
+
+    def list(self) -> Mapping[str, Stored]:
+        """Compare the map with the length of the file."""
+        if self._readonly:
+            entries = read_map(self.path, self.label)[2]
+        else:
+            with self._changing:
+                entries = dict(self._entries)
+        size, found, runs = self._file.size, dict[str, Stored](), _runs(entries)
+        is_cut = bool(np.any(runs[::2] + runs[1::2] > size))
+        for name, entry in entries.items():
+            blob_bytes, dropped = struct.unpack_from("<qq", entry)
+            found[name] = Stored(extents_of(entry).whole_bytes(size) if is_cut else blob_bytes, dropped)
+        return found
+
+    # -- the head ----------------------------------------------------------------------------------------
+
+    def newest(self) -> Head | None:
+        """Return what this engine published last or found; for reading what there is now."""
+        with self._changing:
+            if self._readonly and Slot.read(self.path) != self._slot:
+                (self._slot, self._record), self._entries = read_head(self.path, self.label), {}
+            return None if self._record is None else self._record.head
+
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Sync the file of blobs; then set head and entries in one transaction; then have HEAD name the head."""
+        self._settle()
+        if before != self.newest():
+            raise StoreError(
+                f"{self.label} is at {self.newest()}, not at {before}: another one has written to it, so close it, and "
+                "open it again"
+            )
+        if head.name not in self._entries:
+            raise ValueError(f"{self.label} has no blob {head.name!r}: put it before it is published")
+        self._check_head()
+        if self._unsynced:  # where that failed once, later success says nothing of what was lost
+            raise StoreError(f"{self.path / BLOCKS} could not be synced: mend that and open the store again")
+        if self._written:
+            self._unsynced = True
+            self._file.sync()
+            self._unsynced = self._written = False
+        number, digest = (0, NOTHING) if self._record is None else self._record.slot
+        record = HeadRecord(number + 1, head, digest, len(self._entries), sum(map(checksum_of, self._entries.values())))
+        try:
+            if self._env is None:
+                self._replace(record)
+            else:
+                self._transact(self._env, record, self._changed)
+            self._note(record)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._note(record)
+            raise
+        self._name_head()
+
+    def close(self) -> None:
+        """Close environment and file, and give up the right to write."""
+        self._files.close()
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+        if self._lock is not None:
+            self._lock.release()
+
+    # -- LMDB --------------------------------------------------------------------------------------------
+
+    def _note(self, record: HeadRecord) -> None:
+        """Be at a head if LMDB shows it: an error may come when the transaction is done, or when nothing of it is."""
+        if read_head(self.path, self.label)[1] != record:
+            raise CorruptStoreError(f"{self.path / DATA} does not have what was written: restore the store from a copy")
+        self._record = record
+        self._changed.clear()
+
+    def _transact(self, env: lmdb.Environment, record: HeadRecord, names: Iterable[str]) -> None:
+        """Set the head and the entries of blobs in a transaction, and again in a larger map if they do not fit."""
         try:
             with self._translated():
                 while True:
+                    needed = 0
                     try:
                         with env.begin(write=True) as txn:
-                            put(txn)
+                            for name in sorted(names):
+                                if (entry := self._entries.get(name)) is None:
+                                    txn.delete(name.encode())
+                                else:
+                                    txn.put(name.encode(), entry)
+                                    needed += len(entry)
+                            txn.put(HEAD_KEY.encode(), record.to_bytes())
                     except lmdb.MapFullError:
                         self._grow(env)
                     else:
                         return
         except StoreFullError as error:
-            raise error.during(f"the records of {self.label}", num_bytes) from error
+            raise error.during(f"the map of {self.label}", needed) from error
 
     def _grow(self, env: lmdb.Environment) -> None:
-        """Double the map. If there is no address space for it, the next commit opens the environment again."""
+        """Double the map. If there is no address space for it, the next publish opens the environment again."""
         try:
             env.set_mapsize(2 * int(env.info()["map_size"]))
         except lmdb.Error:
@@ -190,147 +305,23 @@ class LmdbEngine:
             self._env = None
             raise
 
-    # -- blocks ------------------------------------------------------------------------------------------
-
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Write all blocks where the file is free."""
-        self._check_writable()
-        file, places = self._file, list[Extent]()
-        self._written = True
+    def _replace(self, record: HeadRecord) -> None:
+        """Put the head and all entries into a fresh environment in place of the old one, and open it."""
         try:
-            for _, data in blocks:
-                self._check_writable()
-                places.append(file.put(data, stable=stable))
-            file.flush()
-        except BaseException:
-            file.discard(places)
-            raise
-        return [place.offset for place in places]
-
-    def read(self, request: ReadRequest) -> None:
-        """Read from the file at the block's place."""
-        block, offset, out = request
-        if problem := self.problem(block):
-            raise BlockReadError(problem)
-        if offset + out.size > block.size:
-            raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
-        with self._reading():
-            self._file.read(block.place + offset, out)
-
-    @contextmanager
-    def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[ReadSource | None]]:
-        """Say where in the file they lie."""
-        with self._reading():
-            file = self._file
-            yield [
-                file.source(Extent(block.place, block.size) if block.place >= 0 else None, offset, out)
-                for block, offset, out in requests
-            ]
-
-    def problem(self, block: Block) -> str:
-        """Compare with the length of the file."""
-        if block.place < 0 or block.place % PAGE_BYTES:
-            return f"is said to begin at byte {block.place:,} of {BLOCKS}, which no page does"
-        end, size = block.place + block.size, self._file.size
-        return f"is cut short, as {BLOCKS} has {size:,} bytes of {end:,}" if block.size and end > size else ""
-
-    def retain(self, blocks: Iterable[Block]) -> None:
-        """Make everything else free; what is free at the end leaves the file.
-
-        The records that say so are durable then, and HEAD names them: a killed process may have left them otherwise.
-        """
-        self._check_writable()
-        places, end = list[Extent](), 0
-        for block in sorted((block for block in blocks if block.size), key=lambda block: block.place):
-            if wrong := self.problem(block):
-                raise CorruptStoreError(f"a block of {self.label} {wrong}: restore the store from a copy")
-            if block.place < end:
-                raise CorruptStoreError(f"blocks of {self.label} overlap: restore the store from a copy")
-            places.append(Extent(block.place, block.size))
-            end = block.place + places[-1].pages
-        if self._manifest.number:
-            try:
-                sync(self.path / DATA, data_only=True)
-                sync(self.path)
-            except OSError as error:
-                raise self._unwritable(self.path / DATA, error) from error
-            self._name_manifest()
-        self._file.occupy(places)
-
-    def free(self, blocks: Iterable[Block]) -> None:
-        """Let their room be used."""
-        self._check_writable()
-        self._file.give(Extent(block.place, block.size) for block in blocks)
-
-    def shrink(self) -> None:
-        """Make the file shorter, and holes where it is free."""
-        self._check_writable()
-        self._file.shrink()
-
-    def close(self) -> None:
-        """Close environment and file, and give up the right to write."""
-        self._files.close()
-        with self._env_lock:
-            if self._env is not None:
-                self._env.close()
-                self._env = None
-        if self._lock is not None:
-            self._lock.release()
-
-    # -- opening -----------------------------------------------------------------------------------------
-
-    def _clear(self) -> None:
-        """Delete what a creation left that was killed: it has no block yet."""
-        blocks, data = self.path / BLOCKS, self.path / DATA
-        if blocks.exists() and blocks.stat().st_size:
-            raise CorruptStoreError(
-                f"{self.path} has blocks and no {HEAD} that tells which commit is the newest: restore the store from a "
-                "copy"
-            )
-        try:
-            data.unlink(missing_ok=True)
-        except OSError as error:
-            raise self._unwritable(data, error) from error
-
-    def _open_blocks(self, *, create: bool, store_budget: int | None) -> None:
-        path = self.path / BLOCKS
-        try:
-            if not create and not path.exists():
-                raise FileNotFoundError(path)
-            self._file = BlockFile(
-                path, readonly=self._readonly, store_budget=store_budget, is_read=lambda: self._reads > 0
-            )
-            self._files.callback(self._file.close)
-        except OSError as error:
-            if error.errno in FULL:
-                raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
-            raise unreadable(path, error) from error
-
-    def _open_records(self) -> lmdb.Environment:
-        """Put the records into a fresh environment in place of the old one, and open it."""
-        try:
-            self._copy_records()
+            self._write_fresh(record)
         except StoreFullError:
-            self._file.shrink()  # what is free among the blocks may be the room
-            self._copy_records()
-        return self._environment(self.path)
+            self._file.shrink()  # what is free among the blobs may be the room
+            self._write_fresh(record)
+        self._env = self._environment(self.path)
 
-    def _copy_records(self) -> None:
-        records, fresh = self._current_records(), self.path / FRESH
-
-        def put(txn: lmdb.Transaction) -> None:
-            for name, data in records.items():
-                for key, part in split_record(name, data):
-                    txn.put(key, part)
-            if self._manifest.number:
-                txn.put(MANIFEST_KEY.encode(), self._manifest.to_bytes())
-
+    def _write_fresh(self, record: HeadRecord) -> None:
+        fresh = self.path / FRESH
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             env = self._environment(fresh)
             try:
-                self._transact(env, put, sum(map(len, records.values())))
+                self._transact(env, record, self._entries)
             finally:
                 env.close()
             self._check_head()
@@ -342,11 +333,6 @@ class LmdbEngine:
             with contextlib.suppress(StoreError):  # the folder may be another store's by now
                 self._check_writable()
                 shutil.rmtree(fresh, ignore_errors=True)
-
-    def _unwritable(self, path: Path, error: OSError) -> StoreError:
-        if error.errno in FULL:
-            return full_disk(self.path, error, ROOM_FOR_RECORDS)
-        return StoreError(f"{path} cannot be written ({error}): mend that and open the store again")
 
     def _environment(self, folder: Path) -> lmdb.Environment:
         options: dict[str, Any] = {} if not hasattr(lmdb.Environment, "lib_version") else {"lib_version": 0}
@@ -367,31 +353,79 @@ class LmdbEngine:
                 ) from error
             raise self._translate(error) from error
 
+    # -- opening -----------------------------------------------------------------------------------------
+
+    def _create(self) -> None:
+        """Have HEAD say that nothing was published: what a creation left that was killed counts for nothing."""
+        blocks, data = self.path / BLOCKS, self.path / DATA
+        if blocks.exists() and blocks.stat().st_size:
+            raise CorruptStoreError(
+                f"{self.path} has blobs and no {HEAD} that tells which commit is the newest: restore the store from a "
+                "copy"
+            )
+        try:
+            data.unlink(missing_ok=True)
+            Slot(0, NOTHING).create(self.path)
+        except OSError as error:
+            raise self._unwritable(data, error) from error
+
+    def _open_blocks(self, *, create: bool, store_budget: int | None) -> None:
+        path = self.path / BLOCKS
+        try:
+            if not create and not path.exists():
+                raise FileNotFoundError(path)
+            self._file = BlockFile(
+                path, readonly=self._readonly, store_budget=store_budget, is_read=lambda: self._reads > 0
+            )
+            self._files.callback(self._file.close)
+        except OSError as error:
+            if error.errno in FULL:
+                raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
+            raise unreadable(path, error) from error
+        if not self._readonly:
+            runs = _runs(self._entries)
+            self._file.occupy(runs[::2], runs[1::2])
+
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _name_manifest(self) -> None:
-        """Have HEAD name the newest manifest, if it does not yet."""
-        newest = Head.of(self._manifest) if self._manifest.number else self._head
-        if self._head == newest:
+    def _find(self, name: str) -> bytes:
+        """Return the entry of a blob. Raises BlockReadError."""
+        if not self._readonly:
+            raise BlockReadError("is missing")
+        try:
+            entry = read_entry(self.path, name)
+        except MissingEntryError:
+            raise BlockReadError("is missing") from None
+        self._entries[name] = entry
+        return entry
+
+    def _settle(self) -> None:
+        """Before anything is written over or freed: have HEAD name the newest head, which is durable then.
+
+        A killed process may have left both otherwise. What is free at the end leaves the file.
+        """
+        self._check_writable()
+        if self._record is not None and (not self._settled or self._record.slot != self._slot):
+            try:
+                sync(self.path / DATA, data_only=True)
+                sync(self.path)
+            except OSError as error:
+                raise self._unwritable(self.path / DATA, error) from error
+        self._name_head()
+        if not self._settled:
+            self._file.trim()
+        self._settled = True
+
+    def _name_head(self) -> None:
+        """Have HEAD name the newest head, if it does not yet."""
+        if self._record is None or self._record.slot == self._slot:
             return
         self._check_head()
         try:
-            if self._head.number:
-                newest.write(self.path)
-            else:
-                newest.create(self.path)
+            self._record.slot.write(self.path)
         except OSError as error:
             raise self._unwritable(self.path / HEAD, error) from error
-        self._head = newest
-
-    def _sync(self) -> None:
-        """Make all blocks durable; where that failed once, later success says nothing of what was lost."""
-        if self._unsynced:
-            raise StoreError(f"{self.path / BLOCKS} could not be synced: mend that and open the store again")
-        if self._written:
-            self._unsynced = True
-            self._file.sync()
-            self._unsynced = self._written = False
+        self._slot = self._record.slot
 
     def _check_writable(self) -> None:
         """Raise ValueError if it is open for reading, and StoreError if it was moved."""
@@ -402,14 +436,19 @@ class LmdbEngine:
     def _check_head(self) -> None:
         """Raise StoreError if the store was moved, or HEAD is not what this writer wrote or read."""
         self._check_writable()
-        seen = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
+        seen = Slot.read(self.path)
         # An interrupt may come after HEAD is written and before that is noted.
-        if seen not in {self._head, Head.of(self._manifest)}:
+        if seen != self._slot and (self._record is None or seen != self._record.slot):
             raise StoreError(
-                f"{self.path / HEAD} names manifest {seen.number}, and this process wrote {self._head.number}: "
+                f"{self.path / HEAD} names publish {seen.number}, and this process wrote {self._slot.number}: "
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
                 "close it, and open it again"
             )
+
+    def _unwritable(self, path: Path, error: OSError) -> StoreError:
+        if error.errno in FULL:
+            return full_disk(self.path, error, ROOM_FOR_RECORDS)
+        return StoreError(f"{path} cannot be written ({error}): mend that and open the store again")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
