@@ -52,6 +52,8 @@ for name, command in (
     ("diff", store_commands.diff),
     ("compact", store_commands.compact),
     ("rollback", store_commands.rollback),
+    ("pin", store_commands.pin),
+    ("unpin", store_commands.unpin),
     ("reorganize", store_commands.reorganize),
     ("repartition", store_commands.repartition),
     ("export", transfer.export),

@@ -34,6 +34,8 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
         ids = [str(commit["id"]) for commit in found["commits"]]
         shown = ", ".join(["...", *ids[-8:]] if len(ids) > 8 else ids)
         lines.append(("kept", f"commits {shown} (the newest {found['retention']} are kept)"))
+    if found["pins"]:
+        lines.append(("pinned", ", ".join(f"commit {commit} as {name!r}" for name, commit in found["pins"].items())))
     for name, text in lines:
         console.print(f"  {name:9}{text}", soft_wrap=True)
     console.print(_tables(found["tables"], is_sharded=is_sharded))

@@ -48,6 +48,34 @@ def rollback(
     Output(as_json, quiet).result(done, f"commit {commit.id} has the rows and the position of commit {to}")
 
 
+def pin(
+    path: StorePath,
+    name: Annotated[str, typer.Argument(help="A name for the commit, such as best.")],
+    commit: Annotated[
+        int | None, typer.Argument(help="A commit that the store keeps; the newest if not given.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Keep a commit by name, beside the newest ones that the store keeps anyway."""
+    with open_store(path, mode="a") as store:
+        made = store.pin(name, commit)
+    done = {"commit": made.id, "name": name, "pinned": made.pins[name]}
+    Output(as_json, quiet).result(done, f"commit {made.pins[name]} is kept as {name!r}")
+
+
+def unpin(
+    path: StorePath,
+    name: Annotated[str, typer.Argument(help="The name of a commit that is kept.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Let go of a commit that is kept by name: what only it needs is deleted, unless somebody reads it."""
+    with open_store(path, mode="a") as store:
+        made = store.unpin(name)
+    Output(as_json, quiet).result({"commit": made.id, "name": name}, f"no commit is kept as {name!r} any more")
+
+
 def reorganize(
     path: StorePath,
     dataset: _Dataset,

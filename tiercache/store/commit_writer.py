@@ -257,8 +257,8 @@ class CommitWriter:
         """Make a commit like the newest that keeps ``commit`` by name, or, None, lets go of what the name kept."""
         with self._lock:
             before = self.snapshot.commit
-            if before is None or self.snapshot.appended:
-                raise ValueError(f"{self._label} has no commit, or rows that no commit names: publish them first")
+            if before is None:
+                raise ValueError(f"{self._label} has no commit yet: publish one first")
             pins = {**before.pins}
             if commit is not None:
                 self.find(commit)
@@ -272,7 +272,7 @@ class CommitWriter:
             *older, newest = self._history.snapshots
             changed = replace(before, id=before.id + 1, pins=pins)
             kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
-            return self._advance(kept, changed)
+            return self._advance(kept, changed, appended=self.snapshot.appended)
 
     def keep(self, commits: Iterable[int]) -> None:
         """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
@@ -336,9 +336,18 @@ class CommitWriter:
         return replace(before, id=id_, since=id_, own=own, ranks=(), retention=self.retention, **changes)
 
     def _advance(
-        self, kept: Sequence[Snapshot], commit: Commit, state: bytes | None = None, *, shrink: bool = False
+        self,
+        kept: Sequence[Snapshot],
+        commit: Commit,
+        state: bytes | None = None,
+        *,
+        appended: Sequence[Segment] = (),
+        shrink: bool = False,
     ) -> Commit:
-        """Publish a commit that keeps older ones, with its ``state`` or that of before."""
+        """Publish a commit that keeps older ones, with its ``state`` or that of before.
+
+        ``appended``: segments that wait for the next one.
+        """
         blobs: list[tuple[Blob, NDArray[np.uint8]]] = []
         if state is not None:
             data = np.frombuffer(state, np.uint8)
@@ -363,7 +372,7 @@ class CommitWriter:
         try:
             self._engine.put([blob for blob, _ in blobs], ((i, 0, data) for i, (_, data) in enumerate(blobs)))
             try:
-                self._publish(History((*kept, Snapshot(commit, self._groups))), head)
+                self._publish((*kept, Snapshot(commit, self._groups, appended)), head)
             except BaseException:
                 if self.snapshot.commit is not commit:
                     with suppress(StoreError):
@@ -379,7 +388,7 @@ class CommitWriter:
         self._free(shrink=shrink)
         return commit
 
-    def _publish(self, after: History, head: Head) -> None:
+    def _publish(self, after: Sequence[Snapshot], head: Head) -> None:
         """Have the engine stand at the newest commit of ``after``."""
         done = False
         try:
@@ -388,10 +397,11 @@ class CommitWriter:
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
             if done or self._is_durable(head):
-                kept, newest = {_id(snapshot) for snapshot in after.snapshots}, after.snapshots[-1]
+                kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
                 self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
                 self._allocated = Needed.of([newest], also=self._allocated)
-                self._history, self._head = after, head
+                committed = Snapshot(newest.commit, self._groups) if newest.appended else newest
+                self._history, self._head = History((*after[:-1], committed)), head
                 with self._snapshot_lock:
                     self.snapshot = newest
 

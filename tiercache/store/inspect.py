@@ -231,6 +231,7 @@ def describe_shards(path: Path, manifest: ShardManifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "engine": manifest.engine,
         "retention": manifest.retention,
+        "pins": {},
         "cursor": None if cursor is None else {"pass": cursor.pass_index, "sample": cursor.sample},
         "commits": commits,
         "rows": sum(table["rows"] for table in tables),

@@ -280,7 +280,7 @@ class Store:
 
         Returns the commit that says so: one like the newest, durable, with the next id. A name that keeps another
         commit keeps this one from now on. Raises CommitMissingError, StoreFullError, and ValueError for a store
-        without a commit, or with rows that no commit names.
+        without a commit.
         """
         check_pin(name)
         writer, newest = self.commit_writer, self.commit
