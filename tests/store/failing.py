@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.store.engines.engine import Blob
+from tiercache.store.files import paged
 from tiercache.store.store_errors import StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from tiercache.store.engines.engine import Data, Engine, ReadRequest
+    from numpy.typing import NDArray
+
+    from tiercache.store.engines.engine import Engine, Head, Part, ReadRequest
 
 
 def disk_full() -> StoreError:
@@ -32,16 +36,14 @@ class PassingEngine:
         self.engine = engine
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"locate", "fields_apart"}:
-            raise AttributeError(name)  # so that each read is passed on
         return getattr(self.engine, name)
 
 
 class FailingEngine(PassingEngine):
     """Passes calls to ``engine`` until a chosen one, which raises instead and changes nothing.
 
-    Calls of ``write``, ``read`` and ``commit`` count from 1 since ``fail_in`` was last called, in whatever thread.
-    It can also tear a write, as a process that dies in the middle of it does.
+    Calls of ``put``, ``read`` and ``publish`` count from 1 since ``fail_in`` was last called, in whatever thread.
+    It can also tear a put, as a process that dies in the middle of it does.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class FailingEngine(PassingEngine):
         engine: Engine,
         *,
         error: Callable[[], Exception] = disk_full,
-        verbs: tuple[str, ...] = ("write", "read", "commit"),
+        verbs: tuple[str, ...] = ("put", "read", "publish"),
         lasting: bool = False,
     ) -> None:
         """``verbs`` are the calls that count; with ``lasting``, every counted call after the chosen one fails too."""
@@ -66,24 +68,26 @@ class FailingEngine(PassingEngine):
         with self._lock:
             self.calls, self.fail_at = 0, calls
 
-    def tear(self, blocks: int, num_bytes: int = 0) -> None:
-        """Let the next write end after some blocks, and so many bytes of the one after them, and raise KilledError.
+    def tear(self, parts: int, num_bytes: int = 0) -> None:
+        """Let the next put end after some parts, and so many bytes of the one after them, and raise KilledError.
 
-        Every later call raises it too. Close the engine, open it again as after a crash, and wrap that.
+        Blobs are left cut short, or not at all. Every later call raises KilledError too. Close the engine, open it
+        again as after a crash, and wrap that.
         """
-        self._tear = blocks, num_bytes
+        self._tear = parts, num_bytes
 
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Take the blocks and, where it is time, fail as a disk does: at the end."""
-        if self._due("write"):
-            for _ in blocks:
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Put blobs and, where it is time, fail as a disk does: at the end."""
+        if self._due("put"):
+            for _ in parts:
                 pass
             raise self.error()
         if self._tear is not None:
-            self.engine.write(_torn(blocks, *self._tear))
+            for blob, data in _torn(blobs, parts, *self._tear):
+                self.engine.put([blob], [(0, 0, data)])
             self.killed = True
-            raise KilledError("the process died in the middle of a write")
-        return self.engine.write(blocks, stable=stable)
+            raise KilledError("the process died in the middle of a put")
+        self.engine.put(blobs, parts, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
         """Read, or fail."""
@@ -91,14 +95,14 @@ class FailingEngine(PassingEngine):
             raise self.error()
         self.engine.read(request)
 
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Commit, or fail."""
-        if self._due("commit"):
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Publish, or fail."""
+        if self._due("publish"):
             raise self.error()
-        self.engine.commit(records)
+        self.engine.publish(head, before)
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"records", "free"}:
+        if name in {"list", "newest", "drop"}:
             self._check_alive()
         return super().__getattr__(name)
 
@@ -121,26 +125,26 @@ class FailingEngine(PassingEngine):
 
 
 class HitchingEngine(PassingEngine):
-    """Passes calls to ``engine``; the next "read", "write" or "commit" after its ``seconds`` were set is late once."""
+    """Passes calls to ``engine``; the next "read", "put" or "publish" after its ``seconds`` were set is late once."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.seconds: dict[str, float] = {}
 
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Wait, then write."""
-        time.sleep(self.seconds.pop("write", 0.0))
-        return self.engine.write(blocks, stable=stable)
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Wait, then put."""
+        time.sleep(self.seconds.pop("put", 0.0))
+        self.engine.put(blobs, parts, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
         """Wait, then read."""
         time.sleep(self.seconds.pop("read", 0.0))
         self.engine.read(request)
 
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Wait, then commit."""
-        time.sleep(self.seconds.pop("commit", 0.0))
-        self.engine.commit(records)
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Wait, then publish."""
+        time.sleep(self.seconds.pop("publish", 0.0))
+        self.engine.publish(head, before)
 
 
 class Between(PassingEngine):
@@ -148,8 +152,10 @@ class Between(PassingEngine):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.after_commit: Callable[[], None] | None = None
-        """Called once, when the engine has committed and the store does not know it yet."""
+        self.before_publish: Callable[[], None] | None = None
+        """Called once, when all that a commit needs is put."""
+        self.after_publish: Callable[[], None] | None = None
+        """Called once, when the engine has published and the store does not know it yet."""
         self.reading = 0
         """Reads that have begun and not ended."""
         self._lock = threading.Lock()
@@ -180,18 +186,33 @@ class Between(PassingEngine):
             with self._lock:
                 self.reading -= 1
 
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Commit, and do what is to be done then."""
-        self.engine.commit(records)
-        call, self.after_commit = self.after_commit, None
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Do what is to be done first, publish, and do what is to be done then."""
+        call, self.before_publish = self.before_publish, None
+        if call is not None:
+            call()
+        self.engine.publish(head, before)
+        call, self.after_publish = self.after_publish, None
         if call is not None:
             call()
 
 
-def _torn(blocks: Iterable[Data], whole: int, num_bytes: int) -> Iterator[Data]:
-    """Yield ``whole`` blocks and a part of the next."""
-    for i, (block, data) in enumerate(blocks):
-        if i < whole:
-            yield block, data
-        elif i == whole and num_bytes and block.layout is None:
-            yield block._replace(size=num_bytes), data.reshape(-1).view(np.uint8)[:num_bytes]
+def _torn(
+    blobs: Sequence[Blob], parts: Iterable[Part], whole: int, num_bytes: int
+) -> Iterator[tuple[Blob, NDArray[np.uint8]]]:
+    """Yield blobs as far as ``whole`` parts, and a part of the next, fill them from their first byte on."""
+    arrived: list[dict[int, NDArray[np.uint8]]] = [{} for _ in blobs]
+    for i, (index, offset, data) in enumerate(parts):
+        if i < whole or num_bytes:
+            arrived[index][offset] = data.reshape(-1).view(np.uint8)[: num_bytes if i == whole else None].copy()
+        if i >= whole:
+            break
+    for blob, pieces in zip(blobs, arrived, strict=True):
+        data = np.zeros(blob.size, np.uint8)
+        end = 0
+        while end in pieces:
+            size = pieces[end].size
+            data[end : end + size] = pieces[end]
+            end, size = end + paged(size), end + size
+            if end not in pieces:
+                yield Blob(blob.name, size), data[:size]
