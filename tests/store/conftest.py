@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import tiercache.store
 from tests.store.big import BIG
 from tests.store.world import World
 from tiercache.store import (
@@ -13,13 +14,11 @@ from tiercache.store import (
     Adagrad,
     Adam,
     Constant,
-    LmdbEngine,
     MemoryEngine,
     RowWiseAdagrad,
     Store,
     Table,
     Uniform,
-    ZarrEngine,
     Zeros,
 )
 
@@ -70,7 +69,7 @@ def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:
     if kind == "memory":
         return MemoryEngine()
     path.mkdir(parents=True, exist_ok=True)
-    return {"lmdb": LmdbEngine, "zarr": ZarrEngine}[kind](path, create=create)
+    return getattr(tiercache.store, {"lmdb": "LmdbEngine", "zarr": "ZarrEngine"}[kind])(path, create=create)
 
 
 class Careless(World):
