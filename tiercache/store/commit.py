@@ -78,11 +78,12 @@ class RankList:
     def to_bytes(self) -> bytes:
         """Return its record."""
         live_S, live_T = np.nonzero(self.live.live_ST)
-        arrays = {name[:-3]: getattr(self.live, name).reshape(-1) for name in GROUP_COUNTS} | {
-            "live_segments": live_S, "live_tables": live_T,
-            "live": self.live.live_ST[live_S, live_T], "stale": self.live.stale_ST[live_S, live_T],
-            "state": self.state.checksums,
+        live, stale = self.live.live_ST[live_S, live_T], self.live.stale_ST[live_S, live_T]
+        counts = {name[:-3]: getattr(self.live, name).reshape(-1) for name in GROUP_COUNTS} | {
+            "live_segments": live_S, "live_tables": live_T, "live": live,
+            "stale_at": np.nonzero(stale)[0], "stale": stale[stale > 0],
         }  # fmt: skip
+        arrays = {name: _narrow(array) for name, array in counts.items()} | {"state": self.state.checksums}
         values = {
             "rank": self.rank,
             "next_segment": self.next_segment,
@@ -108,7 +109,8 @@ class RankList:
             for dense in GROUP_COUNTS:
                 getattr(live, dense)[:] = arrays[dense[:-3]].reshape(len(entries), len(groups))
             places = arrays["live_segments"], arrays["live_tables"]
-            live.live_ST[places], live.stale_ST[places] = arrays["live"], arrays["stale"]
+            live.live_ST[places] = arrays["live"]
+            live.stale_ST[tuple(place[arrays["stale_at"]] for place in places)] = arrays["stale"]
             if any(int(getattr(live, one).min(initial=0)) < 0 for one in COUNTS):
                 raise ValueError("it has a number below 0")
             if np.any(live.stale_ST > live.live_ST):
@@ -138,6 +140,11 @@ class RankList:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise _unreadable(name, error) from error
+
+
+def _narrow(counts: Int64s) -> NDArray[Any]:
+    """Return counts in 4 bytes each, or in 8 where one does not fit."""
+    return counts.astype(np.uint32) if int(counts.max(initial=0)) < 1 << 32 else counts.astype(np.int64)
 
 
 def _pass(value: Any) -> int:

@@ -76,7 +76,14 @@ class CommitReader:
         commit = self.snapshot.commit
         if commit is None:
             return History()
-        return History((*(() if self._alone else map(self._files.kept, commit.kept)), self.snapshot))
+        found: list[Snapshot] = []
+        for kept in () if self._alone else commit.kept:
+            try:
+                found.append(self._files.kept(kept))
+            except CorruptStoreError:
+                if self._is_kept(kept.id):
+                    raise
+        return History((*found, self.snapshot))
 
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
@@ -88,7 +95,7 @@ class CommitReader:
         folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
         if folder is not None and (folder / SHARD_MANIFEST).exists() and not (folder / MARKER).exists():
             return StoreError(f"{self._label} was sharded while it was read: open it again")
-        if self.snapshot.commit is None or self._is_kept(unknown=True):
+        if self.snapshot.commit is None or self._is_kept(self.snapshot.commit.id, unknown=True):
             return error
         longer = (
             "have its writer keep what is free for longer (keep_for)"
@@ -115,19 +122,16 @@ class CommitReader:
         if lease is None:
             return True
         self._holds.callback(lease.release)
-        return self._is_kept()
+        return self._is_kept(self.snapshot.commit.id)
 
-    def _is_kept(self, *, unknown: bool = False) -> bool:
-        """Whether the newest commit keeps this one; ``unknown`` where that cannot be read."""
+    def _is_kept(self, id_: int, *, unknown: bool = False) -> bool:
+        """Whether the newest commit keeps one; ``unknown`` where that cannot be read."""
         commit = self.snapshot.commit
         assert commit is not None, "it was read"
         try:
-            head = self._engine.newest()
-            if head == commit.head:
-                return True
-            newest = self._files.newest().commit
+            newest = commit if self._engine.newest() == commit.head else self._files.newest().commit
         except StoreError:
             if unknown:
                 return True
             raise
-        return newest is not None and (newest.id == commit.id or any(kept.id == commit.id for kept in newest.kept))
+        return newest is not None and (newest.id == id_ or any(kept.id == id_ for kept in newest.kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from tiercache.store.recovery import check_blobs, kept_commits
 from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
-from tiercache.store.store_errors import CommitMissingError, StoreError, StoreFullError
+from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,6 +78,8 @@ class CommitWriter:
         self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
         self.retention = retention or (1 if newest.commit is None else newest.commit.retention)
         """How many of the newest commits are kept."""
+        self._unknown = False
+        """Whether a commit may be durable or not: then nothing is written or dropped any more."""
         self.first_id = 0
         """The id of the first commit of a store without one."""
         self.named: frozenset[int] | None = None
@@ -271,6 +273,8 @@ class CommitWriter:
                 pins[name] = commit
             *older, newest = self._history.snapshots
             changed = replace(before, id=before.id + 1, pins=pins)
+            if self._next_id != before.own.next_segment:
+                changed = replace(changed, own=replace(before.own, next_segment=self._next_id), ranks=())
             kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
             return self._advance(kept, changed, appended=self.snapshot.appended)
 
@@ -348,6 +352,7 @@ class CommitWriter:
 
         ``appended``: segments that wait for the next one.
         """
+        self._check_known()
         blobs: list[tuple[Blob, NDArray[np.uint8]]] = []
         if state is not None:
             data = np.frombuffer(state, np.uint8)
@@ -374,7 +379,7 @@ class CommitWriter:
             try:
                 self._publish((*kept, Snapshot(commit, self._groups, appended)), head)
             except BaseException:
-                if self.snapshot.commit is not commit:
+                if self.snapshot.commit is not commit and not self._unknown:
                     with suppress(StoreError):
                         self._engine.drop((blob.name, None) for blob, _ in blobs)
                 raise
@@ -385,7 +390,8 @@ class CommitWriter:
             commits=1, transactions=1, state_bytes_written=0 if state is None else len(state),
             meta_bytes_written=sum(blob.size for blob, _ in blobs) - len(state or b""),
         )  # fmt: skip
-        self._free(shrink=shrink)
+        with suppress(StoreError):  # the commit stands; what stayed may go later
+            self._free(shrink=shrink)
         return commit
 
     def _publish(self, after: Sequence[Snapshot], head: Head) -> None:
@@ -396,7 +402,7 @@ class CommitWriter:
             done = True
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
-            if done or self._is_durable(head):
+            if done or self._is_durable(head, self._head):
                 kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
                 self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
                 self._allocated = Needed.of([newest], also=self._allocated)
@@ -405,18 +411,30 @@ class CommitWriter:
                 with self._snapshot_lock:
                     self.snapshot = newest
 
-    def _is_durable(self, head: Head) -> bool:
-        """Whether the engine stands at ``head``, although it raised."""
+    def _is_durable(self, head: Head, before: Head | None) -> bool:
+        """Whether the engine stands at ``head`` although it raised, or still at the one ``before``."""
         try:
-            return self._engine.newest() == head
+            found = self._engine.newest()
         except StoreError:
-            return False  # what is there cannot be known: opening the store again finds it out
+            found = None
+        self._unknown = found not in (head, before) or found is None
+        return found == head and not self._unknown
+
+    def _check_known(self) -> None:
+        """Raise StoreError where nobody knows what the store stands at: opening it again finds that out."""
+        if self._unknown:
+            raise StoreError(f"a commit of {self._label} failed and may be there or not: close it and open it again")
 
     def _leased_before(self, stored: Mapping[str, Stored]) -> list[Snapshot]:
-        """Return commits that a writer before this one gave up, and that other processes still read."""
-        kept = {_id(snapshot) for snapshot in self._history.snapshots}
-        names = {f"commits/{id_}" for id_ in self._leased() - kept} & stored.keys()
-        return [self._files.given_up(Blob(name, stored[name].size)) for name in sorted(names)]
+        """Return commits that a writer before this one gave up, and that other processes still read.
+
+        One that cannot be read was half dropped: its reader looks again, and finds that it is not kept.
+        """
+        kept, found = {_id(snapshot) for snapshot in self._history.snapshots}, list[Snapshot]()
+        for name in sorted({f"commits/{id_}" for id_ in self._leased() - kept} & stored.keys()):
+            with suppress(CorruptStoreError):
+                found.append(self._files.given_up(Blob(name, stored[name].size)))
+        return found
 
     def _leased(self) -> set[int]:
         """Return the commits that other processes read."""
@@ -425,6 +443,7 @@ class CommitWriter:
 
     def _free(self, *, shrink: bool = False) -> None:
         """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
+        self._check_known()
         leased = self._leased() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
         with self._snapshot_lock:
@@ -433,8 +452,7 @@ class CommitWriter:
         drops = list(self._allocated.given_up(needed))
         if drops or shrink:
             self._allocated = needed
-            with suppress(StoreError) if shrink else nullcontext():  # the commit stands; what stayed may go later
-                self._engine.drop(drops, shrink=shrink)
+            self._engine.drop(drops, shrink=shrink)
             self._counters.add(blobs_dropped=len(drops))
 
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:

@@ -26,7 +26,7 @@ _FILES = (
     "schedule",
 )  # fmt: skip
 """What a store's folder comes to have but its lock, and what engine zarr makes; the last one is a training's."""
-_ZARR_FILES = ("manifests", "records", "segments", "state", "zarr.json")
+_ZARR_FILES = ("heads", "commits", "ranks", "segments", "states", "tables", "zarr.json")
 """What engine zarr makes: the last one first. Without it the others, which have common names, are somebody else's."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""

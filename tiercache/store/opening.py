@@ -63,7 +63,8 @@ class Opened:
         self.engine.close()
 
 
-ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
+_TRIES = 100
+ENGINES = {"lmdb": "data.mdb", "zarr": "heads"}
 """By name what each keeps its commits in; the first is that of a new store."""
 COMPRESSING = ("zarr",)
 """The engines that compress the tables that ask for it."""
@@ -226,7 +227,17 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
         return requested
     if before is None:
         raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
-    stored = tables_at(engine, before, store)
+    for _ in range(_TRIES):
+        try:
+            stored = tables_at(engine, before, store)
+            break
+        except CorruptStoreError:
+            now = engine.newest()  # a writer may have gone on meanwhile
+            if now is None or now == before:
+                raise
+            before = now
+    else:
+        raise StoreError(f"{store} goes on faster than it can be read: open it again")
     if requested is not None:
         compare_tables(stored, requested, store)
     return stored
