@@ -28,7 +28,6 @@ import contextlib
 import errno
 import os
 import shutil
-import struct
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ from tiercache.store.engines.lmdb_records import (
     HEAD,
     HEAD_KEY,
     NOTHING,
+    EntryArrays,
     HeadRecord,
     MissingEntryError,
     Slot,
@@ -71,8 +71,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
@@ -80,12 +78,6 @@ _MAP_BYTES = 16 << 20
 """Of a map to begin with: LMDB takes more for what is there, and it grows with the entries."""
 _KEY_BYTES = 511
 """Of a key of LMDB."""
-
-
-def _runs(entries: Mapping[str, bytes]) -> NDArray[np.int64]:
-    """Return first byte and bytes of each run of all blobs, one after another."""
-    numbers = [np.frombuffer(entry, "<i8", (len(entry) - 16) // 8, 16) for entry in entries.values()]
-    return np.concatenate([np.empty(0, np.int64), *numbers])
 
 
 class LmdbEngine:
@@ -130,13 +122,13 @@ class LmdbEngine:
             """What HEAD names."""
             self._record: HeadRecord | None
             """The newest head: that one, or the next."""
-            self._entries: dict[str, bytes]
+            self._entries = dict[str, bytes]()
             """By name of each blob; of a reader, those that it needed."""
-            if readonly:
-                (self._slot, self._record), self._entries = read_head(path, self.label), {}
-            else:
-                self._slot, self._record, self._entries = read_map(path, self.label)
+            self._slot, self._record = read_head(path, self.label)
             self._open_blocks(create=create, store_budget=store_budget)
+            if not readonly:
+                self._slot, self._record, self._entries, arrays = read_map(path, self.label)
+                self._file.occupy(arrays.low_R, arrays.bytes_R)
         except BaseException:
             self.close()
             raise
@@ -209,12 +201,11 @@ class LmdbEngine:
         else:
             with self._changing:
                 entries = dict(self._entries)
-        size, found, runs = self._file.size, dict[str, Stored](), _runs(entries)
-        is_cut = bool(np.any(runs[::2] + runs[1::2] > size))
-        for name, entry in entries.items():
-            blob_bytes, dropped = struct.unpack_from("<qq", entry)
-            found[name] = Stored(extents_of(entry).whole_bytes(size) if is_cut else blob_bytes, dropped)
-        return found
+        arrays, file_bytes = EntryArrays.of(entries), self._file.size
+        sizes = arrays.size_N.tolist()
+        if np.any(arrays.low_R + arrays.bytes_R > file_bytes):
+            sizes = [extents_of(entry).whole_bytes(file_bytes) for entry in entries.values()]
+        return dict(zip(entries, map(Stored, sizes, arrays.dropped_N.tolist()), strict=True))
 
     # -- the head ----------------------------------------------------------------------------------------
 
@@ -382,9 +373,6 @@ class LmdbEngine:
             if error.errno in FULL:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
             raise unreadable(path, error) from error
-        if not self._readonly:
-            runs = _runs(self._entries)
-            self._file.occupy(runs[::2], runs[1::2])
 
     # -- inside ------------------------------------------------------------------------------------------
 

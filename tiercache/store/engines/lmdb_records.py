@@ -12,17 +12,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import google_crc32c
+import numpy as np
 
 from tiercache.store.engines.engine import Head
 from tiercache.store.engines.extents import Extents
 from tiercache.store.engines.lmdb_tree import LmdbFile
-from tiercache.store.files import PAGE_BYTES, open_file, paged, read_at, replace_file, unreadable
+from tiercache.store.files import PAGE_BYTES, open_file, read_at, replace_file, unreadable
 from tiercache.store.records import checked_digest, decode, encode, whole
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ NOTHING = "0" * 64
 _SLOT_MAGIC = b"tc head\n"
 _SLOT = struct.Struct("<8sQ32s")
 _CHECKSUM = struct.Struct("<I")
+_MOST_BYTES = 1 << 61
 _SLOT_BYTES = 4096
 
 
@@ -156,18 +160,43 @@ def extents_of(entry: bytes) -> Extents:
     return Extents(numbers[0], numbers[1], tuple(zip(numbers[2::2], numbers[3::2], strict=True)))
 
 
-def check_entry(name: bytes, entry: bytes) -> None:
-    """Raise CorruptStoreError where a value of the map is not what was written."""
-    body = entry[: -_CHECKSUM.size]
-    if len(body) % 16 == 0 and body and google_crc32c.extend(google_crc32c.value(name), body) == checksum_of(entry):
-        size, dropped, *runs = struct.unpack(f"<{len(body) // 8}q", body)
-        is_paged = not any(number % PAGE_BYTES for number in runs) and (dropped % PAGE_BYTES == 0 or dropped == size)
-        is_there = min(runs[::2], default=0) >= 0 and min(runs[1::2], default=1) > 0 and 0 <= dropped <= size
-        if is_paged and is_there and sum(runs[1::2]) == (paged(size) - dropped if dropped < size else 0):
-            return
-    raise CorruptStoreError(
-        f"the entry of blob {name.decode(errors='replace')!r} in {DATA} is not what was written: restore the store "
-        "from a copy"
+class EntryArrays(NamedTuple):
+    """Entries of n blobs with r runs, in order."""
+
+    size_N: NDArray[np.int64]
+    dropped_N: NDArray[np.int64]
+    low_R: NDArray[np.int64]
+    """The first byte of each run."""
+    bytes_R: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, bytes]) -> EntryArrays:
+        """Take entries apart. Raises CorruptStoreError for one that is not what was written."""
+        for name, entry in entries.items():
+            body = entry[: -_CHECKSUM.size]
+            is_whole = len(body) >= 16 and len(body) % 16 == 0
+            if not is_whole or google_crc32c.extend(google_crc32c.value(name.encode()), body) != checksum_of(entry):
+                raise _no_entry(name)
+        numbers = np.frombuffer(b"".join([entry[: -_CHECKSUM.size] for entry in entries.values()]), "<i8")
+        count_N = np.fromiter(map(len, entries.values()), np.int64, len(entries)) // 16  # of pairs of numbers
+        pairs, first_N = numbers.reshape(-1, 2), np.cumsum(count_N) - count_N
+        size_N, dropped_N = pairs[first_N].T
+        run_R2 = np.delete(pairs, first_N, axis=0)
+        stored_N = np.where(dropped_N < size_N, -(-size_N // PAGE_BYTES) * PAGE_BYTES - dropped_N, 0)
+        sum_R = np.append(0, np.cumsum(run_R2[:, 1]))
+        end_N = np.cumsum(count_N - 1)
+        wrong_N = (sum_R[end_N] - sum_R[end_N - count_N + 1] != stored_N) | (dropped_N < 0) | (dropped_N > size_N)
+        wrong_N |= (dropped_N % PAGE_BYTES > 0) & (dropped_N < size_N)
+        wrong_R = (run_R2 < (0, 1)).any(1) | (run_R2 % PAGE_BYTES > 0).any(1) | (run_R2 > _MOST_BYTES).any(1)
+        np.logical_or.at(wrong_N, np.repeat(np.arange(len(entries)), count_N - 1)[wrong_R], True)
+        if wrong_N.any():
+            raise _no_entry([*entries][int(wrong_N.argmax())])
+        return cls(size_N, dropped_N, *run_R2.T)
+
+
+def _no_entry(name: str) -> CorruptStoreError:
+    return CorruptStoreError(
+        f"the entry of blob {name[:99]!r} in {DATA} is not what was written: restore the store from a copy"
     )
 
 
@@ -183,24 +212,21 @@ def read_head(folder: Path, label: str) -> tuple[Slot, HeadRecord | None]:
     return _look(folder, lambda slot, file: (slot, None if file is None else _head(slot, file, label)))
 
 
-def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[str, bytes]]:
+def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[str, bytes], EntryArrays]:
     """Return what ``read_head`` does, and all entries by name, checked. Raises CorruptStoreError and StoreError."""
 
-    def look(slot: Slot, file: LmdbFile | None) -> tuple[Slot, HeadRecord | None, dict[str, bytes]]:
+    def look(slot: Slot, file: LmdbFile | None) -> tuple[Slot, HeadRecord | None, dict[str, bytes], EntryArrays]:
         if file is None:
-            return slot, None, {}
-        record, found = _head(slot, file, label), dict[str, bytes]()
-        for value in file.values(file.metas()[0]):
-            if value.key != HEAD_KEY.encode():
-                entry = file.read(value)
-                check_entry(value.key, entry)
-                found[value.key.decode()] = entry
+            return slot, None, {}, EntryArrays.of({})
+        record = _head(slot, file, label)
+        found = {value.key.decode(errors="replace"): file.read(value) for value in file.values(file.metas()[0])}
+        found.pop(HEAD_KEY, None)
         if (len(found), sum(map(checksum_of, found.values()))) != (record.blobs, record.checksums):
             raise CorruptStoreError(
                 f"the map in {file.path} has {len(found):,} blobs and is not the one of {record.blobs:,} that was "
                 "written: restore the store from a copy"
             )
-        return slot, record, found
+        return slot, record, found, EntryArrays.of(found)
 
     return _look(folder, look)
 
@@ -213,7 +239,7 @@ def read_entry(folder: Path, name: str) -> bytes:
         if file is None or value is None:
             raise MissingEntryError(f"{folder / DATA} has no blob {name!r}: restore the store from a copy")
         entry = file.read(value)
-        check_entry(value.key, entry)
+        EntryArrays.of({name: entry})
         return entry
 
     return _look(folder, look)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.store.files import open_file, read_at
@@ -24,7 +23,6 @@ _BRANCH, _LEAF, _META_PAGE = 0x01, 0x02, 0x08
 _META_BYTES = _PAGE.size + _META.size + 2 * _TREE.size + 16
 _LARGE = 0x01
 _DEEPEST = 32
-_BEYOND = (0, 0, 0, 1 << 16)
 
 
 class Meta(NamedTuple):
@@ -44,6 +42,20 @@ class Value(NamedTuple):
     size: int
     data: bytes | None = None
     """Of one that stands in its page."""
+
+
+class _TreePage(NamedTuple):
+    """A page of the tree."""
+
+    number: int
+    data: bytes
+    nodes: tuple[int, ...]
+    """Where each begins in the page, in the order of their keys."""
+    is_branch: bool
+
+    def key(self, at: int) -> bytes:
+        """Return the key of the node that begins there."""
+        return self.data[at + _NODE.size : at + _NODE.size + _NODE.unpack_from(self.data, at)[3]]
 
 
 class LmdbFile:
@@ -81,12 +93,14 @@ class LmdbFile:
         for levels in range(_DEEPEST, -1, -1):
             if number == _NO_PAGE:
                 break
-            nodes = self._nodes(meta, number, levels)
-            at = bisect_right(nodes, key, lo=1, key=itemgetter(0)) - 1  # the first key of a branch is none
-            node = nodes[at] if nodes else (b"", _NO_PAGE)
+            page = self._page(meta, number, levels)
+            if not page.nodes:
+                break
+            at = bisect_right(page.nodes, key, lo=1, key=page.key) - 1  # the first key of a branch is none
+            node = self._node(meta, page, page.nodes[at])
             if isinstance(node, Value):
                 return node if node.key == key else None
-            number = node[1]
+            number = node
         return None
 
     def read(self, value: Value) -> bytes:
@@ -118,42 +132,46 @@ class LmdbFile:
         if number in seen:
             raise self._corrupt(f"has a tree that comes to page {number} twice")
         seen.add(number)
-        for node in self._nodes(meta, number, levels):
+        page = self._page(meta, number, levels)
+        for at in page.nodes:
+            node = self._node(meta, page, at)
             if isinstance(node, Value):
                 yield node
             else:
-                yield from self._walk(meta, node[1], levels - 1, seen)
+                yield from self._walk(meta, node, levels - 1, seen)
 
-    def _nodes(self, meta: Meta, number: int, levels: int) -> list[Value] | list[tuple[bytes, int]]:
-        """Return the values of a leaf, or the first keys and the pages below a branch."""
+    def _page(self, meta: Meta, number: int, levels: int) -> _TreePage:
         is_whole = number < self.size // meta.page_bytes
-        page = read_at(self.handle, meta.page_bytes, number * meta.page_bytes) if is_whole else b""
-        if len(page) < meta.page_bytes:
+        data = read_at(self.handle, meta.page_bytes, number * meta.page_bytes) if is_whole else b""
+        if len(data) < meta.page_bytes:
             raise self._corrupt(f"ends at byte {self.size:,}, before page {number} that its root needs")
-        page_number, _, flags, lower, _ = _PAGE.unpack_from(page)
+        page_number, _, flags, lower, _ = _PAGE.unpack_from(data)
         misplaced = page_number != number or not _PAGE.size <= lower <= meta.page_bytes
         if misplaced or levels == 0 or not flags & (_BRANCH | _LEAF):
             raise self._corrupt(f"has something else where page {number} of its tree should be")
-        values, branches = list[Value](), list[tuple[bytes, int]]()
-        for at in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
-            low, high, node_flags, key_bytes = _NODE.unpack_from(page, at) if at + _NODE.size <= len(page) else _BEYOND
-            value, size = at + _NODE.size + key_bytes, low | high << 16
-            if value + (0 if flags & _BRANCH else 8 if node_flags & _LARGE else size) > meta.page_bytes:
-                raise self._corrupt(f"has a node beyond the end of page {number}")
-            key = page[at + _NODE.size : value]
-            if flags & _BRANCH:
-                branches.append((key, size | node_flags << 32))
-                continue
-            if node_flags & ~_LARGE:
-                raise self._corrupt(f"has a node with flags {node_flags:#06x} in page {number}")
-            if not node_flags:
-                values.append(Value(key, number * meta.page_bytes + value, size, page[value : value + size]))
-                continue
-            offset = _WORD.unpack_from(page, value)[0] * meta.page_bytes + _PAGE.size
-            if offset + size > self.size:
-                raise self._corrupt(f"ends at byte {self.size:,} of {offset + size:,} that its root needs")
-            values.append(Value(key, offset, size))
-        return branches or values
+        nodes = struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", data, _PAGE.size)
+        if max(nodes, default=0) + _NODE.size > len(data):
+            raise self._corrupt(f"has a node beyond the end of page {number}")
+        return _TreePage(number, data, nodes, is_branch=flags & _BRANCH > 0)
+
+    def _node(self, meta: Meta, page: _TreePage, at: int) -> Value | int:
+        """Return the value at a node of a leaf, or the page below one of a branch."""
+        node: tuple[int, int, int, int] = _NODE.unpack_from(page.data, at)
+        low, high, flags, key_bytes = node
+        value, size = at + _NODE.size + key_bytes, low | high << 16
+        if value + (0 if page.is_branch else 8 if flags & _LARGE else size) > meta.page_bytes:
+            raise self._corrupt(f"has a node beyond the end of page {page.number}")
+        if page.is_branch:
+            return size | flags << 32
+        if flags & ~_LARGE:
+            raise self._corrupt(f"has a node with flags {flags:#06x} in page {page.number}")
+        if not flags:
+            data = page.data[value : value + size]
+            return Value(page.key(at), page.number * meta.page_bytes + value, size, data)
+        offset = _WORD.unpack_from(page.data, value)[0] * meta.page_bytes + _PAGE.size
+        if offset + size > self.size:
+            raise self._corrupt(f"ends at byte {self.size:,} of {offset + size:,} that its root needs")
+        return Value(page.key(at), offset, size)
 
     def _corrupt(self, seen: str) -> CorruptStoreError:
         return CorruptStoreError(f"{self.path} {seen}: restore the store from a copy")
