@@ -1,8 +1,9 @@
-"""The file of blocks and its free space: what is put comes back, whatever its size, place in memory and way to disk."""
+"""The file of blobs and its free space: what is put comes back, whatever its size, place in memory and way to disk."""
 
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,39 +15,105 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiercache.store import StoreFullError
-from tiercache.store.engines.block_file import BlockFile, Extent, ExtentAllocator
-from tiercache.store.files import PAGE_BYTES
-from tiercache.store.store_errors import BlockReadError
+from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.extents import ExtentAllocator, Extents, joined
+from tiercache.store.files import PAGE_BYTES, paged
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError
 
 pytestmark = pytest.mark.disk
+MIB = 1 << 20
 
 
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 9)), max_size=60))
-def test_free_space_is_what_a_set_of_bytes_says(steps: list[tuple[bool, int, int]]) -> None:
-    """Through any order of taking, giving back, growing and cutting: no byte is handed out twice, none is lost."""
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 8)), max_size=60))
+def test_free_space_is_what_a_set_of_pages_says(steps: list[tuple[bool, int, int]]) -> None:
+    """Through any order of taking, giving back, growing and cutting: no page is handed out twice, none is lost."""
     space, free, taken = ExtentAllocator(), set[int](), list[tuple[int, int]]()
+
+    def pages_of(runs: Sequence[tuple[int, int]]) -> list[int]:
+        return [low // PAGE_BYTES + i for low, count in runs for i in range(count // PAGE_BYTES)]
+
     for giving, which, size in steps:
         if giving and taken:
-            low, count = taken.pop(which % len(taken))
-            space.give(low, count)
-            free |= set(range(low, low + count))
+            run = taken.pop(which % len(taken))
+            space.give(*run)
+            free |= set(pages_of([run]))
         elif giving:
             space.cut_tail()
-            free = {byte for byte in free if byte < space.end}
-            assert space.end - 1 not in free
+            free = {page for page in free if page < space.end // PAGE_BYTES}
+            assert space.end // PAGE_BYTES - 1 not in free
             assert space.end == max((low + count for low, count in taken), default=0)
         else:
-            at = space.take(size)
-            runs_fit = any(all(i + k in free for k in range(size)) for i in free)
-            assert (at is not None) == runs_fit
-            if at is None:
-                space.grow(size)
-                free |= set(range(space.end - size, space.end))
-                at = space.take(size)
-            assert set(range(at, at + size)) <= free
-            free -= set(range(at, at + size))
-            taken.append((at, size))
-        assert space.free_bytes == len(free)
+            one_fits = any(all(i + k in free for k in range(size)) for i in free)
+            runs = space.take(size * PAGE_BYTES)
+            assert len(pages_of(runs)) == min(size, len(free))
+            assert len(runs) == 1 or not one_fits
+            if not runs:
+                space.grow(size * PAGE_BYTES)
+                free |= set(range(space.end // PAGE_BYTES - size, space.end // PAGE_BYTES))
+                runs = space.take(size * PAGE_BYTES)
+            pages = pages_of(runs)
+            assert len(set(pages)) == len(pages)
+            assert set(pages) <= free
+            free -= set(pages)
+            taken += runs
+        assert space.free_bytes == len(free) * PAGE_BYTES
+
+
+def test_a_blob_is_not_split_over_runs_that_are_short_beside_it() -> None:
+    """Of 100 runs of a page, and some of a mebibyte, a long blob takes these; a short one takes those."""
+    space = ExtentAllocator()
+    space.grow(400 * MIB)
+    assert space.take(400 * MIB) == [(0, 400 * MIB)]
+    for i in range(100):
+        space.give(i * 2 * MIB, PAGE_BYTES)
+    for i in range(101, 106):
+        space.give(i * 2 * MIB, MIB)
+    assert space.take(4 * MIB) == [(i * 2 * MIB, MIB) for i in range(101, 105)]
+    assert space.take(4 * MIB) == [(210 * MIB, MIB)]
+    assert space.take(3 * PAGE_BYTES) == [(i * 2 * MIB, PAGE_BYTES) for i in range(3)]
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=6),
+    less=st.integers(0, PAGE_BYTES - 1),
+    drops=st.lists(st.integers(0, 30 * PAGE_BYTES), max_size=4),
+    low=st.integers(0, 30 * PAGE_BYTES),
+    count=st.integers(0, 30 * PAGE_BYTES),
+)
+def test_extents_are_what_a_list_of_bytes_says(
+    runs: list[tuple[int, int]], less: int, drops: list[int], low: int, count: int
+) -> None:
+    """Any bytes of a blob are where its runs have them, and a front that is dropped is whole pages of it."""
+    at, places = 0, list[tuple[int, int]]()
+    for gap, pages in runs:
+        places.append((at + gap * PAGE_BYTES, pages * PAGE_BYTES))
+        at = sum(places[-1])
+    where = [low + i for low, pages in places for i in range(0, pages, PAGE_BYTES)]
+    size = max(0, len(where) * PAGE_BYTES - less)
+    extents, gone = Extents(size, 0, tuple(places)), 0
+    for upto in drops:
+        extents, freed = extents.drop(upto)
+        gone = max(gone, len(where) if upto >= size else upto // PAGE_BYTES)
+        assert extents.dropped == (size if gone == len(where) else gone * PAGE_BYTES)
+        rest = [low + i for low, pages in extents.runs for i in range(0, pages, PAGE_BYTES)]
+        assert rest == where[gone:]
+        assert {low + i for low, pages in freed for i in range(0, pages, PAGE_BYTES)} <= set(where[:gone])
+    low = min(max(low, extents.dropped), size)
+    count = min(count, size - low)
+    found = [low + i for low, n in extents.pieces(low, count) for i in range(n)]
+    assert found == [where[byte // PAGE_BYTES] + byte % PAGE_BYTES for byte in range(low, low + count)]
+    for end in {at, at // 2, 0, at - 1} - {-1}:
+        whole = next((i for i in range(gone, len(where)) if where[i] + PAGE_BYTES > end), None)
+        if whole is None or extents.whole_bytes(end) == size:
+            assert extents.whole_bytes(end) == size
+            assert whole is None or where[-1] + paged(size) - size < end + PAGE_BYTES
+        else:
+            assert extents.whole_bytes(end) == whole * PAGE_BYTES + max(0, end - where[whole])
+
+
+def test_runs_that_follow_one_another_are_one() -> None:
+    """And others stay apart."""
+    assert joined([(0, 4), (4, 8), (16, 4), (12, 4), (16, 2)]) == [(0, 12), (16, 4), (12, 6)]
 
 
 def aligned(size: int, shift: int = 0) -> NDArray[np.uint8]:
@@ -54,44 +121,86 @@ def aligned(size: int, shift: int = 0) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(-1, size + PAGE_BYTES), np.uint8)[shift : shift + size]
 
 
+def put(file: BlockFile, data: Sequence[NDArray[np.uint8]], *, stable: bool = False) -> list[Extents]:
+    """Write blobs in one part each."""
+    rooms = file.take([one.size for one in data])
+    for room, one in zip(rooms, data, strict=True):
+        file.write(room, 0, one, stable=stable)
+    return rooms
+
+
+def bytes_of(file: BlockFile, room: Extents) -> bytes:
+    """Read a whole blob."""
+    out = np.empty(room.size, np.uint8)
+    file.read(room, 0, out)
+    return out.tobytes()
+
+
 SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 100, 1_048_577, 2_500_001]
 
 
+@pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("stable", [True, False])
-def test_blocks_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct: bool) -> None:
+def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct: bool, split: bool) -> None:
     """Of all sizes, aligned or not, gathered or not, past the page cache or through it; ranges of them too."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     if not direct:
         file._direct = None
+    if split:
+        holes = [put(file, [aligned(300_000)])[0] for _ in range(40)]
+        file.give(run for hole in holes[::2] for run in hole.runs)
     rng = np.random.default_rng(1)
-    blocks: list[tuple[Extent, bytes]] = []
+    blobs: list[tuple[Extents, bytes]] = []
     held = []
     for shift in (0, 64):
         for size in [*SIZES, *rng.permutation(SIZES).tolist()]:
             data = aligned(size, shift)
             data[:] = rng.integers(0, 256, size, dtype=np.uint8)
-            blocks.append((file.put(data, stable=stable), data.tobytes()))
+            blobs.append((put(file, [data], stable=stable)[0], data.tobytes()))
             if stable:
                 held.append(data)
             else:
                 data[:] = 0  # what is not stable was taken already
     file.flush()
     file.sync()
-    for place, data in blocks:
-        assert place.offset % PAGE_BYTES == 0
-        low = int(rng.integers(0, place.size + 1))
-        for first, last in ((0, place.size), (low, place.size), (0, low)):
-            for shift in (0, (place.offset + first) % PAGE_BYTES, 4):
+    assert split == any(len(room.runs) > 1 for room, _ in blobs)
+    for room, data in blobs:
+        assert all(number % PAGE_BYTES == 0 for run in room.runs for number in run)
+        low = int(rng.integers(0, room.size + 1))
+        for first, last in ((0, room.size), (low, room.size), (0, low)):
+            for shift in (0, first % PAGE_BYTES, 4):
                 out = aligned(last - first, shift)
-                file.read(place.offset + first, out)
+                file.read(room, first, out)
                 assert out.tobytes() == data[first:last]
     file.close()
     with closing(BlockFile(tmp_path / "blocks", readonly=True, store_budget=None)) as again:
-        for place, data in blocks:
-            out = np.empty(place.size, np.uint8)
-            again.read(place.offset, out)
-            assert out.tobytes() == data
+        for room, data in blobs:
+            assert bytes_of(again, room) == data
+
+
+def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path) -> None:
+    """Also where the file had other bytes."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
+        (full,) = put(file, [np.full(3 * PAGE_BYTES, 255, np.uint8)])
+        file.flush()
+        file.give(full.runs)
+        put(file, [np.full(10, 7, np.uint8), np.full(5000, 8, np.uint8)])
+        file.flush()
+        data = (tmp_path / "blocks").read_bytes()
+        assert data[: 3 * PAGE_BYTES] == bytes([7] * 10 + [0] * 4086 + [8] * 5000 + [0] * 3192)
+
+
+def test_blobs_of_one_put_stand_together(tmp_path: Path) -> None:
+    """In one run where there is one, and the file grows by no more than they lack."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
+        rooms = file.take([5000, 0, 100_000, 1])
+        assert [room.runs for room in rooms] == [((0, 8192),), (), ((8192, 102_400),), ((110_592, 4096),)]
+        assert file.size == 114_688
+        file.give(rooms[2].runs)
+        (room,) = file.take([204_800])
+        assert room.runs == ((8192, 102_400), (114_688, 102_400))
+        assert file.size == 217_088
 
 
 def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
@@ -109,18 +218,16 @@ def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
     monkeypatch.setattr(os, "pwritev", pwritev)
     data = aligned(300_000)
     data[:] = np.random.default_rng(2).integers(0, 256, data.size, dtype=np.uint8)
-    place = file.put(data, stable=True)
+    (room,) = put(file, [data], stable=True)
     file.flush()
-    out = np.empty(data.size, np.uint8)
-    file.read(place.offset, out)
-    assert out.tobytes() == data.tobytes()
+    assert bytes_of(file, room) == data.tobytes()
     file.close()
 
 
 def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is as long as before, and what was queued is not written later."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
-    first = file.put(np.full(10_000, 7, np.uint8), stable=False)
+    (first,) = put(file, [np.full(10_000, 7, np.uint8)])
     file.flush()
     size = file.size
 
@@ -129,26 +236,57 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
-        places = [file.put(aligned(500_000), stable=True)]
+        rooms = put(file, [aligned(500_000)], stable=True)
         with pytest.raises(StoreFullError, match=r"was full, and has .* free by now: free some"):
             file.flush()
-    file.discard(places)
+    file.discard(rooms)
     assert file.size <= size
-    file.put(np.full(10_000, 8, np.uint8), stable=False)
+    put(file, [np.full(10_000, 8, np.uint8)])
     file.flush()
-    out = np.empty(10_000, np.uint8)
-    file.read(first.offset, out)
-    assert set(out.tolist()) == {7}
+    assert set(bytes_of(file, first)) == {7}
     file.close()
 
 
+def test_a_take_that_fails_takes_nothing(tmp_path: Path) -> None:
+    """Though a part of the room was there."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=1 << 20)) as file:
+        rooms = [file.take([200_000])[0] for _ in range(4)]
+        file.give(run for room in rooms[::2] for run in room.runs)
+        free = file.space.runs
+        with pytest.raises(
+            StoreFullError, match=r"needs 905,216 more bytes but .* may hold 1,048,576: raise store_budget"
+        ):
+            file.take([900_000, 1])
+        assert file.space.runs == free
+        assert sum(count for room in file.take([400_000]) for _, count in room.runs) == paged(400_000)
+
+
 def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
-    """For ranges past the page cache and through it."""
+    """For ranges past the page cache and through it; nothing is written to it."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
-    place = file.put(aligned(600_000), stable=True)
+    (room,) = put(file, [aligned(600_000)], stable=True)
     file.flush()
     os.truncate(tmp_path / "blocks", 5000)
     for size in (600_000, 10_000):
         with pytest.raises(BlockReadError, match="is cut short, as blocks ends at byte 5,000"):
-            file.read(place.offset, aligned(size))
+            file.read(room, 0, aligned(size))
+    with pytest.raises(CorruptStoreError, match=r"ends at byte 5,000, before .*: restore the store from a copy"):
+        file.take([10])
+    file.give(room.runs)
+    file.trim()
+    assert file.size == 0
+    assert file.take([10])[0].runs == ((0, PAGE_BYTES),)
     file.close()
+
+
+def test_room_that_overlaps_is_refused(tmp_path: Path) -> None:
+    """And what is apart is taken, in any order."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
+        file.take([100_000])
+        low, size = np.array([49_152, 0, 8192]), np.array([4096, 4096, 8192])
+        file.occupy(low, size)
+        assert file.space.runs == [(4096, 8192), (16_384, 49_152), (53_248, 102_400)]
+        with pytest.raises(CorruptStoreError, match=r"blobs overlap in .*: restore the store from a copy"):
+            file.occupy(low, size + 4096 * np.array([0, 2, 0]))
+        file.occupy(low[:0], size[:0])
+        assert file.space.runs == [(0, 102_400)]
