@@ -74,9 +74,11 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
                 first_range = check_list(arrays, index, listed["groups"], group, layout)
                 for table, key, row in live_rows(files, name, meta[1], group, layout, first_range, first):
                     tables[table][key] = row  # segments by id: a newer row replaces a stale one
-        starts = names_in_order(values["tables"])
-        for table, live, stale in zip(arrays["live_tables"], arrays["live"], arrays["stale"], strict=True):
-            counted[starts[table]] += int(live - stale)
+        names = names_in_order(values["tables"])
+        for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
+            counted[names[table]] += live
+        for at, stale in zip(arrays["stale_at"].tolist(), arrays["stale"].tolist(), strict=True):
+            counted[names[arrays["live_tables"][at]]] -= stale
     assert counted == {name: len(rows) for name, rows in tables.items()}
     return Contents(values, tables, states)
 
