@@ -1,134 +1,96 @@
-"""Rows of blocks in Zarr chunks, compressed or not: readers of their ranges, and writers on threads."""
+"""Chunks of Zarr arrays: readers of their ranges, compressed or not, and writers on threads."""
 
 from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.engines.engine import WRITE_BYTES, FieldFile, FieldSource
+from tiercache.store.engines.engine import WRITE_BYTES
 from tiercache.store.engines.zarr_layout import merge
 from tiercache.store.engines.zarr_objects import Span
 from tiercache.store.files import FULL, PAGE_BYTES, ROOM_FOR_RECORDS, check_room, full_disk, huge_pages, paged, write_at
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.engine import Block, ReadRequest
-    from tiercache.store.engines.zarr_layout import Array, Arrays
+    from tiercache.store.engines.engine import BlobRows
+    from tiercache.store.engines.zarr_layout import Arrays, Place
     from tiercache.store.engines.zarr_objects import Objects
 
     Bytes = NDArray[np.uint8]
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from tiercache.store.engines.zarr_layout import Place
-
     Fill = Callable[[Bytes], None]
+
+_THREADS = 4
+"""That write files, sync and delete."""
+_OPEN_FILES = 64
 
 
 class ChunkReader:
-    """Reads blocks, from any thread. Raises BlockReadError."""
+    """Reads blobs, from any thread. Raises BlockReadError."""
 
-    def __init__(self, objects: Objects, unwritten: Callable[[str], Bytes | None]) -> None:
-        """``unwritten`` returns a chunk that is not an object yet."""
-        self._objects, self._unwritten = objects, unwritten
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
 
-    def read_bytes(self, span: Span, out: Bytes) -> None:
-        """Read bytes of one object."""
-        out[:] = self._ranges([span])[0]
+    def read_objects(self, arrays: Arrays, offset: int, out: Bytes) -> None:
+        """Read bytes of a plain blob."""
+        (array,), spans, at = arrays.arrays, [], 0
+        while at < out.size:
+            low = offset + at
+            size = min(out.size - at, arrays.step - low % arrays.step)
+            place = array.place(low, low + size)
+            spans.append((Span(place.key, place.begin, place.begin + size, place.whole_bytes), out[at : at + size]))
+            at += size
+        # Files are read in turn, as each is read into the same memory.
+        together = len(spans) if self._objects.root is None else 1
+        for i in range(0, len(spans), max(1, together)):
+            some = spans[i : i + together]
+            for data, (_, target) in zip(self._objects.ranges([span for span, _ in some]), some, strict=True):
+                target[:] = data
 
-    def read_rows(self, arrays: Arrays, block: Block, offset: int, out: Bytes) -> None:
-        """Read bytes of a block from ``offset`` on: of rows, whole pages."""
-        if arrays.block_bytes(block.kind, block.index) != block.size:
-            raise BlockReadError("is none of its layout")  # sizes and memory go by what that says
-        row_bytes = arrays.row_bytes(block.kind)
-        first, last = offset // row_bytes, (offset + out.size) // row_bytes
-        found = self._rows(arrays.by_kind[block.kind], block.index, first, last)
-        if len(found) == 1:
-            out[:] = found[0]
-        else:
-            layout = arrays.layout.segment_layout
-            merge(layout, first + block.index * layout.block_rows, out, found)
+    def read_rows(self, arrays: Arrays, of: BlobRows, offset: int, out: Bytes) -> None:
+        """Read whole pages of rows, or keys or last changes; padding between blocks is zeros."""
+        while out.size:
+            size = min(out.size, arrays.step - offset % arrays.step)
+            first, last = arrays.rows_at(offset, size)
+            rows = out[: (last - first) * arrays.row_bytes]
+            out[rows.size : size] = 0
+            if rows.size:
+                found = self._rows(arrays, first, last)
+                if len(found) == 1:
+                    rows[:] = found[0]
+                else:
+                    merge(of.layout, first, rows, found)
+            offset, out = offset + size, out[size:]
 
-    def locate(self, arrays: Arrays, request: ReadRequest) -> FieldSource | None:
-        """Say where rows lie on a local disk; None where they are compressed, or not as their layout says."""
-        block, offset, out = request
-        if arrays.layout.group.compression or offset + out.size > block.size:
-            return None
-        if arrays.block_bytes(block.kind, block.index) != block.size:
-            return None
-        row_bytes = arrays.row_bytes(block.kind)
-        first, rows = offset // row_bytes, out.size // row_bytes
-        files = []
-        for array in arrays.by_kind[block.kind]:
-            place = array.place(block.index)
-            begin = place.begin + array.row_bytes * first
-            files.append(FieldFile(self._objects.path(place.key), place.chunk_bytes, begin, array.row_bytes))
-        return FieldSource(self._objects.reads_direct(rows * file.row_bytes for file in files), files)
-
-    def missing(self, listed: Mapping[str, int | None], key: str, size: int, least: int | None = None) -> str:
-        """Say what is wrong with an object of ``size`` bytes, or, compressed, of ``least``; "" where nothing is."""
-        if key not in listed:
-            return "" if self._unwritten(key) is not None else f"is missing, as there is no {key}"
-        seen = listed[key]
-        if seen is None or (seen == size if least is None else seen >= least):
-            return ""
-        expected = f"{size:,}" if least is None else f"{least:,} at least"
-        return f"is not whole, as {key} has {seen:,} bytes of {expected}"
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _rows(self, parts: Sequence[Array], index: int, first: int, last: int) -> list[Bytes]:
-        """Return rows [first, last) of a block in each of its arrays, until this thread's next call."""
-        if first == last:
-            return [np.empty(0, np.uint8) for _ in parts]
-        if parts[0].shards is not None:
-            return self._compressed_rows(parts, index, first, last)
-        spans = []
-        for array in parts:
-            place, width = array.place(index), array.row_bytes
-            spans.append(Span(place.key, place.begin + width * first, place.begin + width * last, place.chunk_bytes))
-        return self._ranges(spans)
-
-    def _compressed_rows(self, parts: Sequence[Array], index: int, first: int, last: int) -> list[Bytes]:
-        """Read the index of each chunk, then the inner chunks that have the rows."""
-        spans, places = [], []
-        for array in parts:
-            key, shards = array.key(index), array.shards
-            assert shards is not None
-            end = self._objects.end(key, shards.index_bytes)
-            if end.size < shards.index_bytes:
-                raise BlockReadError(
-                    f"is not whole, as {key} has {end.size:,} bytes of {shards.index_bytes:,} at least"
-                )
-            inner = shards.index_of(end)[first // shards.inner_rows : -(-last // shards.inner_rows)]
+    def _rows(self, arrays: Arrays, first: int, last: int) -> list[Bytes]:
+        """Return rows [first, last) of a block in each array, until this thread's next call."""
+        places = [array.place(first, last) for array in arrays.arrays]
+        if arrays.arrays[0].shards is None:
+            return self._objects.ranges([
+                Span(place.key, place.begin, place.begin + place.size, place.whole_bytes) for place in places
+            ])  # fmt: skip
+        shards = [array.shards for array in arrays.arrays if array.shards is not None]
+        ends = self._objects.ends([place.key for place in places], [one.index_bytes for one in shards])
+        spans, inners = [], []
+        low, high = (row % arrays.arrays[0].block_rows for row in (first, last - 1))
+        for (key, *_), codec, end in zip(places, shards, ends, strict=True):
+            if end.size < codec.index_bytes:
+                raise BlockReadError(f"is not whole, as {key} has {end.size:,} bytes of {codec.index_bytes:,} at least")
+            inner = codec.index_of(end)[low // codec.inner_rows : high // codec.inner_rows + 1]
             if np.any(inner[:, 0] < 0) or np.any(np.diff(inner[:, 0]) < 0):
                 raise BlockReadError(f"lacks some of its rows {first} to {last}, as {key} does not have them")
             spans.append(Span(key, int(inner[0, 0]), int(inner[-1].sum()), -1))
-            places.append((shards, inner))
-        found = self._ranges(spans)
-        return [shards.decode(inner, data, first, last) for (shards, inner), data in zip(places, found, strict=True)]
-
-    def _ranges(self, spans: Sequence[Span]) -> list[Bytes]:
-        unwritten = [self._unwritten(span.key) for span in spans]
-        if all(chunk is None for chunk in unwritten):
-            return self._objects.ranges(spans)
-        return [
-            self._objects.ranges([span])[0] if chunk is None else chunk[span.start : span.stop]
-            for span, chunk in zip(spans, unwritten, strict=True)
-        ]
-
-
-_THREADS = 4
-_OPEN_FILES = 64
+            inners.append(inner)
+        found = self._objects.ranges(spans)
+        return [one.decode(inner, data, low, high + 1) for one, inner, data in zip(shards, inners, found, strict=True)]
 
 
 class Buffers:
@@ -167,22 +129,22 @@ class Buffers:
 
 
 class ChunkWriter:
-    """Threads that write, sync and delete objects; what is not said otherwise is for one thread at a time.
+    """Threads that write, sync and delete objects; each method is for one thread at a time, unless it says otherwise.
 
     Raises StoreFullError and StoreError, also those of what was begun before.
     """
 
-    def __init__(self, objects: Objects, label: str) -> None:
+    def __init__(self, objects: Objects, label: str, threads: int = _THREADS) -> None:
         self._objects, self._label = objects, label
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-chunks")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
         self._buffers = Buffers()
 
     @property
     def memory_bytes(self) -> int:
-        """What is held of blocks in memory: one field of one block may have more, alone.
+        """The most bytes of parts in memory; one field of one block may have more, alone.
 
-        Elsewhere than on a local disk chunks are gathered in twice as much beside.
+        On an object store chunks are gathered in twice as much beside.
         """
         return self._buffers.most_bytes
 
@@ -190,32 +152,24 @@ class ChunkWriter:
     def memory_bytes(self, memory_bytes: int) -> None:
         self._buffers.most_bytes = memory_bytes
 
-    def put(self, place: Place, fill: Fill) -> bool:
-        """Write a block where it belongs; ``fill`` puts it into memory before this returns.
-
-        Returns whether the chunk was not there before.
-        """
+    def put(self, place: Place, fill: Fill) -> None:
+        """Write bytes of an object; ``fill`` puts them into memory before this returns."""
         raise NotImplementedError
 
-    def flush(self) -> None:
-        """Return when everything that was put is an object."""
-        self.finish()
-
-    def drop(self, keys: Iterable[str]) -> None:
-        """Forget what is to be deleted. By any thread."""
-
-    def unwritten(self, key: str) -> Bytes | None:
-        """Return a chunk that is not written yet. By any thread."""
-
     def put_encoded(self, key: str, size: int, fill: Fill, encode: Callable[[Bytes], bytes]) -> None:
-        """Write an object: what ``encode`` makes, on a thread, of ``size`` bytes."""
+        """Write an object: the result of ``encode``, on a thread, for ``size`` bytes."""
         self._raise_early()
-        self.check_room(size)
         buffer = self._buffers.take(size)
-        self._submit(buffer, lambda: self._encode(key, buffer[:size], encode), lambda: fill(buffer[:size]))
+
+        def write() -> None:
+            packed = encode(buffer[:size])
+            with self.translated(len(packed)):
+                self._objects.put(key, packed)
+
+        self._submit(buffer, write, lambda: fill(buffer[:size]))
 
     def put_object(self, key: str, data: bytes) -> None:
-        """Write a small object before this returns."""
+        """Write a small object."""
         with self.translated(len(data) + ROOM_FOR_RECORDS):
             self._objects.put(key, data)
 
@@ -227,7 +181,7 @@ class ChunkWriter:
             job.result()
 
     def abandon(self) -> None:
-        """Return when nothing is being written any more, whatever became of it."""
+        """Return when nothing is being written any more, whether it was written or not."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
 
@@ -242,38 +196,37 @@ class ChunkWriter:
                 job.result()
 
     def later(self, do: Callable[[], None]) -> Future[None]:
-        """Do something meanwhile."""
+        """Do something on another thread."""
         return self._pool.submit(do)
 
-    def publish(self, key: str, data: bytes) -> None:
-        """Write an object as ``Objects.publish`` does."""
-        with self.translated(max(ROOM_FOR_RECORDS, len(data))):
-            self._objects.publish(key, data)
-
     def close(self) -> None:
-        """Finish what goes on."""
+        """Finish what is under way, and end the threads."""
         self.abandon()
         self._pool.shutdown()
 
-    def check_room(self, size: int) -> None:
-        """Raise StoreFullError where the file system has no room for ``size`` bytes and for records."""
+    def check_room(self, size: int, kept: int) -> None:
+        """Raise StoreFullError if the file system has no room for ``size`` bytes and for ``kept`` ones."""
         if self._objects.root is not None:
-            with self.translated(size, kept=ROOM_FOR_RECORDS):
-                check_room(self._objects.root, size + ROOM_FOR_RECORDS)
+            with self.translated(size, kept=kept):
+                check_room(self._objects.root, size + kept)
 
     @contextmanager
     def translated(self, needed: int, *, kept: int = 0) -> Iterator[None]:
         """Turn errors of the system into the store's: what could not be written has ``needed`` bytes.
 
-        ``kept`` bytes were to stay free beside them. By any thread.
+        ``kept`` bytes were to stay free besides. By any thread.
         """
         try:
             yield
         except OSError as error:
-            if error.errno in FULL:
-                raise _full(self._objects.root, needed, kept, error) from error
-            raise StoreError(
-                f"{self._label} cannot be written ({error}): mend that and open the store again"
+            if error.errno not in FULL:
+                raise StoreError(
+                    f"{self._label} cannot be written ({error}): fix that and open the store again"
+                ) from error
+            if self._objects.root is not None:
+                raise full_disk(self._objects.root, error, needed, kept_bytes=kept) from error
+            raise StoreFullError(
+                needed_bytes=needed, limit=f"its place is full ({error})", advice="free some"
             ) from error
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -296,11 +249,6 @@ class ChunkWriter:
             self._buffers.give(buffer)
             raise
 
-    def _encode(self, key: str, data: Bytes, encode: Callable[[Bytes], bytes]) -> None:
-        packed = encode(data)
-        with self.translated(len(packed)):
-            self._objects.put(key, packed)
-
     def _sync(self, files: list[str], folders: list[str]) -> None:
         with self.translated(ROOM_FOR_RECORDS):
             self._objects.sync(files, folders)
@@ -311,26 +259,25 @@ class _File(NamedTuple):
 
     handle: int
     direct: int | None
-    """The same past the page cache; None where that cannot be."""
+    """The same past the page cache; None if that is impossible."""
 
 
 class DiskWriter(ChunkWriter):
-    """Writes blocks into files, whole pages past the page cache."""
+    """Writes bytes into files, whole pages past the page cache."""
 
     def __init__(self, objects: Objects, label: str) -> None:
         super().__init__(objects, label)
         self._files: dict[str, _File] = {}
         self._direct = hasattr(os, "O_DIRECT")
 
-    def put(self, place: Place, fill: Fill) -> bool:
-        """Write a block into its file, which gets its room on the disk and its length when its first block comes."""
+    def put(self, place: Place, fill: Fill) -> None:
+        """Write bytes into their file, which gets its room on the disk and its length with the first of them."""
         self._raise_early()
-        file, made = self._files.get(place.key), False
+        file = self._files.get(place.key)
         if file is None:
             if len(self._files) >= _OPEN_FILES:
                 self.finish()
-            file, made = self._open(place)
-            self._files[place.key] = file
+            file = self._files[place.key] = self._open(place)
         lead = place.begin % PAGE_BYTES
         buffer = self._buffers.take(paged(lead + place.size))
         begin, size = place.begin, place.size
@@ -340,7 +287,6 @@ class DiskWriter(ChunkWriter):
                 self._direct &= write_at(file.handle, file.direct, buffer, begin, size)
 
         self._submit(buffer, write, lambda: fill(buffer[lead : lead + size]))
-        return made
 
     def finish(self) -> None:
         """Return when all that was put is written."""
@@ -350,7 +296,7 @@ class DiskWriter(ChunkWriter):
             self._close()
 
     def abandon(self) -> None:
-        """Return when nothing is being written any more, whatever became of it."""
+        """Return when nothing is being written any more, whether it was written or not."""
         super().abandon()
         self._close()
 
@@ -360,90 +306,110 @@ class DiskWriter(ChunkWriter):
                 if handle is not None:
                     os.close(handle)
 
-    def _open(self, place: Place) -> tuple[_File, bool]:
+    def _open(self, place: Place) -> _File:
         self._objects.check()
         path = self._objects.path(place.key)
-        flags, made = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, False
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with self.translated(place.used_bytes, kept=ROOM_FOR_RECORDS):
             try:
-                handle = os.open(path, flags)
+                handle = os.open(path, flags, 0o644)
             except FileNotFoundError:
-                self.check_room(place.used_bytes)
                 self._objects.folder_of(place.key)
-                handle, made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+                handle = os.open(path, flags, 0o644)
             try:
                 status = os.fstat(handle)
-                if status.st_size != place.chunk_bytes or status.st_blocks * 512 < place.used_bytes:
-                    self.check_room(max(0, place.used_bytes - status.st_blocks * 512))
-                    if place.used_bytes:
-                        os.posix_fallocate(handle, 0, place.used_bytes)
-                    os.ftruncate(handle, place.chunk_bytes)
+                if status.st_size != place.whole_bytes or status.st_blocks * 512 < place.used_bytes:
+                    os.posix_fallocate(handle, 0, place.used_bytes)
+                    os.ftruncate(handle, place.whole_bytes)
                 direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT) if self._direct else None
             except BaseException as error:
                 os.close(handle)
-                if made:
-                    self._objects.delete([place.key])
                 if isinstance(error, OSError) and error.errno == 22 and self._direct:
                     self._direct = False  # the file system has none
                     return self._open(place)
                 raise
-        return _File(handle, direct), made
+        return _File(handle, direct)
+
+
+class _Chunk(NamedTuple):
+    """A chunk in memory: pages that were not touched take none."""
+
+    data: Bytes
+    filled: int
+    """Bytes that were put."""
 
 
 class RemoteWriter(ChunkWriter):
-    """Gathers chunks in memory until all their blocks have come, or until too many wait."""
+    """Gathers chunks in memory until all their bytes have come, or until too many wait, and puts them together."""
 
-    def __init__(self, objects: Objects, label: str) -> None:
-        super().__init__(objects, label)
-        self._chunks: dict[str, tuple[Bytes, int]] = {}
-        """By name: the chunk, and how many of its blocks have not come; the one that waits longest first."""
+    def __init__(self, objects: Objects, label: str, concurrency: int) -> None:
+        super().__init__(objects, label, concurrency)
+        self._chunks: dict[str, _Chunk] = {}
+        """By name; the one that waits longest first."""
+        self._early: dict[str, int] = {}
+        """How many bytes chunks had that were put before they were whole."""
+        self._bytes = 0
+        """Of chunks that are gathered or on their way."""
         self._lock = threading.Lock()
 
-    def put(self, place: Place, fill: Fill) -> bool:
-        """Put a block into its chunk, and write the chunk where it is whole."""
-        made = False
-        chunk, left = self._chunks.get(place.key, (None, place.blocks))
-        if chunk is None:
-            with self.translated(place.used_bytes):
-                stored = self._objects.get(place.key) if place.blocks > 1 else None
-            made, chunk = stored is None, np.zeros(place.chunk_bytes, np.uint8)
-            if stored is not None:
-                chunk[: len(stored)] = np.frombuffer(stored, np.uint8)[: chunk.size]
-        fill(chunk[place.begin : place.begin + place.size])
-        with self._lock:
-            self._chunks.pop(place.key, None)
-            self._chunks[place.key] = chunk, left - 1
-        if left <= 1:
-            self._write(place.key)
-        while len(self._chunks) > 1 and sum(one.size for one, _ in self._chunks.values()) > 2 * self.memory_bytes:
-            self._write(next(iter(self._chunks)))
-        return made
+    def put(self, place: Place, fill: Fill) -> None:
+        """Put bytes into their chunk, and the chunk into the store once it is whole."""
+        self._raise_early()
+        chunk = self._chunks.pop(place.key, None) or self._begin(place)
+        fill(chunk.data[place.begin : place.begin + place.size])
+        self._chunks[place.key] = chunk = chunk._replace(filled=chunk.filled + place.size)
+        self._count(place.size)
+        if chunk.filled == place.used_bytes:
+            self._send(place.key)
+        while self._bytes > 2 * self.memory_bytes:
+            if not all(job.done() for job in self._jobs):
+                wait([job for job in self._jobs if not job.done()], return_when=FIRST_COMPLETED)
+            elif len(self._chunks) > 1:
+                key = next(iter(self._chunks))
+                self._early[key] = self._chunks[key].filled
+                self._send(key)
+            else:
+                break
 
-    def flush(self) -> None:
-        """Write the chunks that are not whole too."""
-        super().flush()
+    def put_object(self, key: str, data: bytes) -> None:
+        """Write a small object, with others in flight."""
+        self._raise_early()
+        self._jobs.append(self._pool.submit(super().put_object, key, data))
+
+    def finish(self) -> None:
+        """Put the chunks that are left too, which have padding between their parts, and return when all is written."""
         for key in [*self._chunks]:
-            self._write(key)
+            self._send(key)
+        super().finish()
 
-    def drop(self, keys: Iterable[str]) -> None:
-        """Forget chunks."""
+    def abandon(self) -> None:
+        """Forget chunks, and return when nothing is being written any more."""
+        super().abandon()
+        self._chunks, self._early, self._bytes = {}, {}, 0
+
+    def _begin(self, place: Place) -> _Chunk:
+        """Return a chunk of zeros, or the one that was put too early."""
+        data = np.zeros(place.whole_bytes, np.uint8)
+        filled = self._early.pop(place.key, 0)
+        if filled:
+            wait(self._jobs)
+            with self.translated(filled):
+                data[:] = np.frombuffer(self._objects.get(place.key) or bytes(data.size), np.uint8)
+            self._count(filled)
+        return _Chunk(data, filled)
+
+    def _send(self, key: str) -> None:
+        chunk = self._chunks.pop(key)
+
+        def run() -> None:
+            try:
+                with self.translated(chunk.data.size):
+                    self._objects.put(key, chunk.data.data)
+            finally:
+                self._count(-chunk.filled)
+
+        self._jobs.append(self._pool.submit(run))
+
+    def _count(self, num_bytes: int) -> None:
         with self._lock:
-            for key in keys:
-                self._chunks.pop(key, None)
-
-    def unwritten(self, key: str) -> Bytes | None:
-        """Return a chunk that is not written yet."""
-        with self._lock:
-            return self._chunks[key][0] if key in self._chunks else None
-
-    def _write(self, key: str) -> None:
-        chunk, _ = self._chunks[key]
-        with self.translated(chunk.size):
-            self._objects.put(key, chunk.data)
-        self.drop([key])
-
-
-def _full(root: Path | None, needed: int, kept: int, error: OSError) -> StoreFullError:
-    if root is None:
-        return StoreFullError(needed_bytes=needed, limit=f"its place is full ({error})", advice="free some")
-    return full_disk(root, error, needed, kept_bytes=kept)
+            self._bytes += num_bytes

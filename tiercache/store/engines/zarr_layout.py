@@ -1,9 +1,9 @@
-"""How the rows of a layout stand in Zarr arrays: which chunk holds what, decided without touching any.
+"""Geometry of blobs in Zarr arrays and plain objects: which object has which bytes, decided without touching any.
 
-A layout has an array for its keys, one for each field of its rows, and where a rewrite wrote it one for their last
-changes. Shapes: the array of a field has (rows, width), for 16-bit dtypes with an even width, those of keys and last
-changes (rows,). The rows stand in the order of the layout, so that pages are one run of bytes in each array. A chunk
-has the rows of a whole number of blocks, as many as ``CHUNK_BYTES`` take; of compressed tables, of one block.
+A segment's keys, its last changes and each field of its rows are an array. Shapes: a field (rows, width), for 16-bit
+dtypes with an even width; keys and last changes (rows,). Rows are in the order of the layout, so pages are one run of
+bytes in each array. A chunk has the rows of a whole number of blocks, as many as ``PART_BYTES`` take; of compressed
+tables, of one block. Any other blob is cut into objects of ``PART_BYTES``.
 """
 
 from __future__ import annotations
@@ -14,156 +14,225 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.store.bits import ITEM_BYTES
 from tiercache.store.engines.zarr_codec import LITTLE, Codec, ShardingCodec, cut
-from tiercache.store.layout import CHANGED, KEYS, ROWS
+from tiercache.store.files import paged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.engine import Block, BlockLayout
+    from tiercache.store.engines.engine import Blob, BlobRows
     from tiercache.store.layout import SegmentLayout
 
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
-CHUNK_BYTES = 64 << 20
-"""The most bytes of a chunk that has more than one block."""
+PART_BYTES = 64 << 20
+"""The most bytes of an object, except of a chunk that has a single block."""
 _DTYPES: dict[str, tuple[str, int | str, dict[str, Any]]] = {
     "float32": ("float32", "NaN", {}),
     "float16": ("float16", "NaN", {}),
     "bfloat16": ("uint16", 0x7FC0, {"dtype": "bfloat16"}),
 }
-"""By dtype of a field: Zarr's, what is read where nothing is (NaN), and attributes. Zarr has no bfloat16: its bits."""
-
-
-class Numbers(NamedTuple):
-    """An array with one number for each row."""
-
-    name: str
-    dtype: str
-    row_bytes: int
-    nothing: int
-    """What is read where nothing is."""
-
-
-NUMBERS = {KEYS: Numbers("keys", "int64", 8, -(1 << 63)), CHANGED: Numbers("changed", "uint32", 4, (1 << 32) - 1)}
-"""By kind of block: the arrays that have no field of the rows."""
+"""By dtype of a field: Zarr's dtype, the fill value (NaN), and attributes. Zarr has no bfloat16, so its bits."""
+_NUMBERS: dict[str, tuple[str, int, int]] = {
+    "keys": ("int64", 8, -(1 << 63)),
+    "changed": ("uint32", 4, (1 << 32) - 1),
+}
+"""By last word of a blob's name: dtype, bytes of a row and fill value of the arrays that are no field."""
+_WIDTHS = {"float32": 4, "float16": 2, "uint16": 2, "int64": 8, "uint32": 4}
+"""Bytes of an item, by Zarr's dtype."""
 
 
 class Place(NamedTuple):
-    """Where an array has a block."""
+    """Bytes of an object."""
 
     key: str
-    """The object of the chunk."""
+    """The object's name."""
     begin: int
-    """The byte of the chunk at which the block begins."""
+    """The first byte in it."""
     size: int
-    """Bytes of the block here."""
-    chunk_bytes: int
-    """Of the whole chunk, before compression."""
+    whole_bytes: int
+    """Bytes of the whole object, before compression."""
     used_bytes: int
-    """Of the rows in the chunk: the rest of a last chunk is padding."""
-    blocks: int
-    """In the chunk."""
+    """Bytes of the object that are put: the end of the last chunk of an array is padding."""
 
 
 class Array(NamedTuple):
-    """One array of a layout."""
+    """One array of a blob, or the objects of a plain blob as an array of bytes."""
 
     folder: str
-    suffix: str
-    """Of the names of chunks."""
+    """Of the chunks; of a plain blob its name."""
+    suffix: str | None
+    """Of the names of chunks; None for a plain blob."""
     rows: int
     row_bytes: int
     block_rows: int
     chunk_rows: int
-    chunk_blocks: int
-    shards: ShardingCodec | None
-    """How chunks are compressed; None where they are not."""
+    shards: ShardingCodec | None = None
+    """How chunks are compressed; None if they are not."""
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of a chunk."""
+        return -(-self.chunk_rows // self.block_rows)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the array."""
+        return -(-self.rows // (self.chunk_blocks * self.block_rows))
 
     def key(self, chunk: int) -> str:
         """Return the name of a chunk's object."""
+        if self.suffix is None:
+            return f"{self.folder}.{chunk}" if chunk else self.folder
         return f"{self.folder}/c.{chunk}{self.suffix}"
 
-    def place(self, index: int) -> Place:
-        """Say where a block is."""
-        chunk, at = divmod(index, self.chunk_blocks)
-        rows = min(self.block_rows, self.rows - index * self.block_rows)
-        used = min(self.chunk_rows, self.rows - chunk * self.chunk_blocks * self.block_rows)
+    def place(self, first: int, last: int) -> Place:
+        """Return the place of rows [first, last), which are in one chunk."""
+        step = self.chunk_blocks * self.block_rows
+        chunk = first // step
+        used = min(self.chunk_rows, self.rows - chunk * step) * self.row_bytes
         return Place(
             self.key(chunk),
-            at * self.block_rows * self.row_bytes,
-            rows * self.row_bytes,
-            self.chunk_rows * self.row_bytes,
-            used * self.row_bytes,
-            -(-used // self.block_rows),
+            (first - chunk * step) * self.row_bytes,
+            (last - first) * self.row_bytes,
+            used if self.suffix is None else self.chunk_rows * self.row_bytes,
+            used,
         )
 
+    def is_whole(self, chunk: int, size: int) -> bool:
+        """Return whether an object can be this chunk by its size."""
+        if self.shards is not None:
+            return size >= self.shards.index_bytes
+        return size == self.place(chunk * self.chunk_blocks * self.block_rows, self.rows).whole_bytes
 
-class Arrays:
-    """The arrays of one layout."""
 
-    def __init__(self, segment: int, layout: BlockLayout, epoch: int = 0) -> None:
-        self.layout, self.epoch = layout, epoch
-        self.segment_folder = f"segments/{segment}{_of_epoch(epoch)}"
-        self.folder = f"{self.segment_folder}/{layout.group.index}"
-        fields = tuple(
-            self._array(field.name, 4 * field.words, ROWS, ITEM_BYTES[field.dtype]) for field in layout.group.fields
-        )
-        self.by_kind: dict[bytes, tuple[Array, ...]] = {ROWS: fields}
-        """The arrays that have the blocks of a kind, in the order of a row."""
-        for kind, numbers in NUMBERS.items():
-            self.by_kind[kind] = (self._array(numbers.name, numbers.row_bytes, kind, numbers.row_bytes),)
+class Arrays(NamedTuple):
+    """The arrays of a blob, in the order of a row."""
 
-    def row_bytes(self, kind: bytes) -> int:
-        """Return the bytes of a row in all arrays of the blocks of a kind."""
-        return sum(array.row_bytes for array in self.by_kind[kind])
+    arrays: tuple[Array, ...]
+    size: int
+    """Bytes of the blob."""
+    step: int
+    """Bytes of the blob from one block to the next."""
 
-    def block_bytes(self, kind: bytes, index: int) -> int:
-        """Return the bytes of a block; -1 where the layout has none of this kind and index."""
-        layout = self.layout.segment_layout
-        if kind not in self.by_kind or not 0 <= index < layout.num_blocks:
-            return -1
-        return min(layout.block_rows, layout.rows - index * layout.block_rows) * self.row_bytes(kind)
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all arrays."""
+        return sum(array.row_bytes for array in self.arrays)
 
-    def nodes(self, kind: bytes) -> dict[str, bytes]:
-        """Return the objects that describe the arrays of a kind, and their groups, to any reader of Zarr."""
-        layout, arrays = self.layout, self.by_kind[kind]
-        names = [table.name for table in layout.group.tables]
-        about = {
-            "tables": names,
-            "page_rows": layout.segment_layout.page_rows,
-            "ranges": [
-                {"next_use": rows.next_use, "rows": dict(zip(names, rows.table_rows, strict=True))}
-                for rows in layout.segment_layout.ranges
-            ],
-        }
-        found = {f"{self.segment_folder}/{NODE}": group_node(), f"{self.folder}/{NODE}": group_node(about)}
-        if kind in NUMBERS:
-            found[f"{arrays[0].folder}/{NODE}"] = _array_node(
-                NUMBERS[kind].dtype, arrays[0], [], NUMBERS[kind].nothing, {}
-            )
-            return found
-        for field, array in zip(layout.group.fields, arrays, strict=True):
-            dtype, nothing, extra = _DTYPES[field.dtype]
-            width = array.row_bytes // ITEM_BYTES[field.dtype]
-            found[f"{array.folder}/{NODE}"] = _array_node(dtype, array, [width], nothing, extra)
-        return found
+    def rows_at(self, offset: int, size: int) -> tuple[int, int]:
+        """Return rows [first, last), those of the bytes of a blob that are in one block; padding has none."""
+        block, inside = divmod(offset, self.step)
+        array, row_bytes = self.arrays[0], self.row_bytes
+        low = block * array.block_rows
+        high = min(low + array.block_rows, array.rows)
+        return min(high, low + inside // row_bytes), min(high, low + (inside + size) // row_bytes)
 
-    def _array(self, name: str, row_bytes: int, kind: bytes, item_bytes: int) -> Array:
-        group, layout = self.layout
-        folder, suffix = f"{self.folder}/{name}", "" if kind in NUMBERS else ".0"
-        if group.compression is not None:
-            chunk_rows, inner_rows = cut(layout)
-            shards = ShardingCodec(
-                codec=Codec(group.compression, item_bytes if kind in NUMBERS else 4), row_bytes=row_bytes,
-                chunk_rows=chunk_rows, inner_rows=chunk_rows if kind in NUMBERS else inner_rows,
-            )  # fmt: skip
-            return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, 1, shards)
-        blocks = max(1, CHUNK_BYTES // (layout.block_rows * row_bytes))
-        chunk_rows = min(blocks * layout.block_rows, layout.rows)
-        return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, blocks, None)
+    def live(self, upto: int) -> int:
+        """Return the first block that does not end before a byte of the blob, or the number of blocks."""
+        return -(-self.size // self.step) if upto >= self.size else upto // self.step
+
+    def stored(self, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Return (size, dropped) of the blob by the objects that are there, with their sizes."""
+        size, dropped = self.size, 0
+        for array in self.arrays:
+            there = [array.is_whole(i, sizes.get(array.key(i), -1)) for i in range(array.num_chunks)]
+            first = there.index(True) if True in there else len(there)
+            end = there.index(False, first) if False in there[first:] else len(there)
+            bounds = [min(self.size, i * array.chunk_blocks * self.step) for i in (first, end)]
+            dropped, size = max(dropped, bounds[0]), min(size, bounds[1])
+        return max(size, dropped), dropped
+
+
+def arrays_of(blob: Blob) -> Arrays:
+    """Return the arrays of a blob. Raises ValueError if its size is not that of its layout."""
+    if blob.of is None:
+        rows = min(blob.size, PART_BYTES) or 1
+        return Arrays((Array(blob.name, None, blob.size, 1, PART_BYTES, rows),), blob.size, PART_BYTES)
+    folder, _, kind = blob.name.rpartition("/")
+    if kind in _NUMBERS:
+        item = _NUMBERS[kind][1]
+        arrays = [_array(blob.of, f"{folder}/{kind}", "", item, item)]
+    else:
+        arrays = [
+            _array(blob.of, f"{folder}/{field.name}", ".0", 4 * field.words, ITEM_BYTES[field.dtype])
+            for field in blob.of.group.fields
+        ]
+    found = _arrays(arrays)
+    if found.size != blob.size:
+        raise ValueError(f"blob {blob.name!r} has {blob.size:,} bytes, but those of its layout are {found.size:,}")
+    return found
+
+
+def _arrays(arrays: Sequence[Array]) -> Arrays:
+    first, row_bytes = arrays[0], sum(array.row_bytes for array in arrays)
+    step, blocks = paged(first.block_rows * row_bytes), -(-first.rows // first.block_rows)
+    last_rows = first.rows - max(0, blocks - 1) * first.block_rows
+    return Arrays(tuple(arrays), max(0, blocks - 1) * step + last_rows * row_bytes, step)
+
+
+def _array(of: BlobRows, folder: str, suffix: str, row_bytes: int, item_bytes: int) -> Array:
+    group, layout = of
+    if group.compression is not None:
+        chunk_rows, inner_rows = cut(layout)
+        shards = ShardingCodec(
+            codec=Codec(group.compression, 4 if suffix else item_bytes), row_bytes=row_bytes,
+            chunk_rows=chunk_rows, inner_rows=inner_rows if suffix else chunk_rows,
+        )  # fmt: skip
+        return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, shards)
+    blocks = max(1, PART_BYTES // (layout.block_rows * row_bytes))
+    chunk_rows = max(1, min(blocks * layout.block_rows, layout.rows))
+    return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows)
+
+
+def nodes_of(blob: Blob, arrays: Arrays) -> dict[str, bytes]:
+    """Return the objects that describe the arrays of a blob, and their groups, to any reader of Zarr."""
+    assert blob.of is not None
+    group, layout = blob.of
+    folder, _, kind = blob.name.rpartition("/")
+    names = [table.name for table in group.tables]
+    about = {
+        "tables": names,
+        "page_rows": layout.page_rows,
+        "ranges": [
+            {"next_use": rows.next_use, "rows": dict(zip(names, rows.table_rows, strict=True))}
+            for rows in layout.ranges
+        ],
+    }
+    found = {f"{folder.rpartition('/')[0]}/{NODE}": group_node(), f"{folder}/{NODE}": group_node(about)}
+    for i, array in enumerate(arrays.arrays):
+        if kind in _NUMBERS:
+            dtype, _, nothing = _NUMBERS[kind]
+            node = _array_node(dtype, array, [], nothing, {})
+        else:
+            dtype, fill, attributes = _DTYPES[group.fields[i].dtype]
+            node = _array_node(dtype, array, [array.row_bytes // _WIDTHS[dtype]], fill, attributes)
+        found[f"{array.folder}/{NODE}"] = node
+    return found
+
+
+def arrays_of_nodes(nodes: Mapping[str, bytes | None]) -> Arrays | None:
+    """Return the arrays that objects of ``nodes_of`` describe, by folder; None if they describe none."""
+    arrays = []
+    try:
+        for folder, data in nodes.items():
+            node = json.loads(data or b"")
+            rows, *width = node["shape"]
+            row_bytes = _WIDTHS[node["data_type"]] * (width[0] if width else 1)
+            chunk_rows, codec = node["chunk_grid"]["configuration"]["chunk_shape"][0], node["codecs"][0]
+            shards = None
+            if codec["name"] == "sharding_indexed":
+                inner_rows = codec["configuration"]["chunk_shape"][0]
+                shards = ShardingCodec(
+                    codec=Codec("", 1), row_bytes=row_bytes, chunk_rows=chunk_rows, inner_rows=inner_rows
+                )
+            block_rows, suffix = node["attributes"]["block_rows"], ".0" if width else ""
+            arrays.append(Array(folder, suffix, rows, row_bytes, block_rows, chunk_rows, shards))
+        return _arrays(arrays) if len({array.rows for array in arrays}) == 1 else None
+    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, RecursionError):
+        return None
 
 
 def split(layout: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
@@ -210,30 +279,12 @@ def _places(
     return pages[:, length * at : length * (at + field_bytes)], in_field
 
 
-def state_key(block: Block) -> str:
-    """Return the name of the object of a block of dense state."""
-    return f"state/{block.owner}.{block.index}{_of_epoch(block.place)}"
-
-
-def _of_epoch(epoch: int) -> str:
-    """Return how names of a writer's blocks end: of one that no other writer can follow unseen, with nothing."""
-    return f"-{epoch}" if epoch > 0 else ""
-
-
-def epoch_of(key: str) -> int:
-    """Return the epoch of the writer of an object, as far as its name says so; 0 where it does not."""
-    folder, _, rest = key.partition("/")
-    name = rest.partition("/")[0]
-    said = name.partition("-")[0] if folder in {"records", "manifests"} else name.partition("-")[2]
-    return int(said) if said.isdecimal() else 0
-
-
 def group_node(attributes: dict[str, Any] | None = None) -> bytes:
     """Return the object that describes a group of arrays."""
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
 
 
-def _array_node(dtype: str, array: Array, width: list[int], nothing: int | str, attributes: dict[str, Any]) -> bytes:
+def _array_node(dtype: str, array: Array, width: list[int], fill: int | str, attributes: dict[str, Any]) -> bytes:
     shards = array.shards
     return json.dumps(
         {
@@ -243,9 +294,9 @@ def _array_node(dtype: str, array: Array, width: list[int], nothing: int | str, 
             "data_type": dtype,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [array.chunk_rows, *width]}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "fill_value": nothing,
+            "fill_value": fill,
             "codecs": [LITTLE] if shards is None else shards.nodes([shards.inner_rows, *width]),
-            "attributes": attributes,
+            "attributes": {"block_rows": array.block_rows, **attributes},
             "storage_transformers": [],
         }
     ).encode()

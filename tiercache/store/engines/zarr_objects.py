@@ -1,15 +1,17 @@
 """The objects of a Zarr store by name; the only module that imports zarr.
 
-On a local disk objects are files, which are written and read past the page cache: as it is, ``LocalStore`` writes at
-0.23 and reads at 0.34 of the disk's speed. Any other store of Zarr is used as it is.
+On a local disk objects are files, which are written and read past the page cache: ``LocalStore`` itself writes at 0.23
+and reads at 0.34 of the disk's speed. Any other Zarr store is used as it is, with many requests in flight at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import shutil
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,30 +19,56 @@ import numpy as np
 from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as zarr_sync
-from zarr.storage import LocalStore, WrapperStore
+from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
-from tiercache.store.engines.zarr_layout import NODE
 from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
-from tiercache.store.records import Link, RecordManifest
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError
+from tiercache.store.store_errors import BlockReadError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from numpy.typing import NDArray
-
+    from zarr.abc.store import ByteRequest
 
 T = TypeVar("T")
+CONCURRENCY = 32
+"""Requests in flight at a time, unless the caller says otherwise."""
 PROBES = "probes"
-"""The folder of objects that are there for a moment, while a store is opened for writing."""
+"""The folder of objects that exist for a moment, while a store is opened for writing."""
 _PROBES = 3
-"""How often: a writer that opens the store at the same time may delete them, as ones that a killed one left."""
+"""Attempts: a writer that opens the store at the same time may delete a probe as a leftover."""
 LEFTOVER = ".partial"
-"""How the names of objects end that were not written to the end."""
+"""How the names of files end that are not complete."""
+_UNSIZED = -1
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
+
+
+def object_store(url: str) -> Store:
+    """Return the Zarr store of a URL such as "s3://bucket/model.tc", with credentials from the environment.
+
+    Contacts nobody. Raises ValueError for a URL of another kind, or one that obstore refuses, and StoreError if obstore
+    is not installed.
+    """
+    instead = "or open a Zarr store object with engine=ZarrEngine(store, create=...)"
+    if url.partition("://")[0] not in _SCHEMES:
+        expected = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise ValueError(f"{url!r} is no URL of an object store: give one that begins with {expected}, {instead}")
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise StoreError(
+            f"{url!r} needs obstore ({error}): run `pip install 'tiercache[obstore]'`, {instead}"
+        ) from error
+    try:
+        return ObjectStore(from_url(url))
+    except (BaseError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{url!r} cannot be opened as an object store ({reason}): correct it, {instead}") from error
 
 
 class Span(NamedTuple):
-    """Bytes [start, stop) of a chunk, which has ``size`` bytes in all; below 0: any."""
+    """Bytes [start, stop) of an object, which has ``size`` bytes in all; below 0: any."""
 
     key: str
     start: int
@@ -51,10 +79,10 @@ class Span(NamedTuple):
 class Objects:
     """Named bytes in a Zarr store, from any thread; every call returns when it is done. All raise OSError."""
 
-    def __init__(self, store: Store | Path) -> None:
-        """Use a path, a ``LocalStore`` as the path that it has, or any other store of Zarr."""
+    def __init__(self, store: Store | Path, concurrency: int = CONCURRENCY) -> None:
+        """Use a path, a ``LocalStore`` as its path, or any other Zarr store with so many requests in flight."""
         self.root: Path | None = None
-        """Where the objects are files; None elsewhere."""
+        """The folder of the files; None on an object store."""
         if isinstance(store, LocalStore):
             store = Path(store.root)
         if isinstance(store, Path | str):
@@ -64,21 +92,24 @@ class Objects:
         self.check: Callable[[], None] = lambda: None
         """Called before anything is written, changed or deleted on a local disk; raises StoreError to prevent it."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
+        self._slots = asyncio.Semaphore(concurrency)
 
     def path(self, key: str) -> str:
         """Return where the file of an object is, on a local disk."""
         return f"{self.root}/{key}"
 
     def folder_of(self, key: str) -> None:
-        """Make the folder that an object is to stand in, where there are any."""
-        if self.root is not None:
-            self.check()
-            (self.root / key).parent.mkdir(parents=True, exist_ok=True)
+        """Make the folder of a file."""
+        self.check()
+        Path(self.path(key)).parent.mkdir(parents=True, exist_ok=True)
+
+    # -- writing -----------------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object that nobody knows yet."""
+        """Write an object that nobody reads yet; ``data`` never changes from then on."""
         if self.root is None:
-            _remote(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))
+            array = np.frombuffer(data, np.uint8)
+            self._remote(self.store.set(key, self._prototype.buffer.from_array_like(array)))
             return
         self.check()
         try:
@@ -88,39 +119,33 @@ class Objects:
             write_whole(self.path(key), data)
 
     def publish(self, key: str, data: bytes) -> None:
-        """Write an object that is whole or not there, whenever the power goes.
-
-        On a local disk its bytes are durable before its name is there, and the name is when its folder is synced.
-        """
-        if self.root is None:
-            self.put(key, data)
-            return
+        """Write a file that is whole or not there, whenever the power goes; durable when its folder is synced."""
         # No name that a crash may have left, and that is being deleted meanwhile.
         draft = f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         try:
             self.put(draft, data)
             sync(self.path(draft), data_only=True)
             self.check()
-            (self.root / draft).replace(self.root / key)
+            Path(self.path(draft)).replace(self.path(key))
         except BaseException:
             with contextlib.suppress(OSError):
                 self.check()
-                (self.root / draft).unlink(missing_ok=True)
+                Path(self.path(draft)).unlink(missing_ok=True)
             raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object that must not be there, elsewhere than on a local disk; return whether this one is there.
+        """Write an object unless there is one, on an object store; return whether this one is there.
 
         ``data`` must be what nobody else writes. The store decides between writers (a conditional put), as
         ``overwrites`` finds out.
         """
-        _remote(self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data)))
+        self._remote(self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data)))
         return self.get(key) == data
 
     def overwrites(self) -> str:
-        """Return why ``create`` may let a second writer win, in words that end a sentence; or "".
+        """Return why ``create`` may let a second writer win, as the end of a sentence; or "".
 
-        A store of Zarr may have no conditional put of its own: Zarr's looks and then writes. A server may not know the
+        A Zarr store may have no conditional put of its own: Zarr's checks and then writes. A server may ignore the
         condition: then the second put of a name replaces the first. Writes an object, and deletes it.
         """
         layer = self.store
@@ -137,120 +162,128 @@ class Objects:
                 self.delete([key])
         return f"{type(layer).__name__} replaces an object by a put that is to fail where it exists"
 
-    def get(self, key: str) -> bytes | None:
-        """Return an object; None where there is none."""
-        if self.root is not None:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return read_whole(self.path(key))
-            return None
-        found = _remote(self.store.get(key, self._prototype))
-        return None if found is None else bytes(found.to_bytes())
-
-    def end(self, key: str, num_bytes: int) -> NDArray[np.uint8]:
-        """Return the last bytes of an object: fewer where it has fewer. Raises BlockReadError."""
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, and folders, whose names end in a slash; names that are gone already are no error."""
         if self.root is None:
-            found = _remote(self.store.get(key, self._prototype, SuffixByteRequest(num_bytes)))
-            if found is None:
-                raise BlockReadError(f"is missing, as there is no {key}")
-            return np.frombuffer(found.to_bytes(), np.uint8)
-        try:
-            return np.frombuffer(read_whole(self.path(key), num_bytes), np.uint8)
-        except (FileNotFoundError, NotADirectoryError):
-            raise BlockReadError(f"is missing, as there is no {self.path(key)}") from None
-        except OSError as error:
-            raise BlockReadError(f"cannot be read, as {self.path(key)} gives an error ({error})") from error
-
-    def reads_direct(self, num_bytes: Iterable[int]) -> bool:
-        """Whether ranges of these bytes, read together, are read past the page cache."""
-        return self._reader.reads_direct(num_bytes)
-
-    def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
-        if self.root is None:
-            return _remote(self._ranges(spans))
-        return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
-
-    async def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        requests = [(span.key, RangeByteRequest(span.start, span.stop)) for span in spans]
-        try:
-            found = await self.store.get_partial_values(self._prototype, requests)
-        except FileNotFoundError as error:  # from obstore, of the first that is not there
-            key = next((span.key for span in spans if span.key in str(error)), spans[0].key)
-            raise BlockReadError(f"is missing, as there is no {key}") from None
-        out = []
-        for span, value in zip(spans, found, strict=True):
-            if value is None:
-                raise BlockReadError(f"is missing, as there is no {span.key}")
-            data = np.frombuffer(value.to_bytes(), np.uint8)
-            if data.size != span.stop - span.start:
-                raise BlockReadError(f"is cut short, as {span.key} ends at byte {span.start + data.size:,}")
-            out.append(data)
-        return out
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are gone already are no error."""
-        if self.root is None:
-            _remote(self._delete(list(keys)))
+            names = list(names)
+            keys = [name for name in names if name[-1] != "/"]
+            for found in self._together([self._keys(name) for name in names if name[-1] == "/"]):
+                keys += found
+            self._together([self.store.delete(key) for key in keys])
             return
         self.check()
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path(key))  # noqa: PTH108  hundreds in a commit
+        for name in names:
+            if name[-1] == "/":
+                shutil.rmtree(self.path(name), ignore_errors=True)
+            else:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.unlink(self.path(name))  # noqa: PTH108  hundreds in a commit
 
-    async def _delete(self, keys: list[str]) -> None:
-        for key in keys:
-            await self.store.delete(key)
-
-    def delete_folder(self, folder: str) -> None:
-        """Delete everything below a name."""
-        if self.root is None:
-            _remote(self.store.delete_dir(folder))
-        else:
-            self.check()
-            shutil.rmtree(self.path(folder), ignore_errors=True)
-
-    def punch(self, key: str, runs: Iterable[tuple[int, int]]) -> None:
-        """Give the room of runs of bytes of a file back, where the file system has holes."""
+    def punch(self, key: str, size: int) -> None:
+        """Give the room of the first bytes of a file back, if the file system has holes."""
         self.check()
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(self.path(key), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                for low, high in runs:
-                    punch_hole(handle, low, high - low)
+                punch_hole(handle, 0, size)
             finally:
                 os.close(handle)
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names of everything directly below a name, without that."""
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes | None:
+        """Return an object; None if there is none."""
+        return self.get_all([key])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return objects; None for those that are missing."""
         if self.root is None:
-            found = _remote(_collect(self.store.list_prefix(folder + "/")))
-            return [key[len(folder) + 1 :] for key in found]
+            found = self._together([self.store.get(key, self._prototype) for key in keys])
+            return [None if one is None else bytes(one.to_bytes()) for one in found]
+        return [self._file(key) for key in keys]
+
+    def _file(self, key: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            return read_whole(self.path(key))
+        return None
+
+    def ends(self, keys: Sequence[str], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Return the last bytes of objects, so many of each: fewer if it has fewer. Raises BlockReadError."""
+        if self.root is not None:
+            return [self._end(self.path(key), size) for key, size in zip(keys, sizes, strict=True)]
+        return self._parts(keys, [SuffixByteRequest(size) for size in sizes])
+
+    def _end(self, path: str, size: int) -> NDArray[np.uint8]:
+        try:
+            return np.frombuffer(read_whole(path, size), np.uint8)
+        except (FileNotFoundError, NotADirectoryError):
+            raise BlockReadError(f"is missing, as there is no {path}") from None
+        except OSError as error:
+            raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
+
+    def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
+        if self.root is not None:
+            return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
+        out = self._parts([span.key for span in spans], [RangeByteRequest(span.start, span.stop) for span in spans])
+        for span, data in zip(spans, out, strict=True):
+            if data.size != span.stop - span.start:
+                raise BlockReadError(f"is cut short, as {span.key} ends at byte {span.start + data.size:,}")
+        return out
+
+    def _parts(self, keys: Sequence[str], parts: Sequence[ByteRequest]) -> list[NDArray[np.uint8]]:
+        try:
+            found = self._together([self.store.get(*one) for one in zip(keys, repeat(self._prototype), parts)])
+        except OSError as error:
+            raise BlockReadError(f"cannot be read, as one of {', '.join(keys)} gives an error ({error})") from error
+        for key, one in zip(keys, found, strict=True):
+            if one is None:
+                raise BlockReadError(f"is missing, as there is no {key}")
+        return [np.frombuffer(one.to_bytes(), np.uint8) for one in found if one is not None]
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of everything directly below a folder, without that."""
+        if self.root is None:
+            return [key[len(folder) + 1 :] for key in self._remote(self._keys(folder + "/"))]
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path(folder))  # noqa: PTH208
         return []
 
-    def sizes(self, *folders: str) -> dict[str, int | None]:
-        """Return every object below names, with its bytes where the store says them at once."""
-        found: dict[str, int | None] = {}
-        for folder in folders:
-            if self.root is None:
-                found |= dict.fromkeys(_remote(_collect(self.store.list_prefix(folder + "/"))))
-            else:
-                found |= _walk(str(self.root), folder)
-        return found
+    def sizes(self, folders: Sequence[str], *objects: str) -> dict[str, int]:
+        """Return all objects below folders, and some others if they are there, with their bytes.
 
-    def tidy(self, folder: str) -> None:
-        """Delete folders below ``folder`` that hold nothing."""
+        On a local disk also empty folders, with a slash at the end, as 0.
+        """
         if self.root is not None:
-            self.check()
-            for folder_path, _, _ in os.walk(self.root / folder, topdown=False):
-                with contextlib.suppress(OSError):  # most are not empty
-                    Path(folder_path).rmdir()
+            found = {key: size for folder in folders for key, size in _walk(str(self.root), folder).items()}
+            files = {key: Path(self.path(key)) for key in objects}
+            return found | {key: file.stat().st_size for key, file in files.items() if file.is_file()}
+        found = dict.fromkeys(objects, _UNSIZED)
+        for one in self._together([self._sizes(folder + "/") for folder in folders]):
+            found |= one
+        unsized = [key for key, size in found.items() if size == _UNSIZED]
+        found |= dict(zip(unsized, self._together([self._size(key) for key in unsized]), strict=True))
+        return {key: size for key, size in found.items() if size != _UNSIZED}
+
+    async def _sizes(self, prefix: str) -> dict[str, int]:
+        if isinstance(self.store, ObjectStore):  # says sizes at once
+            return {one["path"]: one["size"] async for one in self.store._list(prefix)}
+        return dict.fromkeys(await self._keys(prefix), _UNSIZED)
+
+    async def _size(self, key: str) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return await self.store.getsize(key)
+        return _UNSIZED
+
+    async def _keys(self, prefix: str) -> list[str]:
+        return [key async for key in self.store.list_prefix(prefix)]
+
+    # -- durability --------------------------------------------------------------------------------------
 
     def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the files, and then the folders, that are to be synced so that objects last.
+        """Return the files, and then the folders, that are to be synced for objects to be durable.
 
-        Elsewhere than on a local disk objects last when they are written.
+        On an object store objects are durable when they are written.
         """
         if self.root is None:
             return [], []
@@ -270,130 +303,44 @@ class Objects:
         for path in folders:
             sync(path)
 
+    # -- requests ----------------------------------------------------------------------------------------
 
-def _walk(root: str, folder: str) -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
+    def _remote(self, request: Coroutine[Any, Any, T]) -> T:
+        return self._together([request])[0]
+
+    def _together(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Return the answers to requests that are in flight together, when all have come; errors are OSErrors."""
+
+        async def one(request: Coroutine[Any, Any, T]) -> T:
+            async with self._slots:
+                return await request
+
+        async def everything() -> list[T | BaseException]:
+            return await asyncio.gather(*map(one, requests), return_exceptions=True)
+
+        answers = zarr_sync(everything()) if requests else []
+        for answer in answers:
+            if isinstance(answer, OSError):
+                raise answer
+            if isinstance(answer, BaseException):
+                raise OSError(f"{type(answer).__name__}: {answer}") from answer
+        return answers  # type: ignore[return-value]
+
+
+def _walk(root: str, folder: str) -> dict[str, int]:
+    found: dict[str, int] = {}
     pending = [folder]
     while pending:
-        folder_path = pending.pop()
+        folder_path, empty = pending.pop(), True
         # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{folder_path}") as entries:
             for entry in entries:
+                empty = False
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(f"{folder_path}/{entry.name}")
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     found[f"{folder_path}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
+            if empty and folder_path != folder:
+                found[f"{folder_path}/"] = 0
     return found
-
-
-async def _collect(keys: Any) -> list[str]:
-    return [key async for key in keys]
-
-
-def _remote(requests: Coroutine[Any, Any, T]) -> T:
-    """Return what a store of Zarr answers; whatever it raises is an OSError."""
-    try:
-        return zarr_sync(requests)
-    except (OSError, BlockReadError):
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-_LOOKS = 100
-"""How often the newest manifest is looked for, where a writer replaces it meanwhile."""
-
-
-class Records:
-    """Finds manifests and reads records. All raise CorruptStoreError."""
-
-    def __init__(self, objects: Objects, label: str) -> None:
-        self._objects, self._label = objects, label
-
-    def newest(self, *, create: bool) -> RecordManifest:
-        """Return the newest manifest; that of an empty store where one is made."""
-        for _ in range(_LOOKS):
-            number = max(self._numbers("manifests"), default=None)
-            if number is None:
-                made = (key for key in self.sizes("segments", "state") if not key.endswith(LEFTOVER))
-                if create and all(key.split("/")[-1] == NODE for key in made):
-                    return RecordManifest(number=0)
-                continue
-            data = self._get(f"manifests/{number}")
-            if data is not None:
-                manifest = RecordManifest.from_bytes(data, f"manifest {number} of {self._label}")
-                if manifest.number != number:
-                    raise CorruptStoreError(
-                        f"manifest {number} of {self._label} says that it is {manifest.number}: "
-                        "restore the store from a copy"
-                    )
-                return manifest
-        raise CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
-
-    def of(self, manifest: RecordManifest) -> dict[str, bytes]:
-        """Return the records that a manifest names."""
-        return manifest.read(lambda name, link: self._get(record_key(name, link)), self._label)
-
-    def follow(self, known: RecordManifest) -> tuple[RecordManifest, dict[str, bytes]]:
-        """Return the newest manifest and its records, whatever a writer does meanwhile; never one before ``known``."""
-        for _ in range(_LOOKS):
-            newest = self.newest(create=False)
-            if newest.number < known.number:
-                raise CorruptStoreError(
-                    f"{self._label} is at manifest {newest.number} and was at {known.number} before: "
-                    "restore the store from a copy"
-                )
-            try:
-                return newest, self.of(newest)
-            except CorruptStoreError:
-                if self.newest_number() == newest.number:
-                    raise
-        raise CorruptStoreError(f"{self._label} changes faster than it can be read: open it again")
-
-    def sizes(self, *folders: str) -> dict[str, int | None]:
-        """Return every object below names, with its bytes where the store says them at once."""
-        try:
-            return self._objects.sizes(*folders)
-        except OSError as error:
-            raise CorruptStoreError(
-                f"{self._label} cannot be listed ({error}): mend that, or restore the store from a copy"
-            ) from error
-
-    def newest_number(self) -> int:
-        """Return the greatest number of a manifest; 0 where there is none."""
-        return max(self._numbers("manifests"), default=0)
-
-    def next_number(self, newest: RecordManifest) -> int:
-        """Return a number that no manifest and no record has or had."""
-        return max([newest.number, *self._numbers("manifests"), *self._numbers("records")]) + 1
-
-    def _numbers(self, folder: str) -> list[int]:
-        """Return the numbers of manifests, or those of the manifests that wrote records."""
-        try:
-            names = self._objects.names(folder)
-        except OSError as error:
-            raise CorruptStoreError(
-                f"{folder} of {self._label} cannot be listed ({error}): mend that, or restore the store from a copy"
-            ) from error
-        if folder == "records":
-            names = [name.partition("-")[0] for name in names]
-        return [int(name) for name in names if name.isdecimal()]
-
-    def _get(self, key: str) -> bytes | None:
-        try:
-            return self._objects.get(key)
-        except (OSError, ValueError) as error:  # a damaged manifest may name what is no name
-            raise CorruptStoreError(
-                f"object {key} of {self._label} cannot be read ({error}): mend that, or restore the store from a copy"
-            ) from error
-
-
-def record_key(name: str, link: Link) -> str:
-    """Return the name of a record's object."""
-    return f"records/{link.number}-{name.replace('/', '.')}"
-
-
-def manifest_key(manifest: RecordManifest) -> str:
-    """Return the name of a manifest's object."""
-    return f"manifests/{manifest.number}"
