@@ -16,8 +16,8 @@ from tests.store.damage import assert_sentence
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
 from tiercache.store import Store, StoreError, ZarrEngine
-from tiercache.store.engines import zarr_holdings
-from tiercache.store.engines.zarr_holdings import Garbage
+from tiercache.store.engines import zarr_garbage
+from tiercache.store.engines.zarr_garbage import Garbage
 
 NO_PUT = "has no put that fails where the object exists"
 REPLACES = "replaces an object by a put that is to fail where it exists"
@@ -149,7 +149,7 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.now = obstore.store.MemoryStore(), 1e9
         self.world = World(small_tables()[1:3])
-        monkeypatch.setattr(zarr_holdings, "time", SimpleNamespace(time=lambda: self.now))
+        monkeypatch.setattr(zarr_garbage, "time", SimpleNamespace(time=lambda: self.now))
 
     def run(self, *, killed: bool = False, passes: int = 2, **options: Any) -> None:
         """Train some passes."""
@@ -250,7 +250,7 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(runs: Runs) -> None:
 def test_a_list_of_what_is_free_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects, and all in folders, since the earliest time."""
     now = [100.0]
-    monkeypatch.setattr(zarr_holdings, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(zarr_garbage, "time", SimpleNamespace(time=lambda: now[0]))
     one, other = Garbage(50.0), Garbage(50.0)
     one.add(["state/1.0-3", "segments/2-3/"])
     now[0] = 120.0
