@@ -14,6 +14,7 @@ import numpy as np
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds, page_checksums
+from tiercache.store.recovery import room_for
 from tiercache.store.segment import corrupt_block
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
@@ -271,22 +272,23 @@ class BlockReader:
 
     def state(self, commit: Commit) -> NDArray[np.uint8]:
         """Return the dense state of ``commit``. Raises CorruptStoreError."""
-        of_rank = commit.own.state
-        state = np.empty(of_rank.size, dtype=np.uint8)
-        for i, expected in enumerate(of_rank.checksums.tolist()):
-            part = state[i * of_rank.chunk_bytes :][: of_rank.chunk_bytes]
-            try:
+        of_rank, i = commit.own.state, 0
+        try:
+            with self._uses.using():
+                state = room_for(self._engine, of_rank.blob)
+            for i, expected in enumerate(of_rank.checksums.tolist()):
+                part = state[i * of_rank.chunk_bytes :][: of_rank.chunk_bytes]
                 with self._uses.using():
                     self._engine.read(ReadRequest(of_rank.blob, i * of_rank.chunk_bytes, part))
                 seen = checksum(part)
                 if seen != expected:
                     raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
-            except BlockReadError as error:
-                corrupt = CorruptStoreError(
-                    f"part {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "
-                    "restore the store from a copy, or train again from the start"
-                )
-                raise self._explain(corrupt) from error
+        except BlockReadError as error:
+            corrupt = CorruptStoreError(
+                f"part {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "
+                "restore the store from a copy, or train again from the start"
+            )
+            raise self._explain(corrupt) from error
         self.counters.add(state_bytes_read=state.size, reads=of_rank.checksums.size)
         return state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,21 +105,27 @@ class CommitFiles:
 
 def read_whole(engine: Engine, blob: Blob, sha256: str, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
     """Return a blob that must have a digest. Raises CorruptStoreError that calls it ``name``."""
-    data, hashed = np.empty(blob.size, np.uint8), hashlib.sha256()
-    for start in range(0, blob.size, READ_BYTES):
-        part = data[start : start + READ_BYTES]
-        try:
-            if uses is None:
+    hashed = hashlib.sha256()
+    try:
+        with nullcontext() if uses is None else uses.using():
+            data = room_for(engine, blob)
+        for start in range(0, blob.size, READ_BYTES):
+            part = data[start : start + READ_BYTES]
+            with nullcontext() if uses is None else uses.using():
                 engine.read(ReadRequest(blob, start, part))
-            else:
-                with uses.using():
-                    engine.read(ReadRequest(blob, start, part))
-        except BlockReadError as error:
-            raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
-        hashed.update(part.data)
+            hashed.update(part.data)
+    except BlockReadError as error:
+        raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
     if hashed.hexdigest() != sha256:
         raise CorruptStoreError(f"{name} is not what was written: {ADVICE}")
     return data
+
+
+def room_for(engine: Engine, blob: Blob) -> NDArray[np.uint8]:
+    """Return memory for all bytes of a blob, after a look if a large one has so many. Raises BlockReadError."""
+    if blob.size > READ_BYTES:
+        engine.read(ReadRequest(blob, blob.size - 1, np.empty(1, np.uint8)))
+    return np.empty(blob.size, np.uint8)
 
 
 def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
