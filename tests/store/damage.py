@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import google_crc32c
@@ -72,6 +73,29 @@ def resealed(record: bytes, generator: Generator) -> bytes:
     """Return a damaged record whose last four bytes are the checksum of those before."""
     body = damaged(record[:-4], generator)
     return body + struct.pack("<I", google_crc32c.value(body))
+
+
+def miscounting(record: bytes, generator: Generator) -> bytes:
+    """Return a record with other numbers in its arrays, and a right checksum."""
+    header, arrays = opened(record)
+    numbers = [
+        (np.dtype(dtype), at)
+        for (_, dtype, length), start in zip(header["arrays"], _starts(header["arrays"]), strict=True)
+        for at in range(start, start + length * np.dtype(dtype).itemsize, np.dtype(dtype).itemsize)
+    ]
+    data = bytearray(arrays)
+    for _ in range(int(generator.integers(1, 3)) if numbers else 0):
+        dtype, at = numbers[int(generator.integers(0, len(numbers)))]
+        found, least, most = int(np.frombuffer(data, dtype, 1, at)[0]), np.iinfo(dtype).min, np.iinfo(dtype).max
+        wrong = [0, 1, 2, 7, 1 << 20, -1, found + 1, found - 1, least, most]
+        lie_ = int(generator.choice(np.array([max(least, min(most, n)) for n in wrong], object)))
+        data[at : at + dtype.itemsize] = np.array([lie_], dtype).tobytes()
+    return sealed(json.dumps(header).encode(), bytes(data))
+
+
+def _starts(described: Sequence[Any]) -> list[int]:
+    """Return where each array of a record begins."""
+    return [0, *accumulate(length * np.dtype(dtype).itemsize for _, dtype, length in described)][:-1]
 
 
 def lie(value: Any, generator: Generator) -> None:

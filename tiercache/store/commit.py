@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
-from tiercache.store.live import COUNTS, GROUP_COUNTS, Live
+from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, decode, digest, encode, whole
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import Table, group_tables
@@ -111,10 +111,7 @@ class RankList:
             places = arrays["live_segments"], arrays["live_tables"]
             live.live_ST[places] = arrays["live"]
             live.stale_ST[tuple(place[arrays["stale_at"]] for place in places)] = arrays["stale"]
-            if any(int(getattr(live, one).min(initial=0)) < 0 for one in COUNTS):
-                raise ValueError("it has a number below 0")
-            if np.any(live.stale_ST > live.live_ST):
-                raise ValueError("more rows of a segment are stale than are live")
+            live.check()
             ids = [whole(entry[0], "the id of a segment") for entry in entries]
             next_segment = whole(values["next_segment"], "next_segment")
             if any(b <= a for a, b in pairwise([*ids, next_segment])):

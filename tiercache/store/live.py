@@ -25,6 +25,8 @@ GROUP_COUNTS = ("first_ranges_SG", "next_uses_SG", "rows_SG", "block_rows_SG", "
 TABLE_COUNTS = ("live_ST", "stale_ST")
 COUNTS = (*GROUP_COUNTS, *TABLE_COUNTS)
 """Names of what is said of each group, of each table, and of either."""
+_MOST = 1 << 48
+"""Above any number of rows or bytes of a segment: sums and products of a few of them are whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,10 +97,37 @@ class Live:
             tables = slice(first_table, self.first_tables[g + 1])
             self.live_ST[row, tables] = layout.table_rows_RT[first_range:].sum(axis=0, dtype=np.int64)
 
+    def fits(self, row: int, segment: Segment) -> bool:
+        """Return True unless a segment has other rows than this says; which of them are stale it cannot tell."""
+        blank: dict[str, Any] = {name: np.zeros((1, getattr(self, name).shape[1]), np.int64) for name in COUNTS}
+        actual = replace(self, **blank)
+        for g, layout in enumerate(segment.layouts):
+            first_range = int(self.first_ranges_SG[row, g])
+            if first_range > layout.num_ranges:
+                return False
+            actual.set_group(0, g, segment, first_range)
+        names = [name for name in COUNTS if name != "stale_ST"]
+        return all(np.array_equal(getattr(actual, name)[0], getattr(self, name)[row]) for name in names)
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no store can have."""
+        if any(int(getattr(self, name).min(initial=0)) < 0 for name in COUNTS):
+            raise ValueError("it has a number below 0")
+        counts = [getattr(self, name) for name in COUNTS if name != "next_uses_SG"]
+        if any(int(count.max(initial=0)) > _MOST for count in counts):
+            raise ValueError(f"it has a number above {_MOST:,}")
+        if np.any(self.stale_ST > self.live_ST):
+            raise ValueError("more rows of a segment are stale than are live")
+        if np.any(self._live_rows() > self.rows_SG) or np.any((self.rows_SG > 0) & (self.block_rows_SG == 0)):
+            raise ValueError("more rows of a segment are live than it has in its blocks")
+
+    def _live_rows(self) -> Int64s:
+        """Return (S, G): rows in live ranges."""
+        return np.stack([self.live_ST[:, a:b].sum(axis=1) for a, b in pairwise(self.first_tables)], axis=1)
+
     def first_blocks(self) -> Int64s:
         """Return (S, G): the first block of each layout that has a live row; the number of blocks where none has."""
-        tables_of_groups = pairwise(self.first_tables)
-        live_SG = np.stack([self.live_ST[:, a:b].sum(axis=1) for a, b in tables_of_groups], axis=1)
+        live_SG = self._live_rows()
         block_rows_SG = np.maximum(self.block_rows_SG, 1)
         dead = (self.rows_SG - live_SG) // block_rows_SG
         return np.where(live_SG > 0, dead, -(-self.rows_SG // block_rows_SG))

@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, blob_bytes, block_stride
 from tiercache.store.live import Live
 from tiercache.store.segment import meta_name, rows_name
+from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ class Snapshot:
         self.retained = frozenset[int]() if commit is None else commit.retained_ids
         """The ids of segments of earlier schedules, whose next uses are void."""
         self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
+        self._checked = {segment.id for segment in self.appended}
 
     @cached_property
     def live(self) -> Live:
@@ -55,12 +57,18 @@ class Snapshot:
         return self.live.first_blocks()
 
     def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first live range of a layout: those before are dead, those after are live."""
-        return int(self.live.first_ranges_SG[self._rows[segment.id], group])
+        """Return the first live range of a layout: those before are dead, those after are live.
+
+        Raises CorruptStoreError if the commit lists other rows than the segment has.
+        """
+        return int(self.live.first_ranges_SG[self._row(segment), group])
 
     def first_block(self, segment: Segment, group: int) -> int:
-        """Return the first block of a layout with a live row; the number of blocks where none has one."""
-        return int(self.first_blocks[self._rows[segment.id], group])
+        """Return the first block of a layout with a live row; the number of blocks where none has one.
+
+        Raises CorruptStoreError if the commit lists other rows than the segment has.
+        """
+        return int(self.first_blocks[self._row(segment), group])
 
     def rows_in(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
         """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
@@ -73,6 +81,18 @@ class Snapshot:
     def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
         """Return how many rows of a table in ``segments`` are stale."""
         return self._sum(self.live.stale_ST, segments, group, table)
+
+    def _row(self, segment: Segment) -> int:
+        """Return the place of a segment, and compare what is listed of it with what describes its rows, once."""
+        row = self._rows[segment.id]
+        if segment.id not in self._checked:
+            if not self.live.fits(row, segment):
+                at = "" if self.commit is None else f"commit {self.commit.id} "
+                raise CorruptStoreError(
+                    f"{at}lists other live rows of segment {segment.id} than it has: restore the store from a copy"
+                )
+            self._checked.add(segment.id)
+        return row
 
     def _sum(self, counts_ST: Int64s, segments: Iterable[Segment], group: Group, table: Table) -> int:
         rows = [self._rows[segment.id] for segment in segments]

@@ -15,7 +15,6 @@ import numpy as np
 
 from tiercache.store import key_invariants
 from tiercache.store.files import huge_pages
-from tiercache.store.live import COUNTS, Live
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.recovery import ADVICE
 from tiercache.store.shards.sharded_store import ShardedStore
@@ -181,8 +180,8 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
     for snapshot in snapshots:
         if snapshot.commit is None:
             continue
-        id_, actual = snapshot.commit.id, Live.of(snapshot.committed, snapshot.groups)
-        for row, (segment, first) in enumerate(zip(snapshot.committed, snapshot.commit.own.first_commits, strict=True)):
+        id_ = snapshot.commit.id
+        for segment, first in zip(snapshot.committed, snapshot.commit.own.first_commits, strict=True):
             what, known = f"segment {segment.id} of {label}", firsts.setdefault(segment.id, first)
             if not known == first <= id_:
                 other = f"commit {known} was" if known != first else "that is newer"
@@ -193,12 +192,6 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
             if (use := _over_at_once(segment)) is not None:
                 passed = f"was dumped by pass {segment.pass_index} and has rows that wait for {use}"
                 yield f"{what} {passed}: {ADVICE}", id_
-            for g, layout in enumerate(segment.layouts):
-                first_range = min(int(snapshot.live.first_ranges_SG[row, g]), layout.num_ranges)
-                actual.set_group(row, g, segment, first_range)
-            names = [name for name in COUNTS if name != "stale_ST"]
-            if not all(np.array_equal(getattr(actual, name)[row], getattr(snapshot.live, name)[row]) for name in names):
-                yield f"commit {id_} lists other live rows of {what} than it has: {ADVICE}", id_
 
 
 def _over_at_once(segment: Segment) -> int | None:
