@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.errors import BudgetError
 from tiercache.sizes import parse_bytes
+from tiercache.store.key_map import BUILD_BYTES, MOST_ROWS
 from tiercache.store.layout import SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
         total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
         total += int((ranges_P + cuts_P).sum()) * _PAGE_RECORD_BYTES
     total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
+    mapped = [positions.num_rows(p, g) for p in range(positions.num_passes) for g in range(len(positions.groups))]
+    total += BUILD_BYTES * min(max(mapped, default=0), MOST_ROWS)
     return epochs * total + _INDEX_BYTES * max(positions.num_rows(p) for p in range(positions.num_passes))
 
 

@@ -90,7 +90,7 @@ class RankList:
             "groups": self.live.rows_SG.shape[1],
             "tables": self.live.live_ST.shape[1],
             "segments": [
-                [one.id, one.name, one.pass_index, one.within, first, one.meta_bytes, one.meta_digest]
+                [one.id, one.name, one.pass_index, one.within, first, one.meta_bytes, one.head_bytes, one.head_digest]
                 for one, first in zip(self.segments, self.first_commits, strict=True)
             ],
             "state": [self.state.name, self.state.size, self.state.chunk_bytes],
@@ -126,9 +126,10 @@ class RankList:
                 segments=tuple(
                     make(
                         id_=id_, name=str(segment_name), pass_index=_pass(pass_index), within=bool(within),
-                        meta_bytes=whole(meta_bytes, "a size"), meta_digest=checked_digest(meta_digest),
+                        meta_bytes=whole(meta_bytes, "a size"), head_bytes=whole(head_bytes, "a size"),
+                        head_digest=checked_digest(head_digest),
                     )
-                    for id_, (_, segment_name, pass_index, within, _, meta_bytes, meta_digest)
+                    for id_, (_, segment_name, pass_index, within, _, meta_bytes, head_bytes, head_digest)
                     in zip(ids, entries, strict=True)
                 ),
                 first_commits=tuple(whole(entry[4], "a segment's first commit") for entry in entries),

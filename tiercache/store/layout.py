@@ -198,6 +198,21 @@ class SegmentLayout:
         """Return the rows of one table in the ranges from ``first_range`` on."""
         return int(self.table_rows_RT[first_range:, place].sum(dtype=np.int64)) if self.num_ranges else 0
 
+    def tables_of_rows(self, rows: Int64s) -> Int64s:
+        """Return the place in its group of the table that each row (n,) is of."""
+        ranges = np.searchsorted(self.first_row_R, rows, side="right") - 1
+        ends = np.cumsum(self.table_rows_RT[ranges], axis=1, dtype=np.int64)
+        places: Int64s = (ends <= (rows - self.first_row_R[ranges])[:, None]).sum(axis=1)
+        return places
+
+    def tables_between(self, low: int, high: int) -> tuple[Int64s, Int64s]:
+        """Return the place in its group of the table of each run of rows in [low, high), and the rows of the run."""
+        first, last = (int(self.first_row_R.searchsorted(row, side="right")) for row in (low, high - 1))
+        ends = self.first_row_R[first - 1] + np.cumsum(self.table_rows_RT[first - 1 : last].reshape(-1), dtype=np.int64)
+        bounds = np.clip(np.append(self.first_row_R[first - 1], ends), low, high)
+        places: Int64s = np.arange(ends.size) % self.table_rows_RT.shape[1]
+        return places, np.diff(bounds)
+
     def rows_of_block(self, block: int) -> tuple[int, int]:
         """Return (low, high): the rows of a block are low, low + 1, ... high - 1."""
         return block * self.block_rows, min((block + 1) * self.block_rows, self.rows)

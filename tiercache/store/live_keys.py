@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.segment import Segment
+    from tiercache.store.segment import Numbers, Segment
     from tiercache.store.table import Group
 
     Hashes = NDArray[np.uint64]
@@ -55,14 +54,14 @@ class KeyMemory:
         self.most_bytes = most_bytes
         self.num_bytes = 0
         """Bytes of all keys that are known, and of those that lookups are learning."""
-        self._known: dict[tuple[Path, int], dict[tuple[int, int, bytes], _Keys]] = {}
+        self._known: dict[tuple[Path, int], dict[tuple[int, int, str], _Keys]] = {}
         """By store and segment; then by group, table and what the segment has."""
         self._lock = threading.Lock()
 
     def find(self, path: Path, segment: Segment, group: int, table: int) -> _Keys | None:
         """Return what is known of a table's keys in a segment."""
         part = self._known.get((path, segment.id))
-        return None if part is None else part.get((group, table, _content(segment, group)))
+        return None if part is None else part.get((group, table, segment.head_digest))
 
     def reserve(self, num_bytes: int) -> bool:
         """Count memory before it is allocated; return False, and count nothing, if it does not fit."""
@@ -80,7 +79,7 @@ class KeyMemory:
     def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
         """Remember keys whose memory is reserved. The narrower of these and those that are known is forgotten."""
         with self._lock:
-            part, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
+            part, place = self._known.setdefault((path, segment.id), {}), (group, table, segment.head_digest)
             dropped = part.get(place)
             if dropped is None or made.first_range < dropped.first_range:
                 part[place] = made
@@ -155,17 +154,17 @@ class Recall:
             self._memory.release(made.entries.nbytes)
 
 
-def _content(segment: Segment, group: int) -> bytes:
-    """Return what no other segment of the same number has: of its key pages the first keys and the checksums."""
-    found = hashlib.blake2b(segment.first_keys[group].tobytes(), digest_size=16)
-    found.update(segment.key_checksums[group].tobytes())
-    return found.digest()
-
-
 KEY_THREADS = 2
 """Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGES = 1 << 16
 """Key pages that are decided on at once."""
+_FEW_RUNS = 1
+"""In which a key is looked for without asking the map."""
+_SWEPT_KEYS = 64
+"""For each hash that is looked for: a layout with fewer keys is swept."""
+_MOST_CANDIDATES = 4096
+_NEAR_PAGES = 64
+"""First hashes that are read around where a hash should be."""
 _PAGES_AT_ONCE = 32
 """That a thread reads at least, where there are so many of a segment."""
 
@@ -241,26 +240,54 @@ def _readings(
             known[place] = rows
         elif recall.is_learning(segment, group.index, place, live, runs[place], hashes):
             learned.add(place)
+    spans: dict[int, _Spans] = {}
+    for place, hashes in sought.items():
+        if place in known:
+            spans[place] = _Spans.of_rows(layout, known[place])
+        elif place not in learned and hashes is not None:
+            candidates = _candidates(segment, group.index, place, hashes, live, runs[place])
+            if candidates is not None:
+                spans[place] = _Spans.of_candidates(layout, segment.first_hashes[group.index], *candidates)
+    swept = {place: None if place in learned else hashes for place, hashes in sought.items() if place not in spans}
     batch: list[_Reading] = []
-    step = max(1, _PAGES // layout.key_pages)
+    step = max(1, _PAGES // layout.key_pages) if swept else max(1, layout.num_blocks)
     for block in range(0, layout.num_blocks, step):
         low, high = block * layout.block_rows, min((block + step) * layout.block_rows, layout.rows)
-        spans = {}
-        for place, hashes in sought.items():
-            if place in known:
-                spans[place] = _Spans.of_rows(layout, known[place], low, high)
-                continue
-            hashes_of_table, table_id = None if place in learned else hashes, group.tables[place].table_id
-            spans[place] = _Spans.of(
-                layout, segment.first_keys[group.index], *runs[place], low, high, hashes_of_table, table_id
-            )
-        for reading in _neighboring(segment, group.index, layout, spans):
+        parts = {place: found.between(low, high) for place, found in spans.items()}
+        for place, hashes in swept.items():
+            parts[place] = _Spans.of(layout, segment.first_hashes[group.index], *runs[place], low, high, hashes)
+        for reading in _neighboring(segment, group.index, layout, parts):
             batch.append(reading)
             if sum(one.last - one.first for one in batch) >= _PAGES_AT_ONCE:
                 yield batch
                 batch = []
     if batch:
         yield batch
+
+
+def _candidates(
+    segment: Segment, group: int, place: int, hashes: Hashes, live: int, runs: tuple[Int64s, Int64s]
+) -> tuple[Hashes, Int64s, Int64s] | None:
+    """Return hashes (n,), and first rows and last rows + 1 of the runs of a table that may have them, by first row.
+
+    None where so many hashes are looked for that all key pages are swept.
+    """
+    layout, key_map = segment.layouts[group], segment.maps[group]
+    if key_map is not None and runs[0].size > _FEW_RUNS:
+        if hashes.size * _SWEPT_KEYS > layout.rows:
+            return None
+        which, ranges = key_map.find(hashes)
+        which, ranges = which[ranges >= live], ranges[ranges >= live]
+        counts = layout.table_rows_RT[ranges]
+        lows = layout.first_row_R[ranges] + counts[:, :place].sum(axis=1, dtype=np.int64)
+        highs, found = lows + counts[:, place], hashes[which]
+    else:
+        if hashes.size * runs[0].size > _MOST_CANDIDATES:
+            return None
+        lows, highs = (np.repeat(bounds, hashes.size) for bounds in runs)
+        found = np.tile(hashes, runs[0].size)
+    order = np.argsort(lows[lows < highs], kind="stable")
+    return found[lows < highs][order], lows[lows < highs][order], highs[lows < highs][order]
 
 
 class _Spans(NamedTuple):
@@ -275,13 +302,12 @@ class _Spans(NamedTuple):
     def of(
         cls,
         layout: SegmentLayout,
-        first_keys: Int64s,
+        first_hashes: Numbers,
         starts: Int64s,
         ends: Int64s,
         low: int,
         high: int,
         queries: Hashes | None,
-        table_id: int,
     ) -> _Spans:
         """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""
         part = slice(int(ends.searchsorted(low, side="right")), int(starts.searchsorted(high)))
@@ -293,8 +319,8 @@ class _Spans(NamedTuple):
         page_low, page_high = layout.rows_of_key_pages(pages)
         if queries is not None and pages.size:
             base = int(pages[0])
-            known = first_keys[base : int(pages.max()) + 2]
-            before = np.append(np.searchsorted(queries, hash_keys(known, table_id)), queries.size)
+            known = first_hashes[base : int(pages.max()) + 2]
+            before = np.append(np.searchsorted(queries, known), queries.size)
             least = np.where(page_low >= starts[run], before[pages - base], 0)
             most = np.where(page_high < ends[run], before[pages - base + 1], queries.size)
             hit = np.nonzero(least < most)[0]
@@ -307,11 +333,52 @@ class _Spans(NamedTuple):
         return cls(lows[begin], highs[end], pages[begin], pages[end] + 1)
 
     @classmethod
-    def of_rows(cls, layout: SegmentLayout, rows: Int64s, low: int, high: int) -> _Spans:
-        """Return those of ``rows``, in order, that are in [low, high)."""
-        part = rows[int(rows.searchsorted(low)) : int(rows.searchsorted(high))]
-        pages = layout.key_pages_of_rows(part)
-        return cls(part, part + 1, pages, pages + 1)
+    def of_rows(cls, layout: SegmentLayout, rows: Int64s) -> _Spans:
+        """Return rows, in order, each alone."""
+        pages = layout.key_pages_of_rows(rows)
+        return cls(rows, rows + 1, pages, pages + 1)
+
+    @classmethod
+    def of_candidates(
+        cls, layout: SegmentLayout, first_hashes: Numbers, hashes: Hashes, starts: Int64s, ends: Int64s
+    ) -> _Spans:
+        """Return, of each run [starts, ends) that may have the hash beside it, the rows of the one page that may."""
+        pages, last = layout.key_pages_of_rows(starts), layout.key_pages_of_rows(ends - 1)
+        for i in np.nonzero(last > pages)[0].tolist():
+            pages[i] = _page_with(first_hashes, int(pages[i]), int(last[i]), int(hashes[i]))
+        page_low, page_high = layout.rows_of_key_pages(pages)
+        lows, firsts = np.unique(np.maximum(page_low, starts), return_index=True)
+        highs = np.minimum(page_high, ends)[firsts]
+        return cls(lows, highs, pages[firsts], pages[firsts] + 1)
+
+    def between(self, low: int, high: int) -> _Spans:
+        """Return those that begin in rows [low, high)."""
+        part = slice(int(self.low.searchsorted(low)), int(self.low.searchsorted(high)))
+        return _Spans(*(column[part] for column in self))
+
+
+def _page_with(first_hashes: Numbers, first: int, last: int, wanted: int) -> int:
+    """Return which of the key pages [first, last] of a run may have a hash, by interpolation: hashes are uniform.
+
+    Those after ``first`` begin with their own first hash; ``first`` may begin before the run.
+    """
+    low, high = first, last  # the page is among [low, high]
+    width = _NEAR_PAGES
+    guess = first + int((wanted / 2**64) * (last + 1 - first))
+    while low < high:
+        begin = min(max(guess - width // 2, low + 1), high)
+        near = first_hashes[begin : min(begin + width, high + 1)]
+        before = int(np.searchsorted(near, np.uint64(wanted), side="right"))
+        if before == 0:
+            high = begin - 1
+            guess = high
+        elif before == near.size:
+            low = begin + before - 1
+            guess = low + width
+        else:
+            return begin + before - 1
+        width *= 4
+    return low
 
 
 def _neighboring(

@@ -15,7 +15,7 @@ from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds, page_checksums
 from tiercache.store.recovery import room_for
-from tiercache.store.segment import corrupt_block
+from tiercache.store.segment import corrupt_block, first_hashes_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
 if TYPE_CHECKING:
@@ -244,10 +244,13 @@ class BlockReader:
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
-            words, expected = f"has checksum {sums[at]:08x} over its keys", segment.key_checksums[group].item(page + at)
+            words, expected = f"has checksum {sums[at]:08x} over its keys", int(segment.key_checksums[group][page + at])
             raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
-        if np.any(keys[(bounds[:-1] - bounds[0]) // KEY_BYTES] != segment.first_keys[group][page : page + sums.size]):
-            words = "has other first keys than its record says"
+        starts = (bounds[:-1] - bounds[0]) // KEY_BYTES
+        first_row = block * layout.block_rows + int(bounds[0]) // KEY_BYTES
+        hashes = first_hashes_of(keys[starts], first_row + starts, layout, self.groups[group])
+        if np.any(hashes != segment.first_hashes[group][page : page + sums.size]):
+            words = "has other first keys than the segment's description says"
             raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
         self.counters.add(key_bytes_read=data.size, reads=1)
         return keys

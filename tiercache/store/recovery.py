@@ -11,6 +11,7 @@ import numpy as np
 
 from tiercache.store.commit import Commit, CommitRecord, RankList, before_commits, head_of, tables_of
 from tiercache.store.engines.engine import Blob, ReadRequest
+from tiercache.store.paged import ChunkCache, PagedArrays, end_of
 from tiercache.store.records import decode
 from tiercache.store.segment import Segment, SegmentMeta
 from tiercache.store.segment_writer import check_layouts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Kept
     from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.locks import UseCount
+    from tiercache.store.paged import ArrayPlace
     from tiercache.store.table import Group, Table
 
 READ_BYTES = 64 << 20
@@ -39,6 +41,7 @@ class CommitFiles:
         self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses
         self._segments: weakref.WeakValueDictionary[tuple[str, str], Segment] = weakref.WeakValueDictionary()
         """By name and digest: commits that have the same one share what was read of it."""
+        self._chunks = ChunkCache()
 
     def newest(self) -> Snapshot:
         """Return the newest commit that there is now; before the first one a snapshot of nothing."""
@@ -83,14 +86,28 @@ class CommitFiles:
     def _segment(self, **of_segment: object) -> Segment:
         """Return a segment whose description is read when it is used, or the one that was made before."""
         made = Segment(**of_segment, read=self._meta)  # type: ignore[arg-type]
-        return self._segments.setdefault((made.name, made.meta_digest), made)
+        return self._segments.setdefault((made.name, made.head_digest), made)
 
     def _meta(self, segment: Segment) -> SegmentMeta:
-        name = f"the description of segment {segment.id} of {self.label}"
-        head_name = segment.meta_blob.name
-        data = read_whole(self._engine, Blob(head_name, segment.meta_bytes), segment.meta_digest, name, self._uses)
+        name, blob = f"the description of segment {segment.id} of {self.label}", segment.meta_blob
+        head = Blob(blob.name, segment.head_bytes)
+        data = read_whole(self._engine, head, segment.head_digest, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
-        meta = SegmentMeta.from_bytes(data.tobytes(), segment.id, name)
+
+        def read(begin: int, out: NDArray[np.uint8]) -> None:
+            try:
+                with self._uses.using():
+                    self._engine.read(ReadRequest(blob, segment.head_bytes + begin, out))
+            except BlockReadError as error:
+                raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
+            self._counters.add(meta_bytes_read=out.size)
+
+        def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
+            if segment.head_bytes + end_of(places)[0] != blob.size:
+                raise ValueError(f"it has {blob.size:,} bytes")
+            return PagedArrays(blob.name, places, checksums, read, self._chunks, name)
+
+        meta = SegmentMeta.from_bytes(data.tobytes(), segment.id, name, arrays_of)
         try:
             check_layouts(meta.layouts, self.groups)
         except ValueError as error:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.store.bits import hash_keys
 from tiercache.store.engines.engine import Blob, BlobRows
+from tiercache.store.key_map import KeyMap
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, ROWS, SegmentLayout, compressed_rows
+from tiercache.store.paged import describe, end_of, places_of
 from tiercache.store.records import decode, encode, whole
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
 
@@ -20,10 +23,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.layout import Range
+    from tiercache.store.paged import ArrayPlace, PagedArray, PagedArrays
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
-    Floats = NDArray[np.float32]
+    Uint32s = NDArray[np.uint32]
+    Hashes = NDArray[np.uint64]
+    Numbers = NDArray[Any] | PagedArray
+    """In memory, or read in place: take slices of it."""
 
 
 BASE_PASS = -1
@@ -37,37 +44,27 @@ class Changed:
     What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
     """
 
-    oldest_B: NDArray[np.uint32]
+    oldest_B: Numbers
     """(B,): the least last change in each block."""
-    newest_B: NDArray[np.uint32]
+    newest_B: Numbers
     """(B,): the greatest."""
-    checksums_B: NDArray[np.uint32]
+    checksums_B: Numbers
     """(B,): CRC32C of the last changes of each block; (0,) where those of the whole layout are one number, and none is
     stored."""
-
-    @classmethod
-    def to_come(cls, layout: SegmentLayout, *, stored: bool) -> Changed:
-        """Return what is still to be filled in."""
-        oldest, newest, sums = (np.zeros(n, np.uint32) for n in [layout.num_blocks] * 2 + [layout.num_blocks * stored])
-        return cls(oldest_B=oldest, newest_B=newest, checksums_B=sums)
 
     @property
     def stored(self) -> bool:
         """Whether there is a block of last changes beside each of rows."""
         return self.checksums_B.size > 0
 
-    def check(self, layout: SegmentLayout) -> None:
-        """Raise ValueError where it is not of ``layout``, or contradicts itself."""
+    def check_sizes(self, layout: SegmentLayout) -> None:
+        """Raise ValueError where it is not of ``layout``."""
         blocks = layout.num_blocks
         if not self.oldest_B.size == self.newest_B.size == blocks or self.checksums_B.size not in {0, blocks}:
             raise ValueError(
                 f"{self.oldest_B.size}, {self.newest_B.size} and {self.checksums_B.size} numbers say which commits "
                 f"changed the rows of {blocks} blocks"
             )
-        if np.any(self.oldest_B > self.newest_B):
-            raise ValueError("rows of a block were last changed later than the last of them")
-        if blocks and not self.stored and self.oldest_B.min() < self.newest_B.max():
-            raise ValueError("several commits changed rows, and nothing says which row was changed by which")
 
 
 def base_pass(first_pass: int) -> int:
@@ -77,78 +74,108 @@ def base_pass(first_pass: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentMeta:
-    """What describes the rows of a segment: a blob of its own, which the segment's first use reads."""
+    """What describes the rows of a segment: a blob of its own, whose head the segment's first use reads.
+
+    Arrays in memory are those of a segment that this process wrote; else they are read in place.
+    """
 
     layouts: tuple[SegmentLayout, ...]
     """By group; a group that dumped nothing has an empty one."""
-    checksums: tuple[NDArray[np.uint32], ...]
-    """By group: CRC32C of each page."""
-    key_checksums: tuple[NDArray[np.uint32], ...]
-    """By group: CRC32C of each key page."""
-    first_keys: tuple[NDArray[np.int64], ...]
-    """By group: the first key of each key page. A lookup reads only the key pages that may have its keys."""
+    checksums: tuple[Numbers, ...]
+    """By group: CRC32C of each page (uint32)."""
+    key_checksums: tuple[Numbers, ...]
+    """By group: CRC32C of each key page (uint32)."""
+    first_hashes: tuple[Numbers, ...]
+    """By group: the hash of the first key of each key page (uint64). A lookup reads only the key pages that may have
+    its keys."""
+    maps: tuple[KeyMap | None, ...]
+    """By group: in which ranges a key may be; None where there are too few ranges or too many rows for that."""
     changed: tuple[Changed, ...] = ()
     """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
 
-    def to_bytes(self, id_: int, groups: Sequence[Group]) -> bytes:
-        """Return the record of segment ``id_``, whose rows are those of ``groups``."""
-        arrays: dict[str, NDArray[Any]] = {}
-        layouts = []
+    def to_bytes(self, id_: int, groups: Sequence[Group]) -> tuple[bytes, list[NDArray[np.uint8]]]:
+        """Return the head of segment ``id_``, whose rows are those of ``groups``, and the arrays behind it."""
+        small: dict[str, NDArray[Any]] = {}
+        large: dict[str, NDArray[Any]] = {}
+        layouts, maps = [], []
         for group, layout in enumerate(self.layouts):
             numbers, of_layout = layout.to_record()
             fields = [[field.name, field.dtype, field.width] for field in groups[group].fields]
             names = [table.name for table in groups[group].tables]
             layouts.append({**numbers, "tables": names, "fields": fields})
-            arrays |= {f"{name}/{group}": array for name, array in of_layout.items()}
-            arrays[f"pages/{group}"], arrays[f"key_pages/{group}"] = self.checksums[group], self.key_checksums[group]
-            arrays[f"first_keys/{group}"] = self.first_keys[group]
+            small |= {f"{name}/{group}": array for name, array in of_layout.items()}
+            large |= {f"pages/{group}": self.checksums[group][:], f"key_pages/{group}": self.key_checksums[group][:]}
+            large[f"first_hashes/{group}"] = self.first_hashes[group][:]
+            key_map = self.maps[group]
+            maps.append(None if key_map is None else key_map.to_record())
+            if key_map is not None:
+                large |= {f"{name}/{group}": array for name, array in key_map.arrays().items()}
         for group, changed in enumerate(self.changed):
-            arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
-            arrays[f"changed/{group}"] = changed.checksums_B
-        return encode("segment", {"id": id_, "layouts": layouts}, arrays)
+            large |= {f"oldest/{group}": changed.oldest_B[:], f"newest/{group}": changed.newest_B[:]}
+            large[f"changed/{group}"] = changed.checksums_B[:]
+        described, parts, small["chunks"] = describe(large)
+        values = {"id": id_, "layouts": layouts, "maps": maps, "arrays": described}
+        return encode("segment", values, small), parts
 
     @classmethod
-    def from_bytes(cls, data: bytes, id_: int, name: str) -> SegmentMeta:
-        """Read the record of segment ``id_``. Raises CorruptStoreError that calls it ``name``."""
-        values, arrays = decode("segment", data, name)
+    def from_bytes(
+        cls, head: bytes, id_: int, name: str, arrays_of: Callable[[dict[str, ArrayPlace], Uint32s], PagedArrays]
+    ) -> SegmentMeta:
+        """Read the head of segment ``id_``; ``arrays_of`` gives the arrays behind it.
+
+        Raises CorruptStoreError that calls it ``name``.
+        """
+        values, small = decode("segment", head, name)
         try:
             if whole(values["id"], "id") != id_:
                 raise ValueError(f"it is of segment {values['id']}")
-            groups = range(len(values["layouts"]))
-            checksums, key_checksums, first_keys = (
-                tuple(arrays[f"{name}/{g}"] for g in groups) for name in ("pages", "key_pages", "first_keys")
-            )
+            places = places_of(values["arrays"])
+            _, num_chunks = end_of(places)
+            if small["chunks"].size != num_chunks:
+                raise ValueError(f"it has {small['chunks'].size} checksums of {num_chunks} chunks")
             layouts = tuple(
                 SegmentLayout.from_record(
                     {**record, "tables": len(record["tables"])},
-                    {name: arrays[f"{name}/{g}"] for name in ("next_use", "table_rows")},
-                    most_pages=checksums[g].size,
+                    {name: small[f"{name}/{g}"] for name in ("next_use", "table_rows")},
+                    most_pages=places[f"pages/{g}"].size,
                 )
                 for g, record in enumerate(values["layouts"])
-            )  # fmt: skip
+            )
+            arrays, groups = arrays_of(places, small["chunks"]), range(len(layouts))
+            checksums, key_checksums, first_hashes = (
+                tuple(arrays.array(f"{name}/{g}") for g in groups) for name in ("pages", "key_pages", "first_hashes")
+            )
+            maps = tuple(
+                None if record is None else KeyMap.from_record(record, arrays, g, layouts[g])
+                for g, record in enumerate(values["maps"])
+            )
             changed: tuple[Changed, ...] = ()
-            if "oldest/0" in arrays:
+            if "oldest/0" in places:
                 changed = tuple(
-                    Changed(
-                        oldest_B=arrays[f"oldest/{g}"], newest_B=arrays[f"newest/{g}"],
-                        checksums_B=arrays[f"changed/{g}"],
-                    )
+                    Changed(**{f"{field}_B": arrays.array(f"{array}/{g}") for field, array in _CHANGED.items()})
                     for g in groups
-                )  # fmt: skip
+                )
             for layout, one in zip(layouts, changed, strict=False):
-                one.check(layout)
+                one.check_sizes(layout)
+            for layout, *of_group in zip(layouts, checksums, key_checksums, first_hashes, strict=True):
+                sizes = [array.size for array in of_group]
+                if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
+                    raise ValueError(
+                        f"{sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first hashes are of "
+                        f"{layout.num_pages} pages and {layout.num_key_pages} key pages"
+                    )
+            if len(maps) != len(layouts):
+                raise ValueError(f"it has {len(maps)} maps of keys for {len(layouts)} layouts")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-        for layout, *of_group in zip(layouts, checksums, key_checksums, first_keys, strict=True):
-            sizes = [array.size for array in of_group]
-            if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
-                raise CorruptStoreError(
-                    f"{name} has {sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first keys for "
-                    f"{layout.num_pages} pages and {layout.num_key_pages} key pages: restore the store from a copy"
-                )
         return cls(
-            layouts=layouts, checksums=checksums, key_checksums=key_checksums, first_keys=first_keys, changed=changed
-        )
+            layouts=layouts, checksums=checksums, key_checksums=key_checksums, first_hashes=first_hashes, maps=maps,
+            changed=changed,
+        )  # fmt: skip
+
+
+_CHANGED = {"oldest": "oldest", "newest": "newest", "checksums": "changed"}
+"""By field of ``Changed`` the name of its array."""
 
 
 class Segment:
@@ -159,7 +186,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_lock", "_meta", "_read", "id", "meta_bytes", "meta_digest", "name", "pass_index", "within",
+        "__weakref__", "_lock", "_meta", "_read", "head_bytes", "head_digest", "id", "meta_bytes", "name", "pass_index",
+        "within",
     )  # fmt: skip
 
     def __init__(
@@ -172,9 +200,10 @@ class Segment:
         meta: SegmentMeta | None = None,
         read: Callable[[Segment], SegmentMeta] | None = None,
         meta_bytes: int = 0,
-        meta_digest: str = "",
+        head_bytes: int = 0,
+        head_digest: str = "",
     ) -> None:
-        """``meta`` is at hand, or ``read`` reads it; ``meta_bytes`` and ``meta_digest`` are those of its blob."""
+        """``meta`` is at hand, or ``read`` reads it: a blob of ``meta_bytes``, whose head has ``head_bytes``."""
         self.id = id_
         """Grows with every segment of a rank: of two live rows of one key, that of the larger id is newer."""
         self.name = name
@@ -184,11 +213,16 @@ class Segment:
         self.within = within
         """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A
         base may stand for that too, where a schedule is entered inside its first pass."""
-        self.meta_bytes, self.meta_digest = meta_bytes, meta_digest
+        self.meta_bytes, self.head_bytes, self.head_digest = meta_bytes, head_bytes, head_digest
         self._meta, self._read, self._lock = meta, read, threading.Lock()
 
     def __repr__(self) -> str:
         return f"<segment {self.id} of pass {self.pass_index}>"
+
+    def describe(self, meta: SegmentMeta) -> SegmentMeta:
+        """Have it described by ``meta`` from now on, which adds what was to come; returns that."""
+        self._meta = meta
+        return meta
 
     @property
     def meta(self) -> SegmentMeta:
@@ -206,19 +240,24 @@ class Segment:
         return self.meta.layouts
 
     @property
-    def checksums(self) -> tuple[NDArray[np.uint32], ...]:
+    def checksums(self) -> tuple[Numbers, ...]:
         """By group: CRC32C of each page."""
         return self.meta.checksums
 
     @property
-    def key_checksums(self) -> tuple[NDArray[np.uint32], ...]:
+    def key_checksums(self) -> tuple[Numbers, ...]:
         """By group: CRC32C of each key page."""
         return self.meta.key_checksums
 
     @property
-    def first_keys(self) -> tuple[NDArray[np.int64], ...]:
-        """By group: the first key of each key page."""
-        return self.meta.first_keys
+    def first_hashes(self) -> tuple[Numbers, ...]:
+        """By group: the hash of the first key of each key page."""
+        return self.meta.first_hashes
+
+    @property
+    def maps(self) -> tuple[KeyMap | None, ...]:
+        """By group: in which ranges a key may be; None where nothing says so."""
+        return self.meta.maps
 
     @property
     def changed(self) -> tuple[Changed, ...]:
@@ -266,6 +305,12 @@ class Segment:
                 yield self.blob(KEYS, group)
                 if self.changed and self.changed[group.index].stored:
                     yield self.blob(CHANGED, group)
+
+
+def first_hashes_of(keys: NDArray[np.int64], rows: Int64s, layout: SegmentLayout, group: Group) -> Hashes:
+    """Return the hashes of ``keys`` (n,) of ``rows`` (n,) of a layout, each as a key of its own table."""
+    ids = np.array([table.table_id for table in group.tables], np.uint64)
+    return hash_keys((keys.view(np.uint64) ^ ids[layout.tables_of_rows(rows)]).view(np.int64), 0)
 
 
 def meta_name(segment_name: str) -> str:

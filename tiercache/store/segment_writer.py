@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.bits import hash_keys
+from tiercache.store.key_map import KeyMapBuilder
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import digest
-from tiercache.store.segment import Changed, Segment, SegmentMeta
+from tiercache.store.segment import Changed, Segment, SegmentMeta, first_hashes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.table import Group
 
+    Int64s = NDArray[np.int64]
+    Hashes = NDArray[np.uint64]
     Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
 _SEAL_BYTES = 64 << 20
@@ -54,17 +59,27 @@ class SegmentWriter:
         self._groups = groups
         self._stored = list(moved) or [False] * len(layouts)
         """By group: True if last changes are written."""
-        self._meta = SegmentMeta(
-            layouts=tuple(layouts),
-            checksums=tuple(np.zeros(layout.num_pages, np.uint32) for layout in layouts),
-            key_checksums=tuple(np.zeros(layout.num_key_pages, np.uint32) for layout in layouts),
-            first_keys=tuple(np.zeros(layout.num_key_pages, np.int64) for layout in layouts),
-            changed=tuple(
-                Changed.to_come(layout, stored=stored) for layout, stored in zip(layouts, moved, strict=bool(moved))
-            ),
+        self._sums, self._key_sums = (
+            tuple(np.zeros(n, np.uint32) for n in sizes)
+            for sizes in ([one.num_pages for one in layouts], [one.num_key_pages for one in layouts])
         )
+        self._first_hashes = tuple(np.zeros(layout.num_key_pages, np.uint64) for layout in layouts)
+        self._changed = [
+            [
+                np.zeros(blocks, np.uint32)
+                for blocks in (layout.num_blocks, layout.num_blocks, layout.num_blocks * stored)
+            ]
+            for layout, stored in zip(layouts, moved, strict=bool(moved))
+        ]
+        """By group, where last changes are given: the least and the greatest of each block, and its checksum."""
+        self._meta = SegmentMeta(
+            layouts=tuple(layouts), checksums=self._sums, key_checksums=self._key_sums,
+            first_hashes=self._first_hashes, maps=(None,) * len(layouts),
+            changed=tuple(Changed(oldest_B=a, newest_B=b, checksums_B=c) for a, b, c in self._changed),
+        )  # fmt: skip
         self.segment = Segment(id_=id_, name=name, pass_index=pass_index, within=within, meta=self._meta)
         """All that describes it is there when it is written."""
+        self._map_builders = [KeyMapBuilder.of(layout) for layout in layouts]
         self.written = {
             "rows_written": sum(layout.rows for layout in layouts),
             "row_bytes_written": sum(layout.rows * layout.row_bytes for layout in layouts),
@@ -97,13 +112,21 @@ class SegmentWriter:
             try:
                 for seal in self._seals:
                     seal.result()
-                data = self._meta.to_bytes(self.segment.id, self._groups)
-                self.segment.meta_bytes, self.segment.meta_digest = len(data), digest(data)
-                engine.put([self.segment.meta_blob], [(0, 0, np.frombuffer(data, np.uint8))])
-                self.written["meta_bytes_written"] = len(data)
+                self._write_meta(engine)
             except BaseException:
                 engine.drop((blob.name, None) for blob in blobs)
                 raise
+
+    def _write_meta(self, engine: Engine) -> None:
+        """Put what describes the segment, when all of its blocks are sealed."""
+        maps = tuple(None if builder is None else builder.build() for builder in self._map_builders)
+        self._map_builders.clear()
+        self._meta = self.segment.describe(replace(self._meta, maps=maps))
+        head, parts = self._meta.to_bytes(self.segment.id, self._groups)
+        data = np.concatenate([np.frombuffer(head, np.uint8), *parts])
+        self.segment.meta_bytes, self.segment.head_bytes, self.segment.head_digest = data.size, len(head), digest(head)
+        engine.put([self.segment.meta_blob], [(0, 0, data)])
+        self.written["meta_bytes_written"] = data.size
 
     def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
         """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
@@ -147,6 +170,18 @@ class SegmentWriter:
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
 
+    def _hashes(self, group: int, block: int, keys: Int64s, starts: Int64s) -> Hashes:
+        """Return the hashes of the keys of a block at ``starts``; what makes a map of the layout takes all of them."""
+        layout, builder = self._meta.layouts[group], self._map_builders[group]
+        first_row = block * layout.block_rows
+        if builder is None:
+            return first_hashes_of(keys[starts], first_row + starts, layout, self._groups[group])
+        ids = np.array([table.table_id for table in self._groups[group].tables], np.uint64)
+        places, counts = layout.tables_between(first_row, first_row + keys.size)
+        hashes = hash_keys((keys.view(np.uint64) ^ np.repeat(ids[places], counts)).view(np.int64), 0)
+        builder.add(first_row, hashes)
+        return hashes[starts]
+
     def _seal_meanwhile(self) -> None:
         """Have the checksums of what came since the last time computed."""
         unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
@@ -161,19 +196,19 @@ class SegmentWriter:
             low, high = layout.pages_of_block(block)
             rows = layout.rows_of_pages(np.arange(low, high + 1))
             parts.append((data, (rows - rows[0]) * layout.row_bytes))
-            targets.append(self._meta.checksums[group][low:high])
+            targets.append(self._sums[group][low:high])
             bounds = key_page_bounds(keys.size)
             first = block * layout.key_pages
             last = first + bounds.size - 1
             parts.append((keys.view(np.uint8), bounds))
-            targets.append(self._meta.key_checksums[group][first:last])
-            self._meta.first_keys[group][first:last] = keys[bounds[:-1] // 8]
-            if changed is not None and self._meta.changed:
-                known = self._meta.changed[group]
-                known.oldest_B[block], known.newest_B[block] = changed.min(), changed.max()
+            targets.append(self._key_sums[group][first:last])
+            self._first_hashes[group][first:last] = self._hashes(group, block, keys, bounds[:-1] // KEY_BYTES)
+            if changed is not None and self._changed:
+                oldest_B, newest_B, checksums_B = self._changed[group]
+                oldest_B[block], newest_B[block] = changed.min(), changed.max()
                 if self._stored[group]:
                     parts.append((changed.view(np.uint8), np.array([0, changed.nbytes])))
-                    targets.append(known.checksums_B[block : block + 1])
+                    targets.append(checksums_B[block : block + 1])
         sums, begin = self._checksums(parts), 0
         for target in targets:
             target[:] = sums[begin : begin + target.size]

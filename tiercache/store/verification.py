@@ -186,7 +186,7 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
             if not known == first <= id_:
                 other = f"commit {known} was" if known != first else "that is newer"
                 yield f"commit {id_} says that commit {first} was the first with {what}, and {other}: {ADVICE}", id_
-            newest = max((int(one.newest_B.max(initial=0)) for one in segment.changed), default=0)
+            newest = max((int(one.newest_B[:].max(initial=0)) for one in segment.changed), default=0)
             if newest > first:
                 yield f"commit {newest} changed rows of {what}, which commit {first} named first: {ADVICE}", id_
             if (use := _over_at_once(segment)) is not None:

@@ -1,0 +1,160 @@
+"""A small map from keys to the ranges of a segment: it rules the segment out, or says which ranges may have a key.
+
+A segment in the order of next uses may have a key in any of its ranges. The map has 2 or 3 bytes for each key: in the
+bucket of the key's hash, which the first bits choose, a fingerprint of the next bits and the number of the range. It is
+read in place: a lookup reads one chunk of each of its three arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.kernels.cpu.key_map import bucket_counts, placed_entries
+from tiercache.store.records import whole
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.paged import PagedArray, PagedArrays
+
+    Hashes = NDArray[np.uint64]
+    Int64s = NDArray[np.int64]
+    Numbers = NDArray[Any] | PagedArray
+
+MOST_ROWS = 1 << 26
+"""Of a layout with a map: 4 bytes of each are in memory while it is made, and 3 while it is written."""
+BUILD_BYTES = 7
+"""Of memory for each row while a segment with a map is written."""
+_BUCKET_KEYS = 4
+"""At least, in a bucket on average; at most twice as many."""
+_LEAST_PRINT_BITS = 8
+_RUN = 64
+"""Buckets with one start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeyMap:
+    """The map of one layout. Shapes: B buckets, N rows."""
+
+    bucket_bits: int
+    """Of the first bits of a hash."""
+    range_bits: int
+    """That have the number of a range."""
+    entry_bytes: int
+    starts: Numbers
+    """(B / 64 rounded up,) uint32: how many entries are before each 64 buckets."""
+    counts: Numbers
+    """(B,) uint8: entries of each bucket."""
+    entries: Numbers
+    """(N * entry_bytes,) uint8, little-endian: the range in the last bits, and the fingerprint before it."""
+
+    @property
+    def print_bits(self) -> int:
+        """Bits of a fingerprint, which follow those of the bucket."""
+        return _print_bits(self.bucket_bits, self.range_bits, self.entry_bytes)
+
+    def find(self, hashes: Hashes) -> tuple[Int64s, Int64s]:
+        """Return (m,), (m,): which of the rising ``hashes`` may be in which ranges; each in the order of hashes."""
+        which: list[Int64s] = []
+        ranges: list[Int64s] = []
+        buckets = (
+            (hashes >> np.uint64(64 - self.bucket_bits)).astype(np.int64)
+            if self.bucket_bits
+            else (np.zeros(hashes.size, np.int64))
+        )
+        shift, bits = np.uint64(64 - self.bucket_bits - self.print_bits), (1 << self.print_bits) - 1
+        prints = ((hashes >> shift) & np.uint64(bits)).astype(np.int64)
+        runs = buckets // _RUN
+        cuts = np.nonzero(np.diff(runs))[0] + 1
+        for part in np.split(np.arange(hashes.size), cuts) if hashes.size else ():
+            run = int(runs[part[0]])
+            counts = self.counts[run * _RUN : (run + 1) * _RUN].astype(np.int64)
+            ends = np.cumsum(counts)
+            start = int(self.starts[run])
+            entries = self._entries(start, start + int(ends[-1]))
+            local = buckets[part] - run * _RUN
+            sizes, firsts = counts[local], (ends - counts)[local]
+            query = np.repeat(part, sizes)
+            places = np.arange(query.size) - np.repeat(np.cumsum(sizes) - sizes, sizes) + np.repeat(firsts, sizes)
+            hit = np.nonzero(entries[places] >> self.range_bits == prints[query])[0]
+            which.append(query[hit])
+            ranges.append(entries[places[hit]] & ((1 << self.range_bits) - 1))
+        empty = np.empty(0, np.int64)
+        return np.concatenate([empty, *which]), np.concatenate([empty, *ranges])
+
+    def _entries(self, low: int, high: int) -> Int64s:
+        data = np.asarray(self.entries[low * self.entry_bytes : high * self.entry_bytes]).reshape(-1, self.entry_bytes)
+        found = np.zeros(data.shape[0], np.int64)
+        for byte in range(self.entry_bytes):
+            found |= data[:, byte].astype(np.int64) << (8 * byte)
+        return found
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return its arrays, by name."""
+        return {"map_starts": self.starts[:], "map_counts": self.counts[:], "map": self.entries[:]}
+
+    def to_record(self) -> list[int]:
+        """Return the rest of it as plain JSON values."""
+        return [self.bucket_bits, self.range_bits, self.entry_bytes]
+
+    @classmethod
+    def from_record(cls, record: Any, arrays: PagedArrays, group: int, layout: SegmentLayout) -> KeyMap:
+        """Build what ``to_record`` wrote. Raises ValueError, TypeError and KeyError for anything else."""
+        bucket_bits, range_bits, entry_bytes = (whole(value, "bits of a map") for value in record)
+        found = cls(
+            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes,
+            starts=arrays.array(f"map_starts/{group}"), counts=arrays.array(f"map_counts/{group}"),
+            entries=arrays.array(f"map/{group}"),
+        )  # fmt: skip
+        sizes = found.starts.size, found.counts.size, found.entries.size
+        wanted = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
+        if sizes != wanted or found.print_bits < 1:
+            raise ValueError(f"a map of keys has arrays of {sizes}, and {wanted} were written")
+        return found
+
+
+class KeyMapBuilder:
+    """Makes the map of one layout, whose keys come block by block in any order."""
+
+    def __init__(self, layout: SegmentLayout) -> None:
+        self._layout = layout
+        self._tops = np.empty(layout.rows, np.uint32)
+
+    @classmethod
+    def of(cls, layout: SegmentLayout) -> KeyMapBuilder | None:
+        """Return what makes a map; None for a layout of one range, which needs none, and for one that is too large."""
+        ranges = int(np.count_nonzero(np.diff(layout.first_row_R)))
+        return cls(layout) if ranges > 1 and layout.rows <= MOST_ROWS else None
+
+    def add(self, first_row: int, hashes: Hashes) -> None:
+        """Take the hashes of rows from ``first_row`` on."""
+        self._tops[first_row : first_row + hashes.size] = hashes >> np.uint64(32)
+
+    def build(self) -> KeyMap | None:
+        """Return the map; None where so many keys have alike hashes that it would be of no use."""
+        rows = self._layout.rows
+        bucket_bits = max(0, (rows // _BUCKET_KEYS).bit_length() - 1)
+        range_bits = max(1, (self._layout.num_ranges - 1).bit_length())
+        entry_bytes = -(-(range_bits + _LEAST_PRINT_BITS) // 8)
+        counts = bucket_counts(self._tops, bucket_bits)
+        if int(counts.max()) > 255:
+            return None
+        print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
+        entries = placed_entries(
+            self._tops, self._layout.first_row_R, counts,
+            bucket_bits=bucket_bits, print_bits=print_bits, range_bits=range_bits, entry_bytes=entry_bytes,
+        )  # fmt: skip
+        before = np.cumsum(counts, dtype=np.int64) - counts
+        return KeyMap(
+            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes,
+            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=entries,
+        )  # fmt: skip
+
+
+def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:
+    """Return the bits of a fingerprint: what an entry has room for, of the first 32 bits of a hash."""
+    return min(8 * entry_bytes - range_bits, 32 - bucket_bits)
