@@ -278,7 +278,7 @@ class BlockReader:
         of_rank, i = commit.own.state, 0
         try:
             with self._uses.using():
-                state = room_for(self._engine, of_rank.blob)
+                state = room_for(self._engine, of_rank.blob, of_rank.size)
             for i, expected in enumerate(of_rank.checksums.tolist()):
                 part = state[i * of_rank.chunk_bytes :][: of_rank.chunk_bytes]
                 with self._uses.using():

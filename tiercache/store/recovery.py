@@ -90,8 +90,7 @@ class CommitFiles:
 
     def _meta(self, segment: Segment) -> SegmentMeta:
         name, blob = f"the description of segment {segment.id} of {self.label}", segment.meta_blob
-        head = Blob(blob.name, segment.head_bytes)
-        data = read_whole(self._engine, head, segment.head_digest, name, self._uses)
+        data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
 
         def read(begin: int, out: NDArray[np.uint8]) -> None:
@@ -115,18 +114,25 @@ class CommitFiles:
         return meta
 
     def _blob(self, head: Head, name: str) -> bytes:
-        data = read_whole(self._engine, Blob(head.name, head.size), head.digest, name, self._uses)
+        data = read_whole(self._engine, head, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
         return data.tobytes()
 
 
-def read_whole(engine: Engine, blob: Blob, sha256: str, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
+def read_whole(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
     """Return a blob that must have a digest. Raises CorruptStoreError that calls it ``name``."""
+    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses)
+
+
+def read_front(
+    engine: Engine, blob: Blob, num_bytes: int, sha256: str, name: str, uses: UseCount | None = None
+) -> NDArray[np.uint8]:
+    """Return the front of a blob, which must have a digest. Raises CorruptStoreError that calls it ``name``."""
     hashed = hashlib.sha256()
     try:
         with nullcontext() if uses is None else uses.using():
-            data = room_for(engine, blob)
-        for start in range(0, blob.size, READ_BYTES):
+            data = room_for(engine, blob, num_bytes)
+        for start in range(0, num_bytes, READ_BYTES):
             part = data[start : start + READ_BYTES]
             with nullcontext() if uses is None else uses.using():
                 engine.read(ReadRequest(blob, start, part))
@@ -138,17 +144,19 @@ def read_whole(engine: Engine, blob: Blob, sha256: str, name: str, uses: UseCoun
     return data
 
 
-def room_for(engine: Engine, blob: Blob) -> NDArray[np.uint8]:
-    """Return memory for all bytes of a blob, after a look if a large one has so many. Raises BlockReadError."""
-    if blob.size > READ_BYTES:
-        engine.read(ReadRequest(blob, blob.size - 1, np.empty(1, np.uint8)))
-    return np.empty(blob.size, np.uint8)
+def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory for the front of a blob, after a look if a large one has so many bytes. Raises BlockReadError."""
+    if num_bytes > blob.size:
+        raise BlockReadError(f"is said to begin with {num_bytes:,} of {blob.size:,} bytes")
+    if num_bytes > READ_BYTES:
+        engine.read(ReadRequest(blob, num_bytes - 1, np.empty(1, np.uint8)))
+    return np.empty(num_bytes, np.uint8)
 
 
 def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
     """Return the tables of what an engine stands at. Raises CorruptStoreError."""
     name = f"{head.name} of {label}"
-    data = read_whole(engine, Blob(head.name, head.size), head.digest, name).tobytes()
+    data = read_whole(engine, head, name).tobytes()
     if not before_commits(head):
         return CommitRecord.from_bytes(data, name).tables
     values, _ = decode("tables", data, name)
