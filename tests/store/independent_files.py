@@ -1,101 +1,20 @@
-"""Blobs and heads of stores of both engines, read from docs/format alone: no code of tiercache, and none of Zarr."""
+"""Blobs and heads of stores of both engines, from docs/format alone: no code of tiercache, and none of Zarr."""
 
 import json
 import struct
-from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import google_crc32c
 import lmdb
 import numpy as np
 
-PAGE_BYTES = 4096
-KEY_PAGE_ROWS = 1024
+from tests.store.independent_format import PAGE_BYTES, Layout, field_bytes, paged, read_record
+
 CHUNK_BYTES = 64 << 20
 """The most bytes of a Zarr chunk with more than one block, and of an object with a part of another blob."""
-DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 NUMBERS = {"keys": "<i8", "changed": "<u4"}
-
-Values = dict[str, Any]
-Arrays = dict[str, np.ndarray]
-
-
-class Layout(NamedTuple):
-    """How the rows of a group are laid out in a segment."""
-
-    rows: int
-    block_rows: int
-    page_rows: int
-    row_bytes: int
-    counts: np.ndarray
-    """(ranges, tables)."""
-    next_use: np.ndarray
-    tables: list[str]
-    fields: list[tuple[str, int, str]]
-    """Name, numbers and dtype of each field of a row."""
-
-    @classmethod
-    def of(cls, values: Values, arrays: Arrays, group: int) -> "Layout":
-        """Return that of a group, from the record of a segment."""
-        tables = values["tables"]
-        counts = arrays[f"table_rows/{group}"].reshape(-1, len(tables))
-        fields = [(name, width, DTYPES[dtype]) for name, dtype, width in values["fields"]]
-        block_rows = values["block_bytes"] // values["row_bytes"]
-        layout = cls(
-            int(counts.sum()), block_rows, values["page_rows"], values["row_bytes"], counts,
-            arrays[f"next_use/{group}"], tables, fields,
-        )  # fmt: skip
-        assert layout.row_bytes == sum(field_bytes(width, dtype) for _, width, dtype in fields)
-        return layout
-
-    def block(self, index: int) -> tuple[int, int]:
-        """Return the first row of a block, and the one after its last."""
-        return index * self.block_rows, min((index + 1) * self.block_rows, self.rows)
-
-    def pages(self) -> list[int]:
-        """Return the first row of each page, and the number of rows."""
-        return cuts(self.counts.sum(axis=1).tolist(), self.page_rows, self.block_rows)
-
-    def key_pages(self) -> list[int]:
-        """Return the first row of each key page, and the number of rows."""
-        return cuts([self.rows], KEY_PAGE_ROWS, self.block_rows)
-
-
-def cuts(runs: Iterable[int], most: int, block_rows: int) -> list[int]:
-    """Cut runs of rows every ``most`` rows and at the ends of blocks; return where, from 0 to all rows."""
-    found, row = [0], 0
-    for count in runs:
-        end = row + count
-        while row < end:
-            row = min(row + most, end, (row // block_rows + 1) * block_rows)
-            found.append(row)
-    return found
-
-
-def field_bytes(width: int, dtype: str) -> int:
-    """Return the bytes of a field in a row: whole words of 4 bytes."""
-    return -(-width * np.dtype(dtype).itemsize // 4) * 4
-
-
-def paged(size: int) -> int:
-    """Return bytes rounded up to whole pages."""
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-def read_record(kind: str, data: bytes) -> tuple[Values, Arrays]:
-    """Return values and arrays of a record of ``kind``."""
-    assert data[:4] == b"TCR1"
-    assert struct.unpack("<I", data[-4:])[0] == google_crc32c.value(data[:-4])
-    size = struct.unpack_from("<I", data, 4)[0]
-    header, at, arrays = json.loads(data[8 : 8 + size]), 8 + size, {}
-    assert header["kind"] == kind
-    for name, dtype, length in header["arrays"]:
-        arrays[name] = np.frombuffer(data, dtype, length, at)
-        at += arrays[name].nbytes
-    assert at + 4 == len(data)
-    return header["values"], arrays
 
 
 def read_entry(name: bytes, entry: bytes) -> tuple[int, int, list[tuple[int, int]]]:
@@ -223,5 +142,5 @@ def files_of(path: Path) -> Files:
     """Return the blobs of a plain store."""
     marker = json.loads((path / "store.json").read_text())
     assert (marker["format"], marker["version"]) == ("tiercache store", 5)
-    engines: dict[str, Callable[[Path], Files]] = {"lmdb": LmdbFiles, "zarr": ZarrFiles}
-    return engines[marker["engine"]](path)
+    assert marker["engine"] in {"lmdb", "zarr"}
+    return LmdbFiles(path) if marker["engine"] == "lmdb" else ZarrFiles(path)

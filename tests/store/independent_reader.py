@@ -8,10 +8,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import google_crc32c
 import numpy as np
 
-from tests.store.independent_files import Arrays, Files, Layout, Values, field_bytes, files_of, read_record
+from tests.store.independent_files import Files, files_of
+from tests.store.independent_format import (
+    Arrays,
+    Layout,
+    Values,
+    check,
+    field_bytes,
+    key_hash,
+    ranges_of,
+    read_arrays,
+    read_record,
+)
 
 NEVER = (1 << 63) - 1
 
@@ -33,11 +43,6 @@ class Contents(NamedTuple):
     """By name of the table and key."""
     states: list[bytes]
     """By rank."""
-
-
-def check(sums: np.ndarray, index: int, data: bytes) -> None:
-    """Assert that bytes have a checksum."""
-    assert int(sums[index]) == google_crc32c.value(data), index
 
 
 def named(files: Files, kind: str, name: str, size: int, digest: str) -> tuple[Values, Arrays]:
@@ -66,14 +71,16 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
     for head in values["ranks"]:
         listed, arrays = named(files, "rank", *head)
         states.append(read_state(files, listed["state"], arrays["state"]))
-        for index, (id_, name, _, _, first, size, digest) in enumerate(listed["segments"]):
-            meta = named(files, "segment", f"{name}/meta", size, digest)
-            assert meta[0]["id"] == id_
-            for group, about in enumerate(meta[0]["layouts"]):
-                layout = Layout.of(about, meta[1], group)
+        for index, (id_, name, _, _, first, *meta) in enumerate(listed["segments"]):
+            about, of_segment = read_meta(files, f"{name}/meta", *meta)
+            assert about["id"] == id_
+            for group, of_group in enumerate(about["layouts"]):
+                layout = Layout.of(of_group, of_segment, group)
                 first_range = check_list(arrays, index, listed["groups"], group, layout)
-                for table, key, row in live_rows(files, name, meta[1], group, layout, first_range, first):
+                for table, key, row, in_range in live_rows(files, name, of_segment, group, layout, first_range, first):
                     tables[table][key] = row  # segments by id: a newer row replaces a stale one
+                    if (bits := about["maps"][group]) is not None:
+                        assert in_range in ranges_of(key_hash(key, table), bits, of_segment, group)
         names = names_in_order(values["tables"])
         for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
             counted[names[table]] += live
@@ -81,6 +88,14 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
             counted[names[arrays["live_tables"][at]]] -= stale
     assert counted == {name: len(rows) for name, rows in tables.items()}
     return Contents(values, tables, states)
+
+
+def read_meta(files: Files, name: str, size: int, head_bytes: int, digest: str) -> tuple[Values, Arrays]:
+    """Return what describes a segment: the values of its head, and the arrays in the head and after it."""
+    data = files.blob(name, size)
+    assert hashlib.sha256(data[:head_bytes]).hexdigest() == digest, name
+    values, arrays = read_record("segment", data[:head_bytes])
+    return values, arrays | read_arrays(values["arrays"], arrays["chunks"], data[head_bytes:])
 
 
 def names_in_order(tables: list[Values]) -> list[str]:
@@ -113,10 +128,11 @@ def check_list(arrays: Arrays, index: int, groups: int, group: int, layout: Layo
 
 def live_rows(
     files: Files, segment: str, arrays: Arrays, group: int, layout: Layout, first_range: int, first_commit: int
-) -> Iterable[tuple[str, int, Row]]:
-    """Yield (table, key, row) of the live ranges of a group; every page that has one is checked."""
+) -> Iterable[tuple[str, int, Row, int]]:
+    """Yield (table, key, row, range) of the live ranges of a group; every page that has one is checked."""
     first_row = int(layout.counts[:first_range].sum())
     of_table = np.repeat(np.tile(np.arange(len(layout.tables)), len(layout.counts)), layout.counts.reshape(-1))
+    of_range = np.repeat(np.arange(len(layout.counts)), layout.counts.sum(axis=1))
     pages, key_pages = layout.pages(), layout.key_pages()
     for block in range(first_row // layout.block_rows, -(-layout.rows // layout.block_rows)):
         low, high = layout.block(block)
@@ -125,7 +141,8 @@ def live_rows(
         for index, (a, b) in enumerate(pairwise(key_pages)):
             if low <= a < high:
                 check(arrays[f"key_pages/{group}"], index, keys[8 * (a - low) : 8 * (b - low)])
-                assert arrays[f"first_keys/{group}"][index] == struct.unpack_from("<q", keys, 8 * (a - low))[0]
+                first_key = struct.unpack_from("<q", keys, 8 * (a - low))[0]
+                assert arrays[f"first_hashes/{group}"][index] == key_hash(first_key, layout.tables[of_table[a]])
         for index, (a, b) in enumerate(pairwise(pages)):
             if not (low <= a < high and b > first_row):
                 continue
@@ -139,7 +156,7 @@ def live_rows(
                     fields.append(page[begin : begin + width * np.dtype(dtype).itemsize])
                     at += (b - a) * size
                 key = struct.unpack_from("<q", keys, 8 * (row - low))[0]
-                yield layout.tables[of_table[row]], key, Row(tuple(fields), int(changed[row - low]))
+                yield layout.tables[of_table[row]], key, Row(tuple(fields), int(changed[row - low])), int(of_range[row])
 
 
 def last_changes(

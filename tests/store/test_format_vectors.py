@@ -8,14 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store import independent_files
+from tests.store.independent_files import read_entry
+from tests.store.independent_format import key_hash, ranges_of, read_arrays, read_record
+from tests.store.independent_format import xxh64 as independent_xxh64
 from tiercache.store import SGD, Cursor, Table, Zeros
+from tiercache.store.bits import hash_keys, xxh64
 from tiercache.store.commit import Commit, Kept, RankList, State, head_of
 from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import Head
 from tiercache.store.engines.lmdb_records import Slot, entry_of
+from tiercache.store.key_map import KeyMapBuilder
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout
 from tiercache.store.live import Live
+from tiercache.store.paged import describe
 from tiercache.store.table import group_tables
 
 PAGES = Path(__file__).parents[2] / "docs/format"
@@ -56,7 +61,7 @@ def test_the_bytes_of_a_commit_are_those_of_the_format() -> None:
     header = shown.replace("\n", "").encode()
     expected = b"TCR1" + bytes.fromhex("a1020000") + header + bytes.fromhex("7bc67594")
     assert commit().to_bytes() == expected
-    values, _ = independent_files.read_record("commit", expected)
+    values, _ = read_record("commit", expected)
     assert values == json.loads(header)["values"]
     assert len(header) == 673
 
@@ -89,9 +94,9 @@ def test_an_entry_of_the_map_is_that_of_the_format() -> None:
     expected = numbers.tobytes() + bytes.fromhex(checksum)
     name = "segments/0.4/0/keys"
     assert entry_of(name, Extents(10_000, 4096, ((81_920, 4096), (204_800, 4096)))) == expected
-    assert independent_files.read_entry(name.encode(), expected) == (10_000, 4096, [(81_920, 4096), (204_800, 4096)])
+    assert read_entry(name.encode(), expected) == (10_000, 4096, [(81_920, 4096), (204_800, 4096)])
     with pytest.raises(AssertionError):
-        independent_files.read_entry(b"segments/0.5/0/keys", expected)
+        read_entry(b"segments/0.5/0/keys", expected)
 
 
 def test_blocks_in_blobs_begin_where_the_format_says() -> None:
@@ -107,3 +112,45 @@ def test_blocks_in_blobs_begin_where_the_format_says() -> None:
     }  # fmt: skip
     for number in ("4,080", "16 zeros", "1,360", "2,736"):
         assert number in page("store.md")
+
+
+def test_a_key_map_is_that_of_the_format() -> None:
+    """Five keys in one range and three in another, each in hash order; every key is found in its range."""
+    keys = {0: [0, 4, 2, 1, 3], 1: [7, 5, 6]}
+    layout = SegmentLayout(
+        row_bytes=8, page_rows=4, block_bytes=80, next_use_R=np.array([3, 4]), table_rows_RT=np.array([[5], [3]])
+    )
+    builder = KeyMapBuilder.of(layout)
+    assert builder is not None
+    builder.add(0, hash_keys(np.array([*keys[0], *keys[1]], np.int64), TABLE.table_id))
+    made = builder.build()
+    assert made is not None
+    (shown,) = re.findall(r"and `map` is\n`([0-9a-f ]+)`", page("store.md"))
+    arrays = {f"{name}/0": array for name, array in made.arrays().items()}
+    assert made.to_record() == [1, 1, 2]
+    assert (arrays["map_starts/0"].tolist(), arrays["map_counts/0"].tolist()) == ([0], [3, 5])
+    assert arrays["map/0"].tobytes() == bytes.fromhex(shown)
+    for range_, members in keys.items():
+        assert all(ranges_of(key_hash(key, "item"), [1, 1, 2], arrays, 0) == [range_] for key in members)
+    assert not any(ranges_of(key_hash(key, "item"), [1, 1, 2], arrays, 0) for key in range(8, 100))
+
+
+@pytest.mark.parametrize("name", ["", "item", "user", "größe", "JFK", "a name of more than sixteen"])
+def test_the_hashes_of_the_independent_reader_are_those_of_the_store(name: str) -> None:
+    """XXH64 in plain Python."""
+    assert independent_xxh64(name.encode()) == xxh64(name.encode())
+
+
+def test_arrays_after_a_head_are_cut_into_chunks_and_checked() -> None:
+    """Each has its own chunks, and zeros up to a multiple of 8 bytes follow it."""
+    arrays = {"a": np.arange(5000, dtype=np.uint32), "b": np.arange(3, dtype=np.uint8), "c": np.arange(2, dtype="<u8")}
+    described, parts, sums = describe(arrays)
+    data = np.concatenate(parts)
+    assert (data.size, sums.size) == (20_000 + 8 + 16, 2 + 1 + 1)
+    found = read_arrays(described, sums, data.tobytes())
+    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+    for at in (0, 16_384, 20_002, 20_010):
+        data[at] ^= 1
+        with pytest.raises(AssertionError):
+            read_arrays(described, sums, data.tobytes())
+        data[at] ^= 1

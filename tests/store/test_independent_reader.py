@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import sharded_world
-from tests.store import independent_files, independent_reader
+from tests.store import independent_files, independent_format, independent_reader
 from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import Contents, read_shards, read_store
 from tests.store.test_row_versions import mixed
@@ -127,11 +127,11 @@ def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: 
 def test_the_independent_reader_is_independent() -> None:
     """It imports Python's own modules, NumPy, LMDB and a checksum, and nothing of this package or of Zarr."""
     found = set[str]()
-    for module in (independent_reader, independent_files):
+    for module in (independent_format, independent_files, independent_reader):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         found |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
         found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert found - {"tests.store.independent_files"} == {
+    assert found - {"tests.store.independent_files", "tests.store.independent_format"} == {
         "collections.abc", "google_crc32c", "hashlib", "itertools", "json", "lmdb", "numpy", "pathlib", "struct",
         "typing",
     }  # fmt: skip

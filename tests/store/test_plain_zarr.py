@@ -26,7 +26,8 @@ def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Gr
         keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
         assert keys.dtype == np.int64
         assert str(fields[0].dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
-        assert dict(node["vector"].attrs) == ({"dtype": "bfloat16"} if group.dtype == "bfloat16" else {})
+        dtype = {"dtype": "bfloat16"} if group.dtype == "bfloat16" else {}
+        assert dict(node["vector"].attrs) == {"block_rows": layout.block_rows} | dtype
         assert node.attrs["page_rows"] == layout.page_rows
         for name in ("keys", *(field.name for field in group.fields)) if group.compression else ():
             (sharding,) = node[name].metadata.to_dict()["codecs"]
@@ -50,7 +51,7 @@ def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Gr
 
 
 @pytest.mark.parametrize("where", ["disk", "elsewhere"])
-@pytest.mark.parametrize("chunk_bytes", [zarr_layout.CHUNK_BYTES, 400])
+@pytest.mark.parametrize("chunk_bytes", [zarr_layout.PART_BYTES, 400])
 @pytest.mark.parametrize(
     ("kind", "block_rows"),
     [("float32", 7), ("16 bits", 7), ("zstd", 7), ("zstd", 8), ("blosc", 8), ("blosc", 50), ("16 bits, zstd", 8)],
@@ -62,7 +63,7 @@ def test_plain_zarr_reads_keys_vectors_and_last_changes(
 
     However many chunks arrays have, and where they are in no folder.
     """
-    monkeypatch.setattr(zarr_layout, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(zarr_layout, "PART_BYTES", chunk_bytes)
     place: Any = tmp_path / "s" if where == "disk" else MemoryStore()
     tables = KINDS[kind]
     world = World(tables, num_passes=2, keys_per_pass=40, block_rows=block_rows)
@@ -83,7 +84,7 @@ def test_rows_that_a_commit_freed_are_zeros_or_gone_to_plain_zarr(tmp_path: Path
         root = zarr.open(str(tmp_path / "s"), mode="r")
         before = root["segments/0.0/0/vector"][:]
         publish(store, 2)
-        store._opened.engine.shrink()
+        store._opened.engine.drop([], shrink=True)
         after = root["segments/0.0/0/vector"][:]
         assert not after[:252].any()
         assert after[256:].tobytes() == before[256:].tobytes()
