@@ -50,6 +50,33 @@ def narrow_tables() -> list[Table]:
     ]
 
 
+def stored_bytes(store: Store, prefix: str = "") -> dict[str, int]:
+    """Return how many bytes the engine of a store has of each blob whose name begins with ``prefix``, by name."""
+    stored = store._opened.engine.list()
+    return {name: one.size - one.dropped for name, one in stored.items() if name.startswith(prefix)}
+
+
+def needed_bytes(store: Store) -> dict[str, int]:
+    """Return how many bytes of each blob the commits need that a store keeps, counted block by block."""
+    found: dict[str, int] = {}
+    for commit in store.commits:
+        assert commit.head is not None
+        named = {head.name: head.size for head in (commit.head, *commit.ranks)}
+        found |= named | {commit.own.state.name: commit.own.state.size}
+        with store.at(commit.id) as older:
+            for segment in older.segments:
+                found[segment.meta_blob.name] = segment.meta_blob.size
+                for blob in segment.blobs(store.groups):
+                    assert blob.of is not None
+                    (group, layout), kind = blob.of, blob.name.rsplit("/", 1)[1]
+                    first = older.snapshot.first_range(segment, group.index)
+                    if first < layout.num_ranges:
+                        block = layout.block_of_page(layout.pages_of_range(first)[0])
+                        rest = layout.blob_bytes(kind) - layout.byte_in_blob(kind, block)
+                        found[blob.name] = max(found.get(blob.name, 0), rest)
+    return found
+
+
 def held_blocks(store: Store) -> dict[tuple[str, int], int]:
     """Return the bytes of each block that a store keeps, by the name of its blob and its number there."""
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.store.conftest import Home, held_blocks
+from tests.store.conftest import Home, needed_bytes, stored_bytes
 from tests.store.world import World
 from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, Store, StoreClosedError, Table
 
@@ -38,21 +38,15 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
 
 
 def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
-    """The engine holds exactly the blocks from each layout's first live one on, and the newest state."""
+    """The engine has the newest commit, its state, and of each segment the blocks from the first live one on."""
     store, world = home.open(tables), World(tables)
+    cut = 0
     for _ in range(7):
         world.run(store, 1)
-        blocks = held_blocks(store)
-        expected = len(store.commit.state_blocks())
-        for segment in store.segments:
-            live = [store.snapshot.first_range(segment, g) for g in range(len(segment.layouts))]
-            assert any(first < layout.num_ranges for first, layout in zip(live, segment.layouts, strict=True))
-            for g, layout in enumerate(segment.layouts):
-                first = store.snapshot.first_range(segment, g)
-                page = layout.pages_of_range(first)[0] if first < layout.num_ranges else layout.num_pages
-                block = layout.block_of_page(page) if page < layout.num_pages else layout.num_blocks
-                expected += 2 * (layout.num_blocks - block)
-        assert len(blocks) == expected
+        assert stored_bytes(store) == needed_bytes(store)
+        cut += sum(0 < one.dropped < one.size for one in store._opened.engine.list().values())
+    assert cut > 7
+    assert stored_bytes(home.open()) == needed_bytes(home.opened[0])
 
 
 def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) -> None:
@@ -98,13 +92,15 @@ def test_a_commit_cannot_name_a_dump_of_its_future(home: Home, tables: list[Tabl
 
 @pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
 def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], size: int) -> None:
-    """In a commit before any training: it is cut into blocks and put together again; the one before it is freed."""
+    """In a commit before any training: each 4 MiB of it have a checksum, and the state before it is freed."""
     store = home.open(tables)
     state = np.random.default_rng(size).bytes(size)
     store.publish(Cursor(0, 0), **{**PLAIN, "state": b"x" * 5_000_000})
     store.publish(Cursor(0, 0), **{**PLAIN, "state": state})
     assert (home.open().state(), home.open().commit.id) == (state, 1)
-    assert len(held_blocks(home.opened[0])) == -(-size // (4 << 20))
+    store = home.opened[0]
+    assert stored_bytes(store, "states/") == {store.commit.own.state.name: size}
+    assert store.commit.own.state.checksums.size == -(-size // (4 << 20))
 
 
 def test_settings_must_be_plain_values(home: Home, tables: list[Table]) -> None:
@@ -145,11 +141,12 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     with pytest.raises(ValueError, match="layouts for"):
         store.append(0, layouts[:1], whole)
     assert store.segments == ()
+    assert stored_bytes(store, "segments/") == {}
     store.append(0, layouts, whole, stable=True)
     store.publish(Cursor(1, 0), **PLAIN)
     world.pass_index = 1
     world.check(store, after=0)
-    assert len(held_blocks(home.open())) == 2 * len(whole)
+    assert stored_bytes(home.open()) == needed_bytes(home.opened[0])
 
 
 def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
@@ -164,6 +161,9 @@ def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
     assert counters.row_bytes_written == segment.row_bytes
     assert counters.key_bytes_written == 8 * segment.rows
     assert counters.state_bytes_written == len(b"state at 1, 0")
+    commit = store.commit
+    described = sum(one.meta_bytes for one in store.segments) + commit.head.size + sum(one.size for one in commit.ranks)
+    assert counters.meta_bytes_written == described
     assert counters.commits == 1
     world.check_load(store, 1)
     loaded = sum(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Kept, RankList, State, head_of
+from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Kept, RankList, State, before_commits, head_of
 from tiercache.store.engines.engine import Blob
 from tiercache.store.layout import checksum
 from tiercache.store.live import Live
@@ -406,6 +406,8 @@ class CommitWriter:
                 kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
                 self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
                 self._allocated = Needed.of([newest], also=self._allocated)
+                if self._head is not None and before_commits(self._head):
+                    self._allocated.whole[self._head.name] = self._head.size  # the first commit says it now
                 committed = Snapshot(newest.commit, self._groups) if newest.appended else newest
                 self._history, self._head = History((*after[:-1], committed)), head
                 with self._snapshot_lock:
