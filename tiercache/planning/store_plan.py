@@ -235,7 +235,7 @@ class _TableRows:
         newest, place = history.newest, group.place(table.name)
         live = within = stale = 0
         if newest.commit is not None:
-            stale = sum(one.stale_rows[group.index][place] for one in newest.commit.retained)
+            stale = newest.stale_rows(newest.committed, group, table)
             for segment in newest.segments:
                 rows = segment.layouts[group.index].rows_of_table(place, newest.first_range(segment, group.index))
                 live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_checked, read_fields
+from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
 from tiercache.planning.budgets import paged
 from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
@@ -107,8 +107,6 @@ class PassSwitcher:
         if has_crc32c():
             store.reader.checksums = crc32c
         store.write_within(budget.transaction)
-        if has_reads():
-            store.read_with(read_checked, read_fields)
         self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
         self._segments: dict[int, Segment] = {}
