@@ -1,16 +1,28 @@
-"""Heads: numbered objects that each name a store's newest blob; the largest number is the store."""
+"""Heads: numbered objects that each name a store's newest commit; the largest number is the store.
+
+All that a head needs, and itself, is durable before it gets its name, and it is never written again. On a local disk a
+lock keeps writers apart. On an object store each head is put by a conditional put: a writer takes over by a head of its
+own, and the writer before it finds its next number taken.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tiercache.store.engines.engine import Head
+from tiercache.store.engines.zarr_objects import PROBES
+from tiercache.store.files import ROOM_FOR_RECORDS
 from tiercache.store.records import checked_digest, decode, digest, encode, whole
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreInUseError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tiercache.store.engines.zarr_chunks import ChunkWriter
     from tiercache.store.engines.zarr_objects import Objects
 
 HEADS = "heads"
@@ -18,6 +30,7 @@ HEADS = "heads"
 _LOOKS = 100
 """How often the newest head is looked for while a writer replaces it."""
 _EMPTY_LOOKS = 3
+"""A listing may miss both a head that comes and the one that goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +39,7 @@ class NumberedHead:
 
     number: int
     head: Head | None
-    """None from a writer's takeover of a store in which nothing was published."""
+    """None after a writer took over a store in which nothing was published."""
     before: str = ""
     """The SHA-256 of the object of the head before it; of the first one nothing."""
     writer: str = ""
@@ -39,79 +52,188 @@ class NumberedHead:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of its object."""
-        return digest(self.to_bytes())
+        """The SHA-256 of its object; of the head of a new store nothing."""
+        return digest(self.to_bytes()) if self.number else ""
 
     def to_bytes(self) -> bytes:
         """Return its record."""
-        values = {"number": self.number, "before": self.before}
-        values |= {} if self.head is None else {"name": self.head.name, "size": self.head.size}
-        values |= {} if self.head is None else {"digest": self.head.digest}
-        return encode("head", values | ({"writer": self.writer} if self.writer else {}), {})
+        head = {} if self.head is None else {"name": self.head.name, "size": self.head.size, "digest": self.head.digest}
+        writer = {"writer": self.writer} if self.writer else {}
+        return encode("head", {"number": self.number, "before": self.before} | head | writer, {})
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> NumberedHead:
-        """Read the record of ``to_bytes``. Raises CorruptStoreError that calls it ``name``."""
+    def from_bytes(cls, data: bytes, number: int, label: str) -> NumberedHead:
+        """Read the record of ``to_bytes`` of the store ``label``. Raises CorruptStoreError."""
+        name, head = f"head {number} of {label}", None
         values, _ = decode("head", data, name)
         try:
-            head = None
             if "name" in values:
                 head = Head(str(values["name"]), whole(values["size"], "the size"), checked_digest(values["digest"]))
-            before = values["before"]
-            return cls(
-                number=whole(values["number"], "the number"),
-                head=head,
-                before=checked_digest(before) if before else "",
-                writer=str(values.get("writer", "")),
-            )
+            if whole(values["number"], "the number") != number:
+                raise ValueError(f"its number is {values['number']}")
+            before = checked_digest(values["before"]) if values["before"] else ""
+            return cls(number=number, head=head, before=before, writer=str(values.get("writer", "")))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
-NOTHING = NumberedHead(number=0, head=None)
-"""The head of a store to which nobody has written."""
-
-
 class Heads:
-    """Finds heads. All raise CorruptStoreError."""
+    """Reads and publishes heads, and knows whether this process may still write."""
 
-    def __init__(self, objects: Objects, label: str) -> None:
-        self._objects, self._label = objects, label
+    def __init__(self, objects: Objects, writer: ChunkWriter, label: str) -> None:
+        """Read the newest head. Raises CorruptStoreError."""
+        self._objects, self._writer, self._label = objects, writer, label
+        self.epoch = 0
+        """On an object store, the number of the head with which this writer took over."""
+        self.dirty: set[str] = set()
+        """Objects that are to be durable before the next head."""
+        self._name = secrets.token_hex(8) if objects.root is None else ""
+        self._next = 0
+        self.fenced = self._unknown = self._unsynced = False
+        """Whether another writer took over; a head was put and the store did not say that it is there; a sync failed:
+        later success says nothing of what was lost."""
+        self._own = self._newest()
+        if not self._own.number and objects.names("commits"):
+            raise CorruptStoreError(f"the head of {label} is missing: restore the store from a copy")
 
-    def newest(self) -> NumberedHead:
-        """Return the newest head; NOTHING if there is none."""
+    def newest(self) -> Head | None:
+        """Read the newest head. Raises CorruptStoreError."""
+        found = self._newest()
+        if not self._next:  # a reader; a writer may have withdrawn a head that it saw
+            if found.number < self._own.number:
+                raise CorruptStoreError(
+                    f"{self._label} is at head {found.number} and was at {self._own.number} before: "
+                    "restore the store from a copy"
+                )
+            self._own = found
+        return found.head
+
+    def take_over(self) -> bool:
+        """Become the writer; return whether nobody has written before. Raises StoreError."""
+        before, self._next = self._own, self._own.number + 1
+        if self._objects.root is None:
+            with self._writer.translated(ROOM_FOR_RECORDS):
+                problem = self._objects.overwrites()
+            if problem:
+                raise StoreError(
+                    f"{self._label} cannot be written: {problem}, so one writer could destroy what another has "
+                    "committed: use zarr.storage.ObjectStore on a server with conditional puts, or write to a local "
+                    "disk and copy that"
+                )
+            self._create(self._after(before.head))
+            self.epoch = self._own.number
+        elif before.number:
+            self._sync([before.key])
+        with contextlib.suppress(OSError):  # else the next writer deletes them
+            names = self._objects.names(HEADS)
+            old = [f"{HEADS}/{one}" for one in names if not one.isdecimal() or int(one) < self._own.number]
+            self._objects.delete(old + [f"{PROBES}/{one}" for one in self._objects.names(PROBES)])
+        return not before.number
+
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Sync what is to be durable, then write the head with the next number, and delete the one before."""
+        if self._own.head != before:
+            raise StoreError(f"{self._label} is at {self._own.head} and not at {before}: close it and open it again")
+        self._check_newest()
+        old, fresh, begun = self._own, self._after(head), False
+        try:
+            self._sync(self.dirty)
+            if self.epoch:
+                self._create(fresh)
+            else:
+                self._check_newest()
+                begun = True
+                with self._writer.translated(ROOM_FOR_RECORDS):
+                    self._objects.publish(fresh.key, fresh.to_bytes())
+                self._sync([fresh.key])
+                self._own = fresh
+        finally:
+            # An interrupt may come when the head is durable, or when nothing of it is.
+            if self._own is fresh:
+                self.dirty, self._unknown = set(), False
+                with contextlib.suppress(OSError):
+                    self._objects.delete([old.key])
+            elif begun:
+                self._withdraw(fresh)
+
+    def check_writer(self) -> None:
+        """Raise StoreError, or StoreInUseError, if this process may not write."""
+        if self.fenced:
+            raise StoreInUseError(f"another writer has opened {self._label}: close this one")
+        if self._unknown:
+            raise StoreError(f"{self._label} did not say whether its newest commit is there: open it again")
+        if not self._next:
+            raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
+        self._objects.check()
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _after(self, head: Head | None) -> NumberedHead:
+        number = self._next
+        self._next += self._objects.root is not None  # elsewhere only success takes a number
+        return NumberedHead(number=number, head=head, before=self._own.digest, writer=self._name)
+
+    def _create(self, head: NumberedHead) -> None:
+        """Publish a head whose number no other writer has taken; a writer that was overtaken is at its end."""
+        self._unknown = True
+        with self._writer.translated(ROOM_FOR_RECORDS):
+            # A number that was taken is free again when the writer after it has deleted that head: then there is a
+            # greater one.
+            if self._objects.create(head.key, head.to_bytes()):
+                if self._number() == head.number:
+                    self._own, self._next, self._unknown = head, head.number + 1, False
+                    return
+                with contextlib.suppress(OSError):
+                    self._objects.delete([head.key])
+        self.fenced = True
+        raise StoreInUseError(
+            f"another writer has opened {self._label}: what it and this one wrote before stands; let one train at a "
+            "time"
+        )
+
+    def _withdraw(self, head: NumberedHead) -> None:
+        """Take back a head that is not durable."""
+        try:
+            self._objects.delete([head.key])
+            self._objects.sync((), self._objects.durable_paths([head.key])[1])
+        except OSError:
+            self._unsynced = True  # it may stand or not: opening the store again finds it out
+
+    def _sync(self, keys: Iterable[str]) -> None:
+        if self._unsynced:
+            raise StoreError(f"{self._label} could not be synced: fix that and open the store again")
+        self._unsynced = True
+        self._writer.sync(keys)
+        self._unsynced = False
+
+    def _check_newest(self) -> None:
+        """Raise StoreError if the newest head on a local disk is not the one that this writer wrote or read."""
+        if self._objects.root is None:
+            return
+        found = self._newest()
+        if found != self._own:
+            raise StoreError(
+                f"the newest head of {self._label} is {found.number}, and this process wrote {self._own.number}: "
+                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                "close it, and open it again"
+            )
+
+    def _newest(self) -> NumberedHead:
+        """Return the newest head; number 0 if there is none."""
         empty = 0
-        for _ in range(_LOOKS):
-            number = self.newest_number()
-            if not number:
-                empty += 1  # a listing may miss a head that comes and the one that goes
+        try:
+            for _ in range(_LOOKS):
+                number = self._number()
+                if number and (data := self._objects.get(f"{HEADS}/{number}")) is not None:
+                    return NumberedHead.from_bytes(data, number, self._label)
+                empty += not number
                 if empty == _EMPTY_LOOKS:
-                    return NOTHING
-                continue
-            data = self._get(f"{HEADS}/{number}")
-            if data is not None:
-                found = NumberedHead.from_bytes(data, f"head {number} of {self._label}")
-                if found.number != number:
-                    raise CorruptStoreError(
-                        f"head {number} of {self._label} says that it is {found.number}: restore the store from a copy"
-                    )
-                return found
+                    return NumberedHead(number=0, head=None)
+        except OSError as error:
+            raise CorruptStoreError(
+                f"the head of {self._label} cannot be read ({error}): fix that, or restore the store from a copy"
+            ) from error
         raise CorruptStoreError(f"the head of {self._label} is missing: restore the store from a copy")
 
-    def newest_number(self) -> int:
-        """Return the largest number of a head; 0 if there is none."""
-        try:
-            names = self._objects.names(HEADS)
-        except OSError as error:
-            raise CorruptStoreError(
-                f"the heads of {self._label} cannot be listed ({error}): fix that, or restore the store from a copy"
-            ) from error
-        return max((int(name) for name in names if name.isdecimal()), default=0)
-
-    def _get(self, key: str) -> bytes | None:
-        try:
-            return self._objects.get(key)
-        except OSError as error:
-            raise CorruptStoreError(
-                f"object {key} of {self._label} cannot be read ({error}): fix that, or restore the store from a copy"
-            ) from error
+    def _number(self) -> int:
+        return max((int(name) for name in self._objects.names(HEADS) if name.isdecimal()), default=0)

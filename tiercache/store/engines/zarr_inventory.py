@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.store.engines.engine import Blob
+from tiercache.store.engines.engine import PAGE_BYTES, Blob
+from tiercache.store.engines.zarr_garbage import Hole
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, arrays_of_nodes
 
 if TYPE_CHECKING:
@@ -32,32 +33,42 @@ class Inventory(dict[str, Held]):
     """Blobs by name, and how many of them each folder of a segment has."""
 
     def __init__(self, blobs: Mapping[str, Held]) -> None:
-        super().__init__(blobs)
-        self._folders = Counter(folder for name in blobs for folder in _folders(name))
+        super().__init__()
+        self.folders = Counter[str]()
+        self.add(blobs)
 
-    def has_folder(self, folder: str) -> bool:
-        """Return whether any blob is in the folder of a segment or group."""
-        return self._folders[folder] > 0
-
-    def add(self, name: str, held: Held) -> None:
-        """Add a blob."""
-        self[name] = held
-        self._folders.update(_folders(name))
+    def add(self, blobs: Mapping[str, Held]) -> None:
+        """Add blobs."""
+        self.update(blobs)
+        self.folders.update(folder for name in blobs for folder in _folders(name))
 
     def remove(self, blobs: Iterable[str]) -> list[str]:
         """Remove blobs, and return the objects and folders that nobody needs any more."""
-        names: list[str] = []
-        empty: set[str] = set()
-        for blob in blobs:
-            if (held := self.pop(blob, None)) is None:
-                continue
-            names += held.names
-            for folder in _folders(blob):
-                self._folders[folder] -= 1
-                if not self._folders[folder]:
-                    del self._folders[folder]
-                    empty.add(folder + "/")
-        return [name for name in (*names, *empty) if not any(f != name and name.startswith(f) for f in empty)]
+        gone = {blob: held for blob in blobs if (held := self.pop(blob, None)) is not None}
+        left = Counter(folder for name in gone for folder in _folders(name))
+        self.folders.subtract(left)
+        empty = [folder for folder in left if not self.folders[folder]]
+        for folder in empty:
+            del self.folders[folder]
+        names = [name for held in gone.values() for name in held.names] + [f"{folder}/" for folder in empty]
+        return [name for name in names if not any(f"{f}/" != name and name.startswith(f"{f}/") for f in empty)]
+
+    def drop_front(self, name: str, upto: int, *, punch: bool) -> tuple[list[str], list[Hole]]:
+        """Note that the front of a blob is dropped; return chunks that end there, and the pages of other files."""
+        held, names, holes = self.get(name), list[str](), list[Hole]()
+        if held is None or upto <= held.dropped:
+            return names, holes
+        self[name] = held._replace(dropped=min(upto, held.size))
+        for array in held.arrays.arrays if held.arrays is not None else ():
+            if held.arrays is None or array.suffix is None:
+                continue  # a plain blob goes whole
+            first, live = held.arrays.live(held.dropped), held.arrays.live(upto)
+            dead = array.num_chunks if upto >= held.size else live // array.chunk_blocks
+            names += [array.key(chunk) for chunk in range(first // array.chunk_blocks, dead)]
+            size = live % array.chunk_blocks * array.block_rows * array.row_bytes // PAGE_BYTES * PAGE_BYTES
+            if punch and dead < array.num_chunks and array.shards is None and size:
+                holes.append(Hole(array.key(dead), size))
+        return names, holes
 
 
 def _folders(name: str) -> list[str]:
