@@ -10,10 +10,12 @@ from tiercache.store.engines.zarr_garbage import Hole
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, arrays_of_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 FOLDERS = ("commits", "ranks", "segments", "states")
 """The folders of blobs: all other objects are the engine's own, or nobody's."""
+_GROUP = 2
+"""Folders of a segment's blob that goes with a group."""
 TABLES = "tables"
 """The blob that is in none."""
 
@@ -94,58 +96,48 @@ def blobs_of(
     ``sizes`` are those of objects; empty folders end in a slash. ``arrays`` are those of blobs whose geometry is known;
     for others ``read`` returns the objects that describe them.
     """
-    plain, by_array, bare = _sorted(sizes)
-    found: dict[str, Held] = {}
-    for name, objects in plain.items():
-        size = sum(sizes[key] for key in objects)
-        found[name] = Held(size, 0, tuple(objects), arrays_of(Blob(name, size)))
-    nodes = [f"{f}/{NODE}" for name, some in by_array.items() for f in some if name not in arrays]
+    keys: dict[str, list[str]] = defaultdict(list)
+    for key in sizes:
+        if key.count("/") != 1 or not key.endswith(NODE):
+            keys[_blob_of(key, sizes)].append(key)
+    # What describes a group or segment, or was left of it, is a blob only if there is no other.
+    bare = {name for name, some in keys.items() if all(_is_bare(key) for key in some)}
+    used = {folder for name in keys.keys() - bare for folder in _folders(name)}
+    found = {name: Held(0, 0, (), None) for name in bare if name.rpartition("/")[0] not in used}
+    folders = {
+        name: sorted({"/".join(key.split("/")[:4]) for key in keys[name] if not _is_bare(key)})
+        for name in keys.keys() - bare
+        if len(_folders(name)) == _GROUP
+    }
+    nodes = [f"{folder}/{NODE}" for name, some in folders.items() if name not in arrays for folder in some]
     described = dict(zip(nodes, read(nodes), strict=True))
-    for name, folders in by_array.items():
-        of_blob = arrays.get(name) or arrays_of_nodes({f: described.get(f"{f}/{NODE}") for f in sorted(folders)})
-        size, dropped = (0, 0) if of_blob is None else of_blob.stored(sizes)
-        found[name] = Held(size, dropped, tuple(f"{folder}/" for folder in sorted(folders)), of_blob)
-    used = {folder for name in found for folder in _folders(name)}
-    return found | {name: Held(0, 0, (), None) for folder, name in bare.items() if folder not in used}
+    for name in keys.keys() - bare:
+        if name in folders:
+            known = arrays.get(name) or arrays_of_nodes({f: described.get(f"{f}/{NODE}") for f in folders[name]})
+            size, dropped = (0, 0) if known is None else known.stored(sizes)
+            found[name] = Held(size, dropped, tuple(f"{folder}/" for folder in folders[name]), known)
+        else:
+            objects = [key for key in keys[name] if not _is_bare(key)]
+            size = sum(sizes[key] for key in objects)
+            found[name] = Held(size, 0, tuple(objects), arrays_of(Blob(name, size)))
+    return found
 
 
-def _sorted(keys: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, set[str]], dict[str, str]]:
-    """Return the objects of plain blobs, the folders of arrays, and folders of segments and groups, each by name.
-
-    The last ones are by folder: the name of a blob that stands for them where they have no other.
-    """
-    objects: set[str] = set()
-    by_array: dict[str, set[str]] = defaultdict(set)
-    bare: dict[str, str] = {}
-    for key in keys:
-        parts = key.rstrip("/").split("/")
-        is_object = key[-1] != "/" and parts[-1] != NODE
-        if parts[0] != "segments" or (len(parts) == 3 and is_object):
-            if is_object:
-                objects.add(key)
-        elif len(parts) > 3 and (len(parts) > 4 or parts[3] != NODE):
-            kind = parts[3] if parts[3] in {"keys", "changed"} else "rows"
-            by_array["/".join((*parts[:3], kind))].add("/".join(parts[:4]))
-        if parts[0] == "segments" and len(parts) > 1 and parts[1] != NODE:
-            bare["/".join(parts[:2])] = f"segments/{parts[1]}/meta"
-            if len(parts) > 2 and not (len(parts) == 3 and key[-1] != "/"):
-                bare["/".join(parts[:3])] = f"{'/'.join(parts[:3])}/rows"
-    plain: dict[str, list[str]] = {}
-    for key in objects:
-        parent, part = _parent(key, objects)
-        if parent:
-            continue
-        plain[key] = [key]
-        while (part := f"{key}.{len(plain[key])}") in objects:
-            plain[key].append(part)
-    return plain, by_array, bare
-
-
-def _parent(key: str, objects: set[str]) -> tuple[str, str]:
-    """Return the blob that an object is a later part of, and the number of the part; "" for a blob's first object."""
+def _blob_of(key: str, keys: Container[str]) -> str:
+    """Return the blob that an object is of, or stands for if it has no other."""
+    folder, segment, *rest = (*key.split("/"), "")
+    if folder == "segments" and len(rest) > _GROUP:
+        return f"segments/{segment}/{rest[0]}/{rest[1] if rest[1] in {'keys', 'changed'} else 'rows'}"
+    if folder == "segments" and (key.endswith(NODE) or key[-1] == "/"):
+        return f"segments/{segment}/meta"
     name, _, part = key.rpartition(".")
-    whole = part.isdecimal() and name in objects and all(f"{name}.{n}" in objects for n in range(1, int(part)))
-    return (name, part) if whole else ("", "")
+    is_part = part.isdecimal() and all(one in keys for one in (name, *(f"{name}.{i}" for i in range(1, int(part)))))
+    return name if is_part else key
+
+
+def _is_bare(key: str) -> bool:
+    """Return whether an object describes a segment or group, or a folder of one is empty."""
+    return (key.endswith(NODE) and key.count("/") < 4) or (key[-1] == "/" and key.count("/") < 4)
 
 
 def epoch_of(key: str) -> int:
