@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.files import flip
-from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks
-from tiercache.store.engines.engine import Block, ReadRequest
+from tests.store.blobs import bytes_of, check, layout_of, put, segment
+from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.engines.zarr_codec import Codec, ShardingCodec, cut, sealed
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.engines.zarr_objects import Objects, Span
-from tiercache.store.layout import ROWS, Range, SegmentLayout
+from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.store_errors import BlockReadError
 
 KINDS = ("zstd", "blosc")
@@ -36,28 +36,28 @@ def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: in
 
 def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages of 64: the index, and eight inner chunks, are what is asked of the disk."""
-    layout = layout_of((16_384,), page_rows=256, block_rows=16_384, dim=63, compression="zstd")
-    (rows,) = (data for data in segment_blocks(layout) if data[0].kind == ROWS)
+    layout = layout_of([16_384], page_rows=256, block_rows=16_384, dim=63, compression="zstd")
+    rows = segment(layout)[1]
     read = 0
-    ranges, end = Objects.ranges, Objects.end
+    ranges, ends = Objects.ranges, Objects.ends
 
     def counted_ranges(self: Objects, spans: list[Span]) -> list[np.ndarray]:
         nonlocal read
         read += sum(span.stop - span.start for span in spans)
         return ranges(self, spans)
 
-    def counted_end(self: Objects, key: str, num_bytes: int) -> np.ndarray:
+    def counted_ends(self: Objects, keys: list[str], sizes: list[int]) -> list[np.ndarray]:
         nonlocal read
-        read += num_bytes
-        return end(self, key, num_bytes)
+        read += sum(sizes)
+        return ends(self, keys, sizes)
 
     engine = ZarrEngine(tmp_path, create=True)
-    (block,) = put(engine, [rows])
+    put(engine, [rows])
     monkeypatch.setattr(Objects, "ranges", counted_ranges)
-    monkeypatch.setattr(Objects, "end", counted_end)
+    monkeypatch.setattr(Objects, "ends", counted_ends)
     out = np.empty(2 * 65_536, np.uint8)
-    engine.read(ReadRequest(block, 30 * 65_536, out))
-    assert out.tobytes() == rows[1][30 * 65_536 : 32 * 65_536].tobytes()
+    engine.read(ReadRequest(rows.blob, 30 * 65_536, out))
+    assert out.tobytes() == rows.pieces[0][30 * 65_536 : 32 * 65_536].tobytes()
     assert out.size < read < 1.2 * out.size
     engine.close()
 
@@ -67,9 +67,13 @@ def test_rows_that_repeat_themselves_take_less(tmp_path: Path, kind: str) -> Non
     """A tenth, here."""
     sizes = {}
     for compression in (None, kind):
-        layout = layout_of((1000,), page_rows=100, block_rows=500, compression=compression)
+        layout = layout_of([1000], page_rows=100, block_rows=500, compression=compression)
+        contents = [
+            one._replace(pieces={at: np.full_like(data, 7) for at, data in one.pieces.items()})
+            for one in segment(layout)[1:]
+        ]
         engine = ZarrEngine(tmp_path / str(compression), create=True)
-        check(engine, put(engine, [(block, np.full_like(data, 7)) for block, data in segment_blocks(layout)]))
+        check(engine, put(engine, contents))
         engine.close()
         sizes[compression] = sum(file.stat().st_size for file in (tmp_path / str(compression)).rglob("c.*"))
     assert sizes[kind] < sizes[None] / 10
@@ -84,16 +88,17 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
     """In any chunk, at any place: rows, keys or index."""
     path = tmp_path_factory.mktemp("s")
     engine = ZarrEngine(path, create=True)
-    written = put(engine, segment_blocks(layout_of((9, 12), block_rows=6, compression=kind)))
+    contents = put(engine, segment(layout_of([9, 12], block_rows=6, compression=kind))[1:])
     chunks = sorted(path.glob("segments/*/*/*/c.*"))
     chunk = chunks[which % len(chunks)]
     flip(chunk, place % chunk.stat().st_size, 1 << bit)
     wrong = []
-    for block, data in written.items():
-        try:
-            assert bytes_of(engine, block) == data
-        except BlockReadError as error:
-            wrong.append(str(error))
+    for blob, pieces in contents:
+        for at, data in pieces.items():
+            try:
+                assert bytes_of(engine, blob, at, at + data.size) == data.tobytes()
+            except BlockReadError as error:
+                wrong.append(str(error))
     assert len(wrong) == 1
     assert re.search(r"has checksum .* over its compressed bytes", wrong[0])
     engine.close()
@@ -134,18 +139,3 @@ def test_no_shard_is_longer_than_the_most_that_one_has(kind: str, rows: int, row
     shards = ShardingCodec(codec=Codec(kind, 4), row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
     noise = np.random.default_rng(seed).integers(0, 256, rows * row_bytes, dtype=np.uint8)
     assert len(shards.encode(noise)) <= shards.most_bytes
-
-
-def test_a_block_that_is_none_of_its_stream_is_an_error(tmp_path: Path) -> None:
-    """Of another size, or with an index beyond the last."""
-    engine = ZarrEngine(tmp_path, create=True)
-    for compression in (None, "zstd"):
-        layout = layout_of((9,), block_rows=6, compression=compression)
-        block: Block = segment_blocks(layout, 1)[0][0]
-        for wrong in (block._replace(size=block.size + 4), block._replace(index=2), block._replace(index=-1)):
-            assert engine.problem(wrong) == "is none of its layout"
-            with pytest.raises(BlockReadError, match="is none of its layout"):
-                engine.read(ReadRequest(wrong, 0, np.empty(wrong.size, np.uint8)))
-            with pytest.raises(ValueError, match="is none of its layout"):
-                engine.write([(wrong, np.zeros(wrong.size, np.uint8))])
-    engine.close()

@@ -1,26 +1,40 @@
-"""What is special about Zarr: what stands where, for ``zarr.open`` too; objects that are torn, missing or swapped."""
+"""The Zarr engine's objects, as ``zarr.open`` reads them too, and what it says of torn, missing and leftover ones."""
 
 import os
-import shutil
+import threading
 import weakref
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.storage import LocalStore, MemoryStore
 
-from tests.files import files_of, flip
-from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks, some_bytes, state_block
+from tests.files import files_of
+from tests.store.blobs import (
+    OPTIMIZERS,
+    Content,
+    bytes_of,
+    check,
+    drop_all,
+    drop_fronts,
+    layout_of,
+    parts_of,
+    plain,
+    publish,
+    put,
+    segment,
+    some_bytes,
+)
 from tiercache.store.engines import zarr_chunks, zarr_layout
-from tiercache.store.engines.engine import WRITE_BYTES, Block, BlockLayout
+from tiercache.store.engines.engine import WRITE_BYTES, Blob, BlobRows, ReadRequest
 from tiercache.store.engines.zarr_chunks import Buffers
 from tiercache.store.engines.zarr_engine import ZarrEngine
-from tiercache.store.files import PAGE_BYTES, huge_pages, write_at
-from tiercache.store.layout import CHANGED, KEYS, ROWS
+from tiercache.store.files import PAGE_BYTES, huge_pages, paged, write_at
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreInUseError
 
 pytestmark = pytest.mark.disk
@@ -30,18 +44,17 @@ VECTOR = 12
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of three blocks of vectors of seven rows, and more of keys and state."""
-    monkeypatch.setattr(zarr_layout, "CHUNK_BYTES", 3 * 7 * VECTOR + 5)
+def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let chunks have three blocks of vectors of seven rows, and more of keys and state."""
+    monkeypatch.setattr(zarr_layout, "PART_BYTES", 3 * 7 * VECTOR + 5)
 
 
-def made(path: Path, *blocks: Any) -> dict[Block, bytes]:
-    """Make an engine with some blocks and a record, and close it."""
+def made(path: Path, *contents: Content) -> list[Content]:
+    """Make an engine with some blobs and a commit, and close it."""
     engine = ZarrEngine(path, create=True)
-    written = put(engine, blocks)
-    engine.commit({"r": bytes(100)})
+    put_ = publish(engine, 0, contents)
     engine.close()
-    return written
+    return put_
 
 
 def objects(path: Path) -> dict[str, bytes]:
@@ -49,20 +62,68 @@ def objects(path: Path) -> dict[str, bytes]:
     return {name: data for name, data in files_of(path).items() if name != "writer.lock"}
 
 
-@pytest.mark.usefixtures("small_chunks")
+# -- the objects ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_objects")
 def test_chunks_are_few_and_have_their_whole_length(tmp_path: Path) -> None:
-    """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding."""
-    made(tmp_path, *segment_blocks(layout_of((10, 47)), 1), *segment_blocks(layout_of((10,)), 2))
+    """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding, nor has a blob."""
+    made(tmp_path, *segment(layout_of([10, 47]), 1)[1:], *segment(layout_of([10]), 2)[1:])
     sizes = {name: len(data) for name, data in objects(tmp_path).items() if "/c." in name}
     chunk = 21 * VECTOR
     assert {name: size for name, size in sizes.items() if "vector" in name} == {
-        "segments/1/0/vector/c.0.0": chunk,
-        "segments/1/0/vector/c.1.0": chunk,
-        "segments/1/0/vector/c.2.0": chunk,
-        "segments/2/0/vector/c.0.0": 10 * VECTOR,
+        "segments/0.1/0/vector/c.0.0": chunk,
+        "segments/0.1/0/vector/c.1.0": chunk,
+        "segments/0.1/0/vector/c.2.0": chunk,
+        "segments/0.2/0/vector/c.0.0": 10 * VECTOR,
     }
-    assert {size for name, size in sizes.items() if "1/0/sum" in name} == {57 * 4}
-    assert {name for name in sizes if "2/0/keys" in name} == {"segments/2/0/keys/c.0"}
+    assert {size for name, size in sizes.items() if "0.1/0/sum" in name} == {57 * 4}
+    assert {name for name in sizes if "0.2/0/keys" in name} == {"segments/0.2/0/keys/c.0"}
+
+
+def test_a_large_blob_is_cut_into_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many bytes, whatever parts it was put in; it goes with all of them."""
+    monkeypatch.setattr(zarr_layout, "PART_BYTES", 1 << 16)
+    data = some_bytes(300_000)
+    contents = made(
+        tmp_path, plain("states/0.1", data, 20_480), plain("states/0.2", data), plain("states/0.3", data[:1])
+    )
+    names = [f"states/0.{i}{part}" for i in (1, 2) for part in ("", ".1", ".2", ".3", ".4")]
+    assert sorted(name for name in objects(tmp_path) if name.startswith("states")) == [*names, "states/0.3"]
+    assert b"".join((tmp_path / name).read_bytes() for name in names[:5]) == data.tobytes()
+    engine = ZarrEngine(tmp_path, create=False)
+    check(engine, contents)
+    assert bytes_of(engine, contents[0].blob, 60_000, 200_001) == data[60_000:200_001].tobytes()
+    drop_all(engine, contents[:1], shrink=True)
+    assert engine.list().keys() == {"states/0.2", "states/0.3", "commits/0"}
+    assert not list((tmp_path / "states").glob("0.1*"))
+    (tmp_path / "states/0.2.2").unlink()
+    assert engine.list()["states/0.2"].size == 2 << 16
+    engine.close()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_zarr_reads_the_arrays(tmp_path: Path, dtype: str, compression: str | None) -> None:
+    """Each field of all rows, keys and last changes; a chunk that was dropped reads as NaN."""
+    of = layout_of([10, 20], dtype=dtype, compression=compression, page_rows=100, block_rows=100)
+    meta, rows, keys, changed = segment(of, 4)
+    made(tmp_path, meta, rows, keys, changed)
+    group = zarr.open(tmp_path, mode="r")["segments/0.4/0"]
+    pages, at = rows.pieces[0], 0
+    for low, high in ((0, 10), (10, 30)):  # a page of each range
+        for field in of.group.fields:
+            size = (high - low) * 4 * field.words
+            stored = np.ascontiguousarray(group[field.name][low:high])
+            assert stored.view(np.uint8).tobytes() == pages[at : at + size].tobytes()
+            at += size
+    assert group["keys"][:].tobytes() == keys.pieces[0].tobytes()
+    assert group["changed"][:].tobytes() == changed.pieces[0].tobytes()
+    assert group["vector"].dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
+    assert group.attrs["tables"] == ["t"]
+    assert group.attrs["ranges"] == [{"next_use": 1, "rows": {"t": 10}}, {"next_use": 2, "rows": {"t": 20}}]
+    (tmp_path / "segments/0.4/0/keys/c.0").unlink()
+    assert set(zarr.open(tmp_path, mode="r")["segments/0.4/0/keys"][:]) == {-(1 << 63)}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,6 +152,21 @@ def test_bytes_are_written_to_any_place(tmp_path: Path, cuts: list[int], order: 
     assert path.read_bytes() == data.tobytes()
 
 
+def test_a_read_over_blocks_has_zeros_between_them(tmp_path: Path) -> None:
+    """As the blob has, which pads each block to whole pages."""
+    of = layout_of([17], page_rows=100)
+    contents = made(tmp_path, *segment(of, 1))
+    engine = ZarrEngine(tmp_path, create=False, readonly=True)
+    for blob, pieces in contents[1:4]:
+        whole = np.zeros(blob.size, np.uint8)
+        for at, data in pieces.items():
+            whole[at : at + data.size] = data
+        assert bytes_of(engine, blob, 0, blob.size) == whole.tobytes()
+    engine.close()
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
 DAMAGES = ("missing", "short", "long", "folder", "pipe", "empty")
 
 
@@ -114,61 +190,81 @@ def spoil(file: Path, damage: str) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("array", ["keys", "vector", "sum", "changed"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_chunk_that_is_not_whole_is_a_sentence(
+def test_a_chunk_that_is_not_whole_is_an_error_in_words(
     tmp_path: Path, array: str, damage: str, compression: str | None
 ) -> None:
     """Never read as the array's fill value, never another error, and nothing waits for the end of a pipe."""
-    written = made(tmp_path, *segment_blocks(layout_of((100, 900), block_rows=2000, compression=compression), 1))
-    (chunk,) = (file for file in (tmp_path / "segments/1/0" / array).iterdir() if file.name != "zarr.json")
+    contents = made(tmp_path, *segment(layout_of([100, 900], block_rows=2000, compression=compression), 1))
+    (chunk,) = (file for file in (tmp_path / "segments/0.1/0" / array).iterdir() if file.name != "zarr.json")
     spoil(chunk, damage)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
-    kind = {"keys": KEYS, "changed": CHANGED}.get(array, ROWS)
-    for block, data in written.items():
-        if block.kind != kind:
-            check(reader, {block: data})
+    kind = array if array in {"keys", "changed"} else "rows"
+    for one in contents:
+        if not one.blob.name.endswith(kind):
+            check(reader, [one])
             continue
         if damage in {"missing", "folder", "empty"} or compression is None:
-            assert "is missing, as" in reader.problem(block) or "is not whole, as" in reader.problem(block)
+            stored = reader.list()[one.blob.name]
+            assert stored.dropped > 0 or stored.size < one.blob.size
         with pytest.raises(BlockReadError, match=r"is (missing|not whole), as|cannot be read|has checksum"):
-            bytes_of(reader, block)
+            bytes_of(reader, one.blob, 0, one.blob.size)
     reader.close()
 
 
-@pytest.mark.parametrize("which", ["records", "manifests"])
-@pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
-def test_a_damaged_record_is_refused(tmp_path: Path, which: str, damage: str) -> None:
-    """Missing, with other bytes, or something else in its place: an older commit does not stand in for it."""
-    made(tmp_path)
-    shutil.copytree(tmp_path / which, tmp_path / "copy")
-    (file,) = (tmp_path / which).iterdir()
-    if damage == "flipped":
-        flip(file, file.stat().st_size // 2)
-    else:
-        spoil(file, damage)
-    for readonly in (False, True):
-        refused = pytest.raises(CorruptStoreError, match=r"(restore the store from a copy|mend that)")
-        with refused, closing(ZarrEngine(tmp_path, create=False, readonly=readonly)) as engine:
-            engine.records()
-    shutil.rmtree(tmp_path / which)
-    (tmp_path / "copy").rename(tmp_path / which)
-    with closing(ZarrEngine(tmp_path, create=False)) as again:
-        assert again.records() == {"r": bytes(100)}
+@pytest.mark.usefixtures("small_objects")
+def test_a_blob_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
+    """Of any field: what is before it is there; and what is missing at the front may have been dropped."""
+    contents = made(tmp_path, *segment(layout_of([63]), 1)[1:])
+    rows, engine = contents[0].blob, ZarrEngine(tmp_path, create=False, readonly=True)
+    step = paged(7 * 16)
+    assert engine.list()[rows.name] == (rows.size, 0)
+    (tmp_path / "segments/0.1/0/vector/c.2.0").unlink()
+    assert engine.list()[rows.name] == (6 * step, 0)
+    (tmp_path / "segments/0.1/0/vector/c.0.0").unlink()
+    assert engine.list()[rows.name] == (6 * step, 3 * step)
+    (tmp_path / "segments/0.1/0/sum/c.0.0").write_bytes(b"short")
+    assert engine.list()[rows.name] == (rows.size, rows.size)
+    engine.close()
 
 
-def test_segments_without_a_manifest_are_no_new_store(tmp_path: Path) -> None:
-    """They are what is left of one: nothing is deleted."""
-    made(tmp_path, *segment_blocks(layout_of((10,)), 1))
-    shutil.rmtree(tmp_path / "manifests")
-    before = objects(tmp_path)
-    for create in (False, True):
-        with pytest.raises(CorruptStoreError, match=r"the manifest of .* is missing: restore the store from a copy"):
-            ZarrEngine(tmp_path, create=create)
-    assert objects(tmp_path) == before
+@pytest.mark.parametrize("node", [b"", b"{", b"[]", b'{"shape": []}', b'{"shape": [0], "data_type": "int64"}', b"\xff"])
+def test_arrays_that_nothing_describes_are_leftovers(tmp_path: Path, node: bytes) -> None:
+    """They have no bytes, are read by what the store knows of them, and can be dropped."""
+    contents = made(tmp_path, *segment(layout_of([10]), 1))
+    (tmp_path / "segments/0.1/0/keys/zarr.json").write_bytes(node)
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.list()["segments/0.1/0/keys"] == (0, 0)
+    keys = contents[2]
+    assert bytes_of(engine, keys.blob, 0, 56) == keys.pieces[0].tobytes()
+    drop_all(engine, [keys], shrink=True)
+    assert not (tmp_path / "segments/0.1/0/keys").exists()
+    check(engine, [one for one in contents if one is not keys])
+    engine.close()
+
+
+def test_a_blob_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) -> None:
+    """To write, and to read."""
+    engine = ZarrEngine(tmp_path, create=True)
+    for compression in (None, "zstd"):
+        rows = segment(layout_of([9], block_rows=6, compression=compression), 1)[1]
+        wrong = rows._replace(blob=rows.blob._replace(size=rows.blob.size + 16))
+        with pytest.raises(ValueError, match=r"has .* bytes, but those of its layout are"):
+            put(engine, [wrong])
+        with pytest.raises(BlockReadError, match="is not what its layout says"):
+            bytes_of(engine, wrong.blob, 0, 16)
+        cut = rows._replace(pieces={at: data[:16] for at, data in rows.pieces.items()})
+        with pytest.raises(ValueError, match="is no block of it"):
+            put(engine, [cut])
+    assert engine.list() == {}
+    engine.close()
+
+
+# -- writers -------------------------------------------------------------------------------------------------
 
 
 def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None:
-    """By path or as a store object of Zarr; readers are no writers, and closing lets the next one in."""
-    ways = (lambda: tmp_path, lambda: LocalStore(tmp_path), lambda: str(tmp_path))
+    """By path or as a Zarr store object; readers are no writers, and closing lets the next one in."""
+    ways: tuple[Callable[[], Any], ...] = (lambda: tmp_path, lambda: LocalStore(tmp_path), lambda: str(tmp_path))
     made(tmp_path)
     for first in ways:
         engine = ZarrEngine(first(), create=False)
@@ -182,13 +278,74 @@ def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None
 
 
 def test_a_reader_is_refused_to_write(tmp_path: Path) -> None:
-    """Whatever it asks for."""
-    made(tmp_path)
+    """Whatever it asks for; and it makes no folder."""
+    contents = made(tmp_path)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
-    for call in (reader.commit, reader.write, reader.free, reader.retain):
+    for call in (lambda: put(reader, contents), lambda: publish(reader, 1), lambda: reader.drop([])):
         with pytest.raises(ValueError, match="is open for reading"):
-            call({})
+            call()
     reader.close()
+    ZarrEngine(tmp_path / "none", create=False, readonly=True).close()
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_opening_for_writing_finds_what_a_crash_left(tmp_path: Path) -> None:
+    """Objects, what describes arrays, bare folders; a reader deletes nothing, and nobody's files stay."""
+    contents = made(tmp_path, *segment(layout_of([10]), 1), plain("states/0.1", some_bytes(50)))
+    before = objects(tmp_path)
+    left = [
+        "segments/0.9/0/vector/c.0.0", "segments/0.9/0/vector/zarr.json", "segments/0.9/zarr.json", "states/0.8",
+        "segments/0.1/1/keys/c.0", "segments/0.6/0/zarr.json", "commits/7", "states/0.9.4", "heads/9.01.partial",
+        "heads/0", "segments/0.4/meta", "ranks/0.7", "segments/0.5/zarr.json",
+    ]  # fmt: skip
+    others = ["states.txt", "notes/states", "tables.txt"]
+    for name in left + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"left")
+    bare = ["segments/0.8/0/vector", "segments/0.3/0", "segments/0.2"]
+    for name in bare:
+        (tmp_path / name).mkdir(parents=True)
+    after = objects(tmp_path)
+    reader = ZarrEngine(tmp_path, create=False, readonly=True)
+    reader.list()
+    reader.close()
+    assert objects(tmp_path) == after
+    engine = ZarrEngine(tmp_path, create=False)
+    needed = {one.blob.name for one in contents}
+    assert engine.list().keys() - needed == {
+        "segments/0.9/0/rows", "states/0.8", "segments/0.1/1/keys", "segments/0.6/0/rows", "commits/7", "states/0.9.4",
+        "segments/0.4/meta", "ranks/0.7", "segments/0.5/meta", "segments/0.8/0/rows", "segments/0.3/0/rows",
+        "segments/0.2/meta",
+    }  # fmt: skip
+    engine.drop([(name, None) for name in engine.list() if name not in needed], shrink=True)
+    check(engine, contents)
+    assert objects(tmp_path) == before | dict.fromkeys(others, b"left")
+    assert {path.name for path in (tmp_path / "segments").iterdir()} == {"0.1", "zarr.json"}
+    assert {path.name for path in (tmp_path / "segments/0.1").iterdir()} == {"0", "meta", "zarr.json"}
+    engine.close()
+
+
+@pytest.mark.parametrize("place", ["disk", "elsewhere"])
+def test_a_put_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
+    """And the same blobs can be put after it."""
+    store: Any = tmp_path if place == "disk" else MemoryStore()
+    engine = ZarrEngine(store, create=True)
+    kept = publish(engine, 0)
+    contents = segment(layout_of([9, 12], block_rows=6))
+    before = engine._objects.sizes(["segments", "states", "commits"])
+
+    def failing() -> Iterator[Any]:
+        yield from parts_of(contents)
+        raise OSError("the source broke")
+
+    with pytest.raises(OSError, match="the source broke"):
+        engine.put([one.blob for one in contents], failing())
+    assert engine._objects.sizes(["segments", "states", "commits"]) == before
+    check(engine, put(engine, contents) + kept)
+    engine.close()
+
+
+# -- room ----------------------------------------------------------------------------------------------------
 
 
 def taken(path: Path) -> int:
@@ -196,127 +353,68 @@ def taken(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-@pytest.mark.usefixtures("_large_chunks")
-class TestRoom:
-    """What is freed goes: pages out of chunks, chunks, folders."""
-
-    @pytest.fixture
-    def _large_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zarr_layout, "CHUNK_BYTES", 1 << 20)
-
-    @staticmethod
-    def layout() -> BlockLayout:
-        """Return one with eight blocks of 100,008 bytes of vectors, so that blocks begin within pages."""
-        return layout_of((8 * 8334,), page_rows=1000, block_rows=8334)
-
-    def test_pages_that_only_freed_blocks_have_are_holes(self, tmp_path: Path) -> None:
-        """A page that two blocks share goes with the second; what stays is read as it was."""
-        engine = ZarrEngine(tmp_path, create=True)
-        written = put(engine, segment_blocks(self.layout(), 1))
-        engine.commit({"r": b"1"})
-        file = tmp_path / "segments/1/0/vector/c.0.0"
-        whole, held = taken(file), dict(written)
-        for index, least in ((3, 90_000), (5, 180_000), (4, 290_000), (7, 390_000), (0, 490_000)):
-            gone = [block for block in held if block.index == index]
-            engine.free(gone)
-            engine.shrink()
-            for block in gone:
-                del held[block]
-            assert least <= whole - taken(file) <= least + 20_000
-            check(engine, held)
-        assert file.stat().st_size == 8 * 8334 * VECTOR
-        engine.close()
-        # What a crash left is given back by the next opening.
-        held = {block: data for block, data in held.items() if block.index == 6}
-        engine = ZarrEngine(tmp_path, create=False)
-        engine.retain(held)
-        assert taken(file) < 120_000
-        check(engine, held)
-        engine.close()
-
-    def test_files_and_folders_go_with_their_blocks(self, tmp_path: Path) -> None:
-        """A chunk with its last block, the folder of a layout with its last chunk."""
-        engine = ZarrEngine(tmp_path, create=True)
-        written = put(engine, [*segment_blocks(self.layout(), 1), *segment_blocks(layout_of((10,)), 2)])
-        written |= put(engine, [state_block(some_bytes(5000), 3, commit=7)])
-        engine.commit({"r": b"1"})
-        assert (tmp_path / "state/7.3").stat().st_size == 5000
-        engine.free([block for block in written if block.kind == CHANGED and block.owner == 1])
-        engine.shrink()
-        assert {file.name for file in (tmp_path / "segments/1/0/changed").iterdir()} == {"zarr.json"}
-        engine.free([block for block in written if block.owner == 1])
-        engine.shrink()
-        assert {file.name for file in (tmp_path / "segments").iterdir()} == {"2", "zarr.json"}
-        engine.free(written)
-        engine.shrink()
-        assert {file.name for file in (tmp_path / "segments").iterdir()} == {"zarr.json"}
-        assert not list((tmp_path / "state").iterdir())
-        engine.close()
+def large_layout() -> BlobRows:
+    """Return one with eight blocks of 100,008 bytes of vectors, so that blocks begin within pages."""
+    return layout_of([8 * 8334], page_rows=1000, block_rows=8334)
 
 
-def test_an_opening_for_writing_deletes_what_a_crash_left(tmp_path: Path) -> None:
-    """Half-written objects, chunks and records that nothing names, bare folders; a reader deletes nothing."""
-    written = made(tmp_path, *segment_blocks(layout_of((10,)), 1), state_block(some_bytes(50)))
-    before = objects(tmp_path)
-    left = [
-        "segments/9/0/vector/c.0.0", "segments/9/0/vector/zarr.json", "segments/9/zarr.json", "state/8.0",
-        "segments/1/0/vector/c.7.0", "segments/1/1/keys/c.0", "records/7-x", "records/1-x", "manifests/9.01.partial",
-        "manifests/0",
-    ]  # fmt: skip
-    for name in left:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"left")
-    (tmp_path / "segments/8/0/vector").mkdir(parents=True)
-    ZarrEngine(tmp_path, create=False, readonly=True).close()
-    assert objects(tmp_path) == before | dict.fromkeys(left, b"left")
+def test_pages_before_the_first_block_that_is_left_are_holes(tmp_path: Path) -> None:
+    """A page that two blocks share goes with the second; the rest is read as it was, and a reopening drops it again."""
+    engine = ZarrEngine(tmp_path, create=True)
+    contents = segment(large_layout(), 1)
+    rest = publish(engine, 0, contents)[-1:]
+    file = tmp_path / "segments/0.1/0/vector/c.0.0"
+    whole = taken(file)
+    for blocks in range(1, 8):
+        left = drop_fronts(engine, contents, blocks)
+        engine.drop([], shrink=True)
+        assert blocks * 100_008 - PAGE_BYTES <= whole - taken(file) <= blocks * 100_008
+        check(engine, left + rest)
+    assert file.stat().st_size == 8 * 8334 * VECTOR
+    engine.close()
     engine = ZarrEngine(tmp_path, create=False)
-    engine.retain(written)
-    check(engine, written)
-    assert objects(tmp_path) == before
-    assert {path.name for path in (tmp_path / "segments").iterdir()} == {"1", "zarr.json"}
-    engine.commit({"s": b"2"})
-    assert (tmp_path / "records/8-s").exists()
+    drop_fronts(engine, contents, 7)
+    check(engine, left)
     engine.close()
 
 
-@pytest.mark.parametrize("place", ["disk", "elsewhere"])
-def test_a_write_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
-    """And the same blocks can be written after it."""
-    store: Any = tmp_path if place == "disk" else MemoryStore()
-    engine = ZarrEngine(store, create=True)
-    blocks = segment_blocks(layout_of((9, 12), block_rows=6))
-
-    def failing():  # type: ignore[no-untyped-def]
-        yield from blocks
-        raise OSError("the source broke")
-
-    with pytest.raises(OSError, match="the source broke"):
-        engine.write(failing())
-    assert not [key for key in engine._objects.sizes("segments") if key != "segments/zarr.json"]
-    check(engine, put(engine, blocks))
+def test_a_front_that_a_crash_kept_is_given_back_by_the_next_opening(tmp_path: Path) -> None:
+    """From what describes the arrays alone."""
+    contents = made(tmp_path, *segment(large_layout(), 1))
+    file = tmp_path / "segments/0.1/0/vector/c.0.0"
+    whole, engine = taken(file), ZarrEngine(tmp_path, create=False)
+    left = drop_fronts(engine, contents, 6)
+    engine.drop([], shrink=True)
+    assert whole - taken(file) >= 590_000
+    check(engine, left)
     engine.close()
 
 
-@pytest.mark.usefixtures("small_chunks")
-def test_elsewhere_a_chunk_is_set_once_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever writes its blocks come; what is not whole is read from memory, and set by the commit."""
-    engine = ZarrEngine(MemoryStore(), create=True)
-    sets: list[str] = []
-    put_ = engine._objects.put
-    monkeypatch.setattr(engine._objects, "put", lambda key, data: (sets.append(key), put_(key, data)))
-    layout = layout_of((10, 47))
-    written: dict[Block, bytes] = {}
-    for data in segment_blocks(layout, 1)[:-3]:
-        written |= put(engine, [data])
-        check(engine, written)
-    chunks = [key for key in sets if "/vector/c." in key]
-    assert chunks == ["segments/1-1/0/vector/c.0.0", "segments/1-1/0/vector/c.1.0"]
-    engine.commit({"r": b"1"})
-    assert [key for key in sets if "/vector/c." in key] == [*chunks, "segments/1-1/0/vector/c.2.0"]
-    written |= put(engine, segment_blocks(layout, 1)[-3:])
-    engine.commit({"r": b"2"})
-    check(engine, written)
+@pytest.mark.usefixtures("small_objects")
+def test_files_and_folders_go_with_their_blocks(tmp_path: Path) -> None:
+    """A chunk with its last block, the folder of a group with its last blob, and of a segment with the last of all."""
+    engine = ZarrEngine(tmp_path, create=True)
+    meta, rows, keys, changed = put(engine, segment(layout_of([10, 47]), 1))
+    put(engine, segment(layout_of([10], optimizer=OPTIMIZERS[2]), 2))
+    folder = tmp_path / "segments/0.1/0"
+    for blocks, chunks in ((2, {0, 1, 2}), (3, {1, 2}), (5, {1, 2}), (6, {2}), (8, {2})):
+        drop_fronts(engine, [rows, keys, changed], blocks)
+        engine.drop([], shrink=True)
+        assert {file.name for file in (folder / "vector").iterdir()} == {f"c.{i}.0" for i in chunks} | {"zarr.json"}
+        assert (folder / "sum/c.0.0").exists()
+    engine.drop([(rows.blob.name, rows.blob.size)], shrink=True)
+    assert {file.name for file in (folder / "sum").iterdir()} == {"zarr.json"}
+    assert engine.list()[rows.blob.name] == (rows.blob.size, rows.blob.size)
+    drop_all(engine, [rows, changed], shrink=True)
+    assert {file.name for file in folder.iterdir()} == {"keys", "zarr.json"}
+    drop_all(engine, [keys], shrink=True)
+    assert not folder.exists()
+    drop_all(engine, [meta], shrink=True)
+    assert {file.name for file in (tmp_path / "segments").iterdir()} == {"0.2", "zarr.json"}
     engine.close()
+
+
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def test_a_writer_holds_bounded_memory() -> None:
@@ -324,8 +422,6 @@ def test_a_writer_holds_bounded_memory() -> None:
     buffers = Buffers()
     held = [buffers.take(16 << 20) for _ in range(4)]
     assert sum(buffer.size for buffer in held) <= WRITE_BYTES
-    import threading
-
     got: list[np.ndarray] = []
     waiting = threading.Thread(target=lambda: got.append(buffers.take(16 << 20)))
     waiting.start()
@@ -340,25 +436,43 @@ def test_a_writer_holds_bounded_memory() -> None:
     assert large.size >= 2 * WRITE_BYTES
 
 
-def test_copies_of_blocks_keep_to_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_parts_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 blocks of 16 KiB, 64 KiB at a time; the rows are all there."""
-    taken: list[weakref.ref[np.ndarray]] = []
+    taken_: list[weakref.ref[np.ndarray]] = []
     most = 0
 
     def take(num_bytes: int) -> np.ndarray:
         nonlocal most
         buffer = huge_pages(num_bytes)
-        taken.append(weakref.ref(buffer))
-        most = max(most, sum(one.nbytes for one in (ref() for ref in taken) if one is not None))
+        taken_.append(weakref.ref(buffer))
+        most = max(most, sum(one.nbytes for one in (ref() for ref in taken_) if one is not None))
         return buffer
 
     monkeypatch.setattr(zarr_chunks, "huge_pages", take)
-    layout = layout_of((65536,), block_rows=1024)
-    blocks = segment_blocks(layout, 1)
     engine = ZarrEngine(tmp_path / "store", create=True)
     engine.memory_bytes = 64 << 10
-    written = put(engine, blocks)
-    engine.commit({"r": b"1"})
+    contents = publish(engine, 0, segment(layout_of([65536], block_rows=1024), 1))
     assert 0 < most <= 64 << 10
-    check(engine, written)
+    check(engine, contents)
     engine.close()
+
+
+def test_a_read_past_the_end_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """Also in padding."""
+    (meta, *_), engine = made(tmp_path, *segment(layout_of([9]), 1)), ZarrEngine(tmp_path, create=False, readonly=True)
+    with pytest.raises(BlockReadError, match="ends at byte 5,000 of 5,001"):
+        engine.read(ReadRequest(meta.blob, 1, np.empty(5000, np.uint8)))
+    with pytest.raises(BlockReadError, match="is missing"):
+        engine.read(ReadRequest(Blob("states/0.7", 8), 0, np.empty(8, np.uint8)))
+    engine.close()
+
+
+def test_commits_without_a_head_are_no_new_store(tmp_path: Path) -> None:
+    """They are what is left of one: nothing is deleted."""
+    made(tmp_path, *segment(layout_of([10]), 1))
+    (tmp_path / "heads/1").unlink()
+    before = objects(tmp_path)
+    for options in ({"create": False}, {"create": True}, {"create": False, "readonly": True}):
+        with pytest.raises(CorruptStoreError, match=r"the head of .* is missing: restore the store from a copy"):
+            ZarrEngine(tmp_path, **options)
+    assert objects(tmp_path) == before

@@ -32,6 +32,9 @@ LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}
 CRC32C: dict[str, Any] = {"name": "crc32c"}
 _ZSTD_LEVEL = 1
 _BLOSC_LEVEL, _BLOSC_LIBRARY = 5, "lz4"
+_BLOSC_HEADER = struct.Struct("<4xI4xI")
+"""Bytes unpacked and packed: what Blosc's decoder believes."""
+_ZSTD_LEAST = 9
 _ENTRY_BYTES = 16
 _NOT_THERE = (1 << 64) - 1
 
@@ -58,19 +61,38 @@ class Codec(NamedTuple):
         return sealed(bytes(self._library().encode(data.view(f"<u{self.item_bytes}"))))
 
     def decode(self, data: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` with the bytes that ``encode`` was given. Raises BlockReadError for anything else."""
+        """Fill ``out`` with what ``encode`` was given. Raises BlockReadError for anything else."""
+        packed = checked(data)
+        if (_unpacked_zstd if self.compression == "zstd" else _unpacked_blosc)(packed) != out.size:
+            raise BlockReadError(f"cannot be decompressed (it is not what {out.size:,} bytes were compressed to)")
         try:
-            unpacked = np.frombuffer(self._library().decode(checked(data)), np.uint8)
+            self._library().decode(packed, out)
         except (RuntimeError, ValueError) as error:
             raise BlockReadError(f"cannot be decompressed ({error})") from error
-        if unpacked.size != out.size:
-            raise BlockReadError(f"cannot be decompressed ({unpacked.size:,} bytes were compressed, not {out.size:,})")
-        out[:] = unpacked
 
     def _library(self) -> Any:
         if self.compression == "zstd":
             return numcodecs.Zstd(level=_ZSTD_LEVEL)
         return numcodecs.Blosc(_BLOSC_LIBRARY, _BLOSC_LEVEL, numcodecs.Blosc.SHUFFLE)
+
+
+def _unpacked_blosc(packed: bytes) -> int:
+    """Return how many bytes a header says it was; -1 where it is none for these bytes."""
+    if len(packed) < _BLOSC_HEADER.size:
+        return -1
+    unpacked, size = _BLOSC_HEADER.unpack_from(packed)
+    return int(unpacked) if size == len(packed) else -1
+
+
+def _unpacked_zstd(packed: bytes) -> int:
+    """Return how many bytes a frame's header says it was (RFC 8878, 3.1.1.1); -1 where it does not say."""
+    if len(packed) < _ZSTD_LEAST:
+        return -1
+    single, flag = packed[4] >> 5 & 1, packed[4] >> 6
+    at, size = 6 - single + (0, 1, 2, 4)[packed[4] & 3], (single, 2, 4, 8)[flag]
+    if not size or at + size > len(packed):
+        return -1
+    return int.from_bytes(packed[at : at + size], "little") + (256 if size == 2 else 0)
 
 
 def sealed(data: bytes) -> bytes:

@@ -1,0 +1,276 @@
+"""Heads of the Zarr engine: durable before they count, and one that failed does not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.files import flip
+from tests.store.blobs import check, drop_all, head_of, layout_of, plain, publish, put, segment, some_bytes
+from tests.store.test_zarr_engine import DAMAGES, made, spoil
+from tiercache.store.engines import zarr_chunks, zarr_objects
+from tiercache.store.engines.engine import Head
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.engines.zarr_heads import NumberedHead
+from tiercache.store.records import encode
+from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
+
+pytestmark = pytest.mark.disk
+
+
+def commit(engine: ZarrEngine, number: int) -> None:
+    """Put the blob of a commit, without a head."""
+    put(engine, [plain(f"commits/{number}", np.frombuffer(f"commit {number}".encode() * 9, np.uint8))])
+
+
+def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its name before the publish returns; one that cannot be synced leaves nothing."""
+    engine, seen = ZarrEngine(tmp_path, create=True), []
+    sync = zarr_objects.sync
+
+    def watching(path: str, **options: bool) -> None:
+        seen.append((Path(path).name, sorted(entry.name for entry in (tmp_path / "heads").iterdir())))
+        sync(path, **options)
+
+    (tmp_path / "heads").mkdir()
+    monkeypatch.setattr(zarr_objects, "sync", watching)
+    kept = publish(engine, 0, segment(layout_of([10]), 1))
+    (draft,) = {name for name, _ in seen if name.startswith("1.") and name.endswith(".partial")}
+    files = [path.name for path in (tmp_path / "segments").rglob("*")] + ["zarr.json", "commits", "segments", "0"]
+    for name in (*files, tmp_path.name):
+        assert seen.index((name, [])) < seen.index((draft, [draft])) < seen.index(("heads", ["1"])), name
+    assert all(name != "1" or names == ["1"] for name, names in seen)
+
+    def failing(path: str, **options: bool) -> None:
+        if path.endswith(".partial"):
+            raise OSError(5, "the disk broke")
+        sync(path, **options)
+
+    monkeypatch.setattr(zarr_objects, "sync", failing)
+    with pytest.raises(StoreError, match="the disk broke"):
+        publish(engine, 1)
+    assert [file.name for file in (tmp_path / "heads").iterdir()] == ["1"]
+    assert engine.newest() == head_of(0)
+    monkeypatch.undo()
+    engine.publish(head_of(1), head_of(0))
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(1)
+    assert [file.name for file in (tmp_path / "heads").iterdir()] == ["3"]
+    check(engine, kept)
+    engine.close()
+
+
+@pytest.mark.parametrize("at", ["file", "head"])
+def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """The publish fails, those after it too, and the store opens where it was."""
+    engine = ZarrEngine(tmp_path, create=True)
+    publish(engine, 0)
+    put(engine, [plain("states/0.1", some_bytes(10))])
+    sync = zarr_objects.sync
+
+    def failing(path: str, **options: bool) -> None:
+        if at == "file" or path.endswith("heads"):
+            raise OSError(5, "the disk broke")
+        sync(path, **options)
+
+    monkeypatch.setattr(zarr_objects, "sync", failing)
+    with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
+        publish(engine, 1)
+    monkeypatch.undo()
+    assert engine.newest() == head_of(0)
+    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
+        engine.publish(head_of(1), head_of(0))
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(0)
+    engine.drop([(name, None) for name in engine.list() if name != "commits/0"])
+    publish(engine, 1)
+    engine.close()
+
+
+def test_an_interrupt_after_the_head_is_durable_is_a_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one follows it."""
+    engine = ZarrEngine(tmp_path, create=True)
+    publish(engine, 0)
+    commit(engine, 1)
+    delete = engine._objects.delete
+
+    def interrupted(names: list[str]) -> None:
+        delete(names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._objects, "delete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.publish(head_of(1), head_of(0))
+    monkeypatch.undo()
+    assert engine.newest() == head_of(1)
+    publish(engine, 2)
+    assert engine.newest() == head_of(2)
+    engine.close()
+
+
+def test_what_is_dropped_before_it_is_published_is_not_synced(tmp_path: Path) -> None:
+    """Fronts, whole blobs and folders."""
+    engine = ZarrEngine(tmp_path, create=True)
+    contents = put(engine, segment(layout_of([30], compression="zstd"), 1) + segment(layout_of([30]), 2))
+    engine.drop([(one.blob.name, 2 * 4096) for one in contents if one.blob.of])
+    drop_all(engine, contents[4:])
+    kept = publish(engine, 0)
+    check(engine, kept + contents[:1])
+    engine.close()
+
+
+def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fills up, in chunks, descriptions, records or the head, the store stays at its commit."""
+    engine = ZarrEngine(tmp_path, create=True)
+    layout = layout_of([10, 20])
+    kept = publish(engine, 0, segment(layout, 0))
+    left = 0
+
+    def spending(call: Callable[..., object]) -> Callable[..., object]:
+        def spend(*args: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(28, "No space left on device")
+            return call(*args)
+
+        return spend
+
+    monkeypatch.setattr(zarr_objects, "write_whole", spending(zarr_objects.write_whole))
+    monkeypatch.setattr(zarr_chunks, "write_at", spending(zarr_chunks.write_at))
+    monkeypatch.setattr(zarr_chunks.os, "posix_fallocate", spending(zarr_chunks.os.posix_fallocate))
+    writes = 0
+    while True:
+        left = writes
+        try:
+            contents = publish(engine, 1, segment(layout, 1))
+        except StoreFullError as error:
+            assert "free some" in str(error)  # noqa: PT017 - what else is raised fails the test
+            left = 1000
+            engine.drop([(name, None) for name in engine.list() if name not in {one.blob.name for one in kept}])
+            assert engine.newest() == head_of(0)
+            check(engine, kept)
+            assert {file.name for file in (tmp_path / "heads").iterdir()} == {"1"}
+            writes += 1
+        else:
+            break
+    assert writes > 10
+    check(engine, kept + contents)
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(1)
+    engine.close()
+
+
+def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave it, records use it; nothing is asked of the source of what cannot be put."""
+    free = 0
+
+    def room(_: Path, needed: int) -> None:
+        if needed > free:
+            raise OSError(28, "No space left on device")
+
+    def source() -> object:
+        raise AssertionError("a part was asked for")
+        yield
+
+    engine = ZarrEngine(tmp_path, create=True)
+    monkeypatch.setattr(zarr_chunks, "check_room", room)
+    free = 1 << 20
+    blobs = [one.blob for one in segment(layout_of([10]), 1)]
+    with pytest.raises(StoreFullError, match=r"1,048,576 of them kept free for records, but the file system of"):
+        engine.put(blobs, source())  # type: ignore[arg-type]
+    publish(engine, 0)
+    monkeypatch.undo()
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False, store_budget=5000)
+    with pytest.raises(StoreFullError, match=r"needs 4,929 more bytes but .* take 72 and may hold 5,000: raise"):
+        put(engine, [plain("states/0.1", some_bytes(4929))])
+    put(engine, [plain("states/0.1", some_bytes(4928))])
+    engine.close()
+
+
+def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a head went while it looked it looks again; a head that it saw is never followed by an older one."""
+    writer = ZarrEngine(tmp_path, create=True)
+    publish(writer, 0)
+    reader = ZarrEngine(tmp_path, create=False, readonly=True)
+    assert reader.newest() == head_of(0)
+    get, number = reader._objects.get, 0
+
+    def meanwhile(key: str) -> bytes | None:
+        nonlocal number
+        if number < 5:
+            number += 1
+            publish(writer, number)
+        return get(key)
+
+    monkeypatch.setattr(reader._objects, "get", meanwhile)
+    assert reader.newest() == head_of(5)
+    monkeypatch.undo()
+    older = (tmp_path / "heads/6").read_bytes()
+    publish(writer, 6)
+    assert reader.newest() == head_of(6)
+    (tmp_path / "heads/7").unlink()
+    (tmp_path / "heads/6").write_bytes(older)
+    with pytest.raises(CorruptStoreError, match="is at head 6 and was at 7 before: restore the store from a copy"):
+        reader.newest()
+    with pytest.raises(StoreError, match=r"the newest head of .* is 6, and this process wrote 7: .*open it again"):
+        publish(writer, 7)
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
+def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
+    """Missing, with other bytes, or something else in its place: an older commit does not stand in for it."""
+    made(tmp_path)
+    head = tmp_path / "heads/1"
+    data = head.read_bytes()
+    if damage == "flipped":
+        flip(head, len(data) // 2)
+    else:
+        spoil(head, damage)
+    for readonly in (False, True):
+        with pytest.raises(CorruptStoreError, match=r"(restore the store from a copy|fix that)"):
+            ZarrEngine(tmp_path, create=False, readonly=readonly)
+    if head.is_dir():
+        head.rmdir()
+    head.unlink(missing_ok=True)
+    head.write_bytes(data)
+    engine = ZarrEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(0)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"number": 2, "before": ""},
+        {"number": 1, "before": "x"},
+        {"number": 1, "before": "", "name": "commits/1"},
+        {"number": 1, "before": "", "name": "commits/1", "size": -1, "digest": "0" * 64},
+        {"number": 1, "before": "", "name": "commits/1", "size": 1, "digest": "0" * 63},
+        {"number": True, "before": ""},
+    ],
+)
+def test_a_head_that_no_writer_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
+    """Although its checksum is right."""
+    made(tmp_path)
+    (tmp_path / "heads/1").write_bytes(encode("head", values, {}))
+    with pytest.raises(CorruptStoreError, match=r"head 1 of .* cannot be read .*: restore the store from a copy"):
+        ZarrEngine(tmp_path, create=False, readonly=True)
+
+
+def test_a_head_comes_back() -> None:
+    """From its record."""
+    for head in (None, Head("commits/3-2", 77, "ab" * 32)):
+        for writer in ("", "me"):
+            one = NumberedHead(number=5, head=head, before="cd" * 32, writer=writer)
+            assert NumberedHead.from_bytes(one.to_bytes(), 5, "it") == one
