@@ -12,6 +12,7 @@ from numpy.random import Generator
 
 from tiercache.store.commit import head_of
 from tiercache.store.engines.engine import Blob, Engine, Head, ReadRequest
+from tiercache.store.paged import describe, places_of
 
 LIES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 255, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63,
@@ -61,12 +62,13 @@ def opened(record: bytes) -> tuple[Any, bytes]:
 
 def lying(record: bytes, generator: Generator) -> bytes:
     """Return a record whose header says something else, with a right checksum; sometimes with other arrays too."""
-    header, arrays = opened(record)
+    end = front_of(record)
+    header, arrays = opened(record[:end])
     for _ in range(int(generator.integers(1, 3))):
         lie(header, generator)
     if generator.random() < 0.2:
         arrays = damaged(arrays, generator)
-    return sealed(json.dumps(header).encode(), arrays)
+    return sealed(json.dumps(header).encode(), arrays) + record[end:]
 
 
 def resealed(record: bytes, generator: Generator) -> bytes:
@@ -77,7 +79,8 @@ def resealed(record: bytes, generator: Generator) -> bytes:
 
 def miscounting(record: bytes, generator: Generator) -> bytes:
     """Return a record with other numbers in its arrays, and a right checksum."""
-    header, arrays = opened(record)
+    end = front_of(record)
+    header, arrays = opened(record[:end])
     numbers = [
         (np.dtype(dtype), at)
         for (_, dtype, length), start in zip(header["arrays"], _starts(header["arrays"]), strict=True)
@@ -90,7 +93,7 @@ def miscounting(record: bytes, generator: Generator) -> bytes:
         wrong = [0, 1, 2, 7, 1 << 20, -1, found + 1, found - 1, least, most]
         lie_ = int(generator.choice(np.array([max(least, min(most, n)) for n in wrong], object)))
         data[at : at + dtype.itemsize] = np.array([lie_], dtype).tobytes()
-    return sealed(json.dumps(header).encode(), bytes(data))
+    return sealed(json.dumps(header).encode(), bytes(data)) + record[end:]
 
 
 def _starts(described: Sequence[Any]) -> list[int]:
@@ -154,6 +157,34 @@ def records_of(engine: Engine) -> dict[str, bytes]:
     return found
 
 
+def front_of(blob: bytes) -> int:
+    """Return how many bytes of a blob are the record with which it begins."""
+    size = int(struct.unpack("<I", blob[4:8])[0])
+    header: dict[str, Any] = json.loads(blob[8 : 8 + size])
+    arrays: int = sum(int(length) * np.dtype(dtype).itemsize for _, dtype, length in header["arrays"])
+    return 12 + size + arrays
+
+
+def mismapped(meta: bytes, generator: Generator) -> bytes:
+    """Return what describes a segment with other numbers in the arrays that are read in place, and right checksums."""
+    end = front_of(meta)
+    header, small = opened(meta[:end])
+    places_ = places_of(header["values"]["arrays"])
+    arrays = {
+        name: np.frombuffer(meta, place.dtype, place.size, end + place.begin).copy() for name, place in places_.items()
+    }
+    full = [name for name, array in arrays.items() if array.size]
+    for _ in range(int(generator.integers(1, 3)) if full else 0):
+        array = arrays[full[int(generator.integers(0, len(full)))]]
+        at, most = int(generator.integers(0, array.size)), np.iinfo(array.dtype).max
+        array[at] = int(
+            generator.choice(np.array([0, 1, 2, 200, most, most - 1, most // 2, int(array[at]) ^ 1], object))
+        )
+    _, parts, chunks = describe(arrays)
+    small = small[: len(small) - chunks.nbytes] + chunks.tobytes()
+    return sealed(json.dumps(header).encode(), small) + b"".join(part.tobytes() for part in parts)
+
+
 def signed(
     records: Mapping[str, bytes], head: Head | None, name: str, data: bytes
 ) -> tuple[dict[str, bytes], Head | None]:
@@ -164,17 +195,28 @@ def signed(
     changed, waiting = {name: data}, [name]
     while waiting:
         one = waiting.pop(0)
-        old, new = head_of(one, records[one]), head_of(one, changed[one])
-        if head == old:
-            head = new
+        old, new = records[one], changed[one]
+        if one.endswith("/meta"):  # its list names the digest of its front
+            old, new = old[: front_of(old)], new[: _front_or_all(new)]
+        old_head, new_head = head_of(one, old), head_of(one, new)
+        if head == old_head:
+            head = new_head
         for other, record in records.items():
-            if other == one or old.digest.encode() not in record:
+            if other == one or old_head.digest.encode() not in record:
                 continue
             header, arrays = opened(changed.get(other, record))
-            _sign(header["values"], old, new)
+            _sign(header["values"], old_head, new_head, len(changed[one]))
             changed[other] = sealed(json.dumps(header).encode(), arrays)
             waiting.append(other)
     return changed, head
+
+
+def _front_or_all(blob: bytes) -> int:
+    """Return how many bytes are the record with which a blob begins; all, if that cannot be told."""
+    try:
+        return min(len(blob), front_of(blob))
+    except (ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError):
+        return len(blob)
 
 
 def plant(engine: Engine, name: str, data: bytes) -> None:
@@ -189,8 +231,8 @@ def plant(engine: Engine, name: str, data: bytes) -> None:
     engine.publish(head, before)
 
 
-def _sign(value: Any, old: Head, new: Head) -> None:
-    """Replace the size and digest of a blob wherever they stand in a header."""
+def _sign(value: Any, old: Head, new: Head, num_bytes: int) -> None:
+    """Replace the size and digest of a blob wherever they stand in a header; ``num_bytes``: with what is behind it."""
     for path in [*places(value)]:
         *way, key = path
         part = value
@@ -200,3 +242,5 @@ def _sign(value: Any, old: Head, new: Head) -> None:
             part[key] = new.digest
             if isinstance(part, list) and key:
                 part[key - 1] = new.size
+                if new.name.endswith("/meta"):
+                    part[key - 2] = num_bytes

@@ -166,7 +166,7 @@ class SegmentMeta:
                     )
             if len(maps) != len(layouts):
                 raise ValueError(f"it has {len(maps)} maps of keys for {len(layouts)} layouts")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
         return cls(
             layouts=layouts, checksums=checksums, key_checksums=key_checksums, first_hashes=first_hashes, maps=maps,
