@@ -11,11 +11,24 @@ from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 from zarr.storage import ObjectStore
 
-from tests.store.conftest import small_tables
+from tests.store.blobs import (
+    Content,
+    bytes_of,
+    check,
+    drop_all,
+    drop_fronts,
+    head_of,
+    layout_of,
+    plain,
+    publish,
+    put,
+    segment,
+    some_bytes,
+)
 from tests.store.damage import assert_sentence
-from tests.store.test_rewrite import rows_of
-from tests.store.world import World
-from tiercache.store import CommitMissingError, Store, StoreError, StoreInUseError, ZarrEngine
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.engines.zarr_heads import Heads
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreInUseError
 
 Make = Callable[[], Any]
 """Return a client of its own of the one object store of a test."""
@@ -23,7 +36,7 @@ Make = Callable[[], Any]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Run a server of S3 that has conditional puts, on loopback; its address."""
+    """Run an S3 server that has conditional puts, on loopback; its address."""
     running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
@@ -33,7 +46,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "s3"])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Return what opens an object store that is empty at first."""
+    """Return a function that opens an object store, which is empty at first."""
     if request.param == "memory":
         memory = MemoryStore()
         return lambda: ObjectStore(memory)
@@ -49,148 +62,191 @@ def make(request: pytest.FixtureRequest) -> Make:
     )  # fmt: skip
 
 
-def opened(make: Make, world: World | None = None, **options: Any) -> Store:
+def opened(make: Make, *, create: bool = False, keep_for: float = 0.0, **options: Any) -> ZarrEngine:
     """Open the store by a client of its own."""
-    readonly = options.get("mode") == "r"
-    engine = ZarrEngine(make(), create=world is not None, readonly=readonly, keep_for=options.pop("keep_for", 0.0))
-    return Store.open(None, tables=None if world is None else world.tables, engine=engine, **options)
+    return ZarrEngine(make(), create=create, keep_for=keep_for, **options)
 
 
-def test_a_store_trains_is_opened_again_and_goes_on(make: Make) -> None:
-    """Each writer's blocks have names of their own, and what no commit needs goes."""
-    world = World(small_tables()[1:3])
-    with opened(make, world) as store:
-        world.run(store, 2)
+def names_of(make: Make) -> set[str]:
+    """Return the names of all objects."""
+    return {str(entry["path"]) for page in obstore.list(make().store) for entry in page}
+
+
+def of_epoch(contents: list[Content], engine: ZarrEngine) -> list[Content]:
+    """Return blobs with the writer's epoch in their names, as the store puts them."""
+    found = []
+    for one in contents:
+        folder, word, *rest = one.blob.name.split("/")
+        found.append(one._replace(blob=one.blob._replace(name="/".join([folder, f"{word}-{engine.epoch}", *rest]))))
+    return found
+
+
+def sweep(engine: ZarrEngine, needed: list[Content]) -> None:
+    """Drop what is not needed, as a store does when it is opened for writing."""
+    names = {one.blob.name for one in needed}
+    engine.drop([(name, None) for name in engine.list() if name not in names])
+
+
+def test_a_store_is_written_by_one_writer_after_another(make: Make) -> None:
+    """Names of each are its own, one head is there, and what nobody needs goes."""
+    commits, before = 0, list[Content]()
     for _ in range(3):
-        with opened(make) as store:
-            assert rows_of(store) == world.rows
-            world.run(store, 2)
-    with opened(make, mode="r") as store:
-        assert rows_of(store) == world.rows
-        world.check(store, after=world.pass_index - 1)
-        assert store.state() == world.state
-        needed = {s.id for s in store.segments}
-    names = {str(entry["path"]) for page in obstore.list(make().store) for entry in page}
-    assert {int(name.split("/")[1].split("-")[0]) for name in names if name.count("/") > 1} == needed
-    assert sum(name.startswith("manifests/") for name in names) == 1
+        engine = opened(make, create=not commits)
+        assert engine.newest() == (head_of(commits - 1) if commits else None)
+        sweep(engine, before)
+        check(engine, before)
+        for _ in range(2):
+            contents = of_epoch(segment(layout_of([10, 20]), 1 + commits), engine)
+            contents = publish(engine, commits, contents)
+            drop_all(engine, before)
+            before, commits = contents, commits + 1
+        engine.close()
+    engine = opened(make, readonly=True)
+    assert engine.newest() == head_of(commits - 1)
+    assert engine.list().keys() == {one.blob.name for one in before}
+    check(engine, before)
+    engine.close()
+    names = names_of(make)
+    assert sum(name.startswith("heads/") for name in names) == 1
+    assert {name.split("/")[1] for name in names if name.startswith("segments/0")} == {
+        before[0].blob.name.split("/")[1]
+    }
+    assert not any(name.startswith(("free/", "probes/")) for name in names)
 
 
 @pytest.mark.parametrize("keep_for", [0.0, 60.0])
-def test_what_is_free_stays_for_those_who_may_read_it(make: Make, keep_for: float) -> None:
-    """For as long as was said: nobody knows of readers elsewhere, and one that was too slow is told so."""
-    world = World(small_tables()[1:3])
-    with opened(make, world, keep_for=keep_for) as store:
-        world.run(store, 2)
-        before, state = dict(world.rows), world.state
-        with opened(make, mode="r") as reader:
-            world.run(store, 4)
-            if keep_for:
-                assert (rows_of(reader), reader.state()) == (before, state)
-            else:
-                with pytest.raises(
-                    CommitMissingError, match=r"was opened at commit 1, which .* given up since, .*keep_for"
-                ):
-                    rows_of(reader)
-    with opened(make) as store:  # what the one before left goes
-        world.run(store, 2)
-    left = [one["path"].split("/") for some in obstore.list(make().store) for one in some]
-    with opened(make, mode="r") as store:
-        assert {path[1].partition("-")[0] for path in left if path[0] == "segments"} - {"zarr.json"} == {
-            str(segment.id) for segment in store.segments
-        }
+def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: float) -> None:
+    """For as long as was said, chunks of fronts too: nobody knows of readers elsewhere."""
+    engine = opened(make, create=True, keep_for=keep_for)
+    contents = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1) + segment(layout_of([9]), 2))
+    reader = opened(make, readonly=True)
+    drop_all(engine, contents[4:8])
+    left = drop_fronts(engine, contents[:4], 2)
+    engine.drop([], shrink=True)
+    check(engine, left)
+    assert engine.list().keys() == {one.blob.name for one in left + contents[8:]}
+    assert engine.list()[left[1].blob.name].dropped == 2 * 4096
+    if keep_for:
+        check(reader, contents)
+    else:
+        check(reader, left)
+        for blob, pieces in contents[1:8]:
+            with pytest.raises(BlockReadError, match="is missing, as there is no"):
+                bytes_of(reader, blob, 0, pieces[0].size)
+    reader.close()
+    engine.close()
+    engine = opened(make)  # it deletes what the one before kept, once that is dropped again
+    sweep(engine, left + contents[8:])
+    drop_fronts(engine, contents[:4], 2)
+    engine.close()
+    words = {name.split("/")[1] for name in names_of(make) if name.startswith("segments/0")}
+    assert words == {"0.1"}
+    assert "segments/0.1/0/vector/c.1.0" not in names_of(make)
+    assert "segments/0.1/0/vector/c.2.0" in names_of(make)
 
 
-def test_a_writer_that_was_overtaken_in_the_midst_of_a_training_changes_nothing(make: Make) -> None:
-    """It had dumped a pass whose blocks the new one would call by the same names; both go on, one is told."""
-    world, other = World(small_tables()[1:3]), World(small_tables()[1:3])
-    old = opened(make, world)
-    world.run(old, 2)
-    other.run_to(world)
-    old_rows = dict(world.rows)
-    world.train()
-    world.append(old)
-    with opened(make) as new:
-        assert rows_of(new) == old_rows
-        other.run(new, 1)
-        world.pass_index += 1
-        with pytest.raises(StoreInUseError, match="another writer has opened") as caught:
-            world.publish(old)
-        assert_sentence(caught.value)
+def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
+    """It had put blobs; the new writer does not see them as its own, and one that drops leaves a later one's."""
+    old = opened(make, create=True)
+    kept = publish(old, 0, of_epoch(segment(layout_of([10]), 1), old))
+    added = put(old, of_epoch([*segment(layout_of([10]), 2), plain("commits/1", some_bytes(10))], old))
+    new = opened(make)
+    assert {one.blob.name for one in added} <= new.list().keys()
+    sweep(new, kept)
+    mine = put(new, of_epoch(segment(layout_of([12]), 2), new))
+    assert not {one.blob.name for one in mine} & old.list().keys()
+    with pytest.raises(StoreInUseError, match="another writer has opened") as caught:
+        old.publish(head_of(1), head_of(0))
+    assert_sentence(caught.value)
+    for call in (lambda: publish(old, 1), lambda: old.drop([]), lambda: put(old, added)):
         with pytest.raises(StoreError, match="another writer has opened"):
-            world.publish(old)
-        old.close()
-        other.run(new, 2)
-        assert rows_of(new) == other.rows
-    with opened(make, mode="r") as store:
-        assert rows_of(store) == other.rows
+            call()
+    old.close()
+    mine += publish(new, 1)
+    check(new, kept + mine)
+    new.close()
+    with_reader = opened(make, readonly=True)
+    assert with_reader.newest() == head_of(1)
+    check(with_reader, kept + mine)
+    with_reader.close()
 
 
 def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
-    """They open, dump and commit as they like: each commit is refused, or there until the end."""
-    world = World(small_tables()[1:3])
-    with opened(make, world) as store:
-        world.run(store, 2)
-    start, lost, done = threading.Barrier(2), list[str](), list[dict[Any, bytes]]()
+    """They open and publish as they like: each commit is refused, or there until the end."""
+    engine = opened(make, create=True)
+    publish(engine, 0)
+    engine.close()
+    start, lost, done = threading.Barrier(2), list[str](), list[int]()
 
-    def write(seed: int) -> None:
-        mine = World(small_tables()[1:3])
-        mine.run_to(world)
+    def write() -> None:
         start.wait()
         try:
-            with opened(make) as store:
-                if store.commit.cursor.pass_index > mine.pass_index:
-                    lost.append("too late: the other one has committed")
-                    return
-                for i in range(3):
-                    mine.schedule = 10 * seed + i
-                    mine.run(store, 1)
-                    done.append({**mine.rows})
+            engine = opened(make)
+            head = engine.newest()
+            assert head is not None
+            number = int(head.name.rpartition("/")[2])
+            for _ in range(3):
+                number += 1
+                put(engine, of_epoch(segment(layout_of([10]), number), engine))
+                engine.publish(head_of(number), head_of(number - 1))
+                done.append(number)
+            engine.close()
         except StoreInUseError as error:
             assert_sentence(error)
             lost.append(str(error))
 
-    threads = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert lost
-    assert done
-    with opened(make, mode="r") as store:
-        assert rows_of(store) == done[-1]
-    with opened(make) as store:
-        assert rows_of(store) == done[-1]
+    assert done == sorted(set(done))
+    assert lost or len(done) == 6
+    engine = opened(make)
+    assert engine.newest() == head_of(done[-1])
+    engine.close()
 
 
-def test_what_a_store_of_objects_raises_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the client calls its errors."""
-    world = World(small_tables()[1:3])
-    store = opened(make, world)
-    world.run(store, 1)
+def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client calls its errors: of puts, the head, reads and lists."""
+    engine = opened(make, create=True)
+    kept = publish(engine, 0, segment(layout_of([10]), 1))
 
     async def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("the network is down")
 
+    def calls() -> Iterator[Callable[[], object]]:
+        yield lambda: put(engine, segment(layout_of([10]), 2))
+        yield lambda: put(engine, [plain("states/0.1", some_bytes(200_000))])
+        yield lambda: check(opened(make, readonly=True), kept)
+
+    for call in calls():
+        with monkeypatch.context() as patch:
+            for name in ("set", "get"):
+                patch.setattr(ObjectStore, name, failing)
+            with pytest.raises(StoreError, match="the network is down") as caught:
+                call()
+    assert_sentence(caught.value)
+    check(engine, kept)
     monkeypatch.setattr(ObjectStore, "set_if_not_exists", failing)
     with pytest.raises(StoreError, match="the network is down") as caught:
-        world.run(store, 1)
+        publish(engine, 1)
     assert_sentence(caught.value)
     monkeypatch.undo()
-    store.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("at", ["answer", "interrupt"])
-def test_a_commit_that_the_store_did_not_confirm_is_whole_or_not_there(
+def test_a_head_that_the_store_did_not_confirm_is_whole_or_not_there(
     make: Make, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """The put arrived, its answer did not: another commit would overwrite the records that it names."""
-    world = World(small_tables()[1:3])
-    store = opened(make, world)
-    world.run(store, 1)
-    put, create = ObjectStore.set_if_not_exists, ZarrEngine._create
+    """The put arrived, its answer did not: nothing more is written, and the next writer finds it."""
+    engine = opened(make, create=True)
+    kept = publish(engine, 0)
+    set_, create = ObjectStore.set_if_not_exists, Heads._create
 
     async def unheard(*arguments: Any) -> None:
-        await put(*arguments)
+        await set_(*arguments)
         raise RuntimeError("the network is down")
 
     def interrupted(*arguments: Any) -> None:
@@ -200,16 +256,17 @@ def test_a_commit_that_the_store_did_not_confirm_is_whole_or_not_there(
     if at == "answer":
         monkeypatch.setattr(ObjectStore, "set_if_not_exists", unheard)
     else:
-        monkeypatch.setattr(ZarrEngine, "_create", interrupted)
+        monkeypatch.setattr(Heads, "_create", interrupted)
     with pytest.raises((StoreError, KeyboardInterrupt)):
-        world.run(store, 1)
+        publish(engine, 1)
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again") as caught:
-        world.publish(store)
-    assert_sentence(caught.value)
-    store.close()
-    with opened(make) as again:
-        assert rows_of(again) == world.rows
-        world.state = again.state()
-        world.run(again, 2)
-        assert rows_of(again) == world.rows
+    assert engine.newest() == head_of(1)
+    if at == "answer":
+        with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again") as caught:
+            publish(engine, 2)
+        assert_sentence(caught.value)
+        engine.close()
+        engine = opened(make)
+    assert engine.newest() == head_of(1)
+    check(engine, kept + publish(engine, 2))
+    engine.close()

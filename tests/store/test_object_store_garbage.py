@@ -1,4 +1,4 @@
-"""Object stores without a conditional put are refused for writing; what one writer leaves free the next one deletes."""
+"""Object stores without a conditional put are refused for writing; garbage of one writer is deleted by the next."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,15 +9,16 @@ import obstore
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from zarr.core.buffer import Buffer
+from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LoggingStore, MemoryStore, ObjectStore, WrapperStore
 
-from tests.store.conftest import small_tables
+from tests.store.blobs import Content, check, drop_all, head_of, layout_of, plain, publish, put, segment, some_bytes
 from tests.store.damage import assert_sentence
-from tests.store.test_rewrite import rows_of
-from tests.store.world import World
-from tiercache.store import Store, StoreError, ZarrEngine
+from tests.store.test_object_store import of_epoch, sweep
 from tiercache.store.engines import zarr_garbage
-from tiercache.store.engines.zarr_garbage import Garbage
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.records import encode
+from tiercache.store.store_errors import StoreError
 
 NO_PUT = "has no put that fails where the object exists"
 REPLACES = "replaces an object by a put that is to fail where it exists"
@@ -86,7 +87,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 def objects(store: Any) -> set[str]:
     """Return the names of all objects."""
-    from zarr.core.sync import sync
 
     async def collect() -> set[str]:
         return {key async for key in store.list()}
@@ -105,38 +105,35 @@ def test_a_store_that_does_not_decide_between_writers_is_not_written(make: Calla
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda store: store, WrapperStore, LoggingStore], ids=["as it is", "wrapped", "logged"]
+    "wrap", [lambda store: store, WrapperStore, LoggingStore, Careful], ids=["as it is", "wrapped", "logged", "own put"]
 )
 def test_a_store_that_decides_is_written_and_has_no_probe(wrap: Callable[[Any], Any]) -> None:
-    """Also through wrappers that pass the put on."""
-    store, world = wrap(MemoryStore()), World(small_tables()[1:3])
-    with Store.open(None, tables=world.tables, engine=ZarrEngine(store, create=True)) as opened:
-        world.run(opened, 2)
+    """Also through wrappers that pass the put on, or have one of their own."""
+    store = wrap(MemoryStore())
+    engine = ZarrEngine(store, create=True)
+    contents = publish(engine, 0, segment(layout_of([10]), 1))
+    check(engine, contents)
+    engine.close()
     assert not any(name.startswith("probes") for name in objects(store))
-    with Store.open(None, engine=ZarrEngine(store, create=False)) as opened:
-        assert rows_of(opened) == world.rows
+    engine = ZarrEngine(store, create=False)
+    check(engine, contents)
+    engine.close()
 
 
-def test_a_wrapper_with_a_put_of_its_own_is_believed() -> None:
-    """It is asked, and not what it wraps."""
-    world = World(small_tables()[1:3])
-    with Store.open(None, tables=world.tables, engine=ZarrEngine(Careful(MemoryStore()), create=True)) as store:
-        world.run(store, 1)
-
-
-def test_a_store_that_is_not_written_is_read() -> None:
+@pytest.mark.parametrize("make", [Careless, fsspec_store])
+def test_a_store_that_is_not_written_is_read(make: Callable[..., Any]) -> None:
     """Objects that another client wrote."""
-    memory, world = MemoryStore(), World(small_tables()[1:3])
-    with Store.open(None, tables=world.tables, engine=ZarrEngine(memory, create=True)) as store:
-        world.run(store, 2)
-
-    class Reading(Careless):
-        pass
-
-    reading = Reading(memory._store_dict)
-    with Store.open(None, engine=ZarrEngine(reading, create=False, readonly=True), mode="r") as store:
-        assert rows_of(store) == world.rows
-    with pytest.raises(StoreError, match=f"Reading {REPLACES}"):
+    memory, reading = MemoryStore(), make()
+    engine = ZarrEngine(memory, create=True)
+    contents = publish(engine, 0, [*segment(layout_of([10]), 1), plain("states/0.1", some_bytes(70_000))])
+    engine.close()
+    for key, value in memory._store_dict.items():
+        sync(reading.set(key, value))
+    engine = ZarrEngine(reading, create=False, readonly=True)
+    assert engine.newest() == head_of(0)
+    check(engine, contents)
+    engine.close()
+    with pytest.raises(StoreError, match="cannot be written"):
         ZarrEngine(reading, create=False)
 
 
@@ -144,40 +141,37 @@ def test_a_store_that_is_not_written_is_read() -> None:
 
 
 class Runs:
-    """Runs of one object store, each shorter than what is free is kept for."""
+    """Runs of one object store, each shorter than the time for which garbage is kept."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.memory, self.now = obstore.store.MemoryStore(), 1e9
-        self.world = World(small_tables()[1:3])
+        self.memory, self.now, self.commits = obstore.store.MemoryStore(), 1e9, 0
+        self.needed: list[Content] = []
         monkeypatch.setattr(zarr_garbage, "time", SimpleNamespace(time=lambda: self.now))
 
-    def run(self, *, killed: bool = False, passes: int = 2, **options: Any) -> None:
-        """Train some passes."""
-        create = self.world.pass_index == 0
-        engine = ZarrEngine(ObjectStore(self.memory), create=create, **options)
-        store = Store.open(None, tables=self.world.tables, engine=engine)
-        self.world.run(store, passes)
-        assert rows_of(store) == self.world.rows
-        if not killed:
-            store.close()
+    def run(self, *, killed: bool = False, commits: int = 2, **options: Any) -> None:
+        """Publish some commits, each of which needs nothing of the ones before."""
+        engine = ZarrEngine(ObjectStore(self.memory), create=not self.commits, **options)
+        sweep(engine, self.needed)
+        for _ in range(commits):
+            contents = of_epoch(segment(layout_of([10]), self.commits), engine)
+            before, self.needed = self.needed, publish(engine, self.commits, contents)
+            drop_all(engine, before)
+            self.commits += 1
+        check(engine, self.needed)
+        if killed:
+            engine._writer.close()
+        else:
+            engine.close()
 
     def names(self) -> set[str]:
         """Return the names of all objects."""
         return {str(entry["path"]) for page in obstore.list(self.memory) for entry in page}
 
     def dead(self) -> set[str]:
-        """Return the segments and states that the newest commit does not need."""
-        engine = ZarrEngine(ObjectStore(self.memory), create=False, readonly=True)
-        with Store.open(None, engine=engine, mode="r") as store:
-            segments = {str(segment.id) for segment in store.segments}
-            state = str(store.commit.id)
-        parts = [name.split("/") for name in self.names() if name.split("/")[0] in {"segments", "state"}]
-        return {
-            "/".join(part[:2])
-            for part in parts
-            if part[1] != "zarr.json"
-            and (part[1].split("-")[0] not in segments if part[0] == "segments" else part[1].split(".")[0] != state)
-        }
+        """Return the segments and commits that the newest commit does not need."""
+        names = {"/".join(one.blob.name.split("/")[:2]) for one in self.needed}
+        there = {"/".join(name.split("/")[:2]) for name in self.names() if name.startswith(("segments/0", "commits"))}
+        return there - names
 
 
 @pytest.fixture
@@ -188,81 +182,94 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("distance", [700.0, 300.0, 150.0, 50.0])
-def test_what_a_short_run_leaves_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
+def test_garbage_of_a_short_run_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
     """So the objects of a store are bounded, whatever the length of its runs and however they end."""
     most: list[int] = []
     for _ in range(40):
         runs.run(killed=killed)
         most.append(len(runs.names()))
         runs.now += distance
-    kept_runs = 600 / distance + 3  # what is free for less than that, and one that begins anew where it was killed
+    kept_runs = 600 / distance + 3  # garbage that is younger than that, and one run whose list was not written
     assert max(most[20:]) <= max(most[:20])
-    assert len({name.split("/")[1].split("-")[0] for name in runs.dead()}) <= 6 * kept_runs
+    assert len(runs.dead()) <= 4 * kept_runs
     assert sum(name.startswith("free/") for name in runs.names()) <= 1
 
 
-def test_what_is_free_for_a_shorter_time_stays_over_runs(runs: Runs) -> None:
-    """A reader of it goes on, until it is due; then the next run deletes it, and what that run frees stays."""
+def test_garbage_stays_over_runs_until_it_is_due(runs: Runs) -> None:
+    """A reader of it goes on until then; then the next run deletes it, and its own garbage stays."""
     runs.run()
-    engine = ZarrEngine(ObjectStore(runs.memory), create=False, readonly=True)
-    before = dict(runs.world.rows)
-    with Store.open(None, engine=engine, mode="r") as reader:
-        runs.now += 10
-        runs.run(passes=4)
-        for _ in range(3):
-            runs.now += 190
-            runs.run(passes=0)
-            assert rows_of(reader) == before
+    reader, before = ZarrEngine(ObjectStore(runs.memory), create=False, readonly=True), runs.needed
+    runs.now += 10
+    runs.run(commits=4)
+    for _ in range(3):
+        runs.now += 190
+        runs.run(commits=0)
+        check(reader, before)
     dead = runs.dead()
     runs.now += 50
-    runs.run(passes=0)
+    runs.run(commits=0)
+    reader.close()
     assert dead
     assert not runs.dead()
     assert not any(name.startswith("free/") for name in runs.names())
 
 
-@pytest.mark.parametrize("damage", [b"", b"TCR1", b"x" * 100, Garbage().to_bytes()[:-1]])
-def test_a_damaged_list_of_what_is_free_costs_only_time(runs: Runs, damage: bytes) -> None:
-    """What it said is free since the next run began."""
+LIST = encode("free", {"since": [[1.0, ["segments/0.0-1/"]]]}, {})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"TCR1", b"x" * 100, LIST[:-1], encode("free", {"since": [[1.0]]}, {}), encode("free", {"since": 1}, {})],
+)
+def test_a_damaged_list_of_garbage_costs_only_time(runs: Runs, damage: bytes) -> None:
+    """Its names are garbage from the next run on."""
     runs.run()
     runs.run()
-    (told,) = [name for name in runs.names() if name.startswith("free/")]
-    obstore.put(runs.memory, told, damage)
+    (listed,) = [name for name in runs.names() if name.startswith("free/")]
+    obstore.put(runs.memory, listed, damage)
     runs.now += 700
-    runs.run(passes=0)
+    runs.run(commits=0)
     assert runs.dead()
     runs.now += 700
-    runs.run(passes=0)
+    runs.run(commits=0)
     assert not runs.dead()
+
+
+def test_a_list_names_nothing_that_is_needed(runs: Runs) -> None:
+    """A copy of a store may have a list that is newer than its head: needed blobs stay, whatever it says."""
+    runs.run()
+    names = [one.blob.name for one in runs.needed] + ["segments/", "commits/"]
+    obstore.put(runs.memory, "free/1", encode("free", {"since": [[1.0, names]]}, {}))
+    for _ in range(3):
+        runs.now += 700
+        runs.run(commits=0)  # checks that they are there
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(runs: Runs) -> None:
-    """What is said to be free since later is free since now."""
+    """Names that are garbage since later than now are garbage since now."""
     runs.now += 1e6
     runs.run()
     runs.now -= 1e6
-    runs.run(passes=0)
+    runs.run(commits=0)
     runs.now += 700
-    runs.run(passes=0)
+    runs.run(commits=0)
     assert not runs.dead()
 
 
-def test_a_list_of_what_is_free_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects, and all in folders, since the earliest time."""
-    now = [100.0]
-    monkeypatch.setattr(zarr_garbage, "time", SimpleNamespace(time=lambda: now[0]))
-    one, other = Garbage(50.0), Garbage(50.0)
-    one.add(["state/1.0-3", "segments/2-3/"])
-    now[0] = 120.0
-    other.add(["state/1.0-3", "segments/2-3/0/", "records/4-a"])
-    other.join(Garbage.from_bytes(one.to_bytes(), "it"))
-    again = Garbage.from_bytes(other.to_bytes(), "it")
-    assert [again.since(name, 7.0) for name in ("state/1.0-3", "segments/2-3/0/keys/c.0", "records/4-a", "x")] == [
-        100, 100, 120, 7
-    ]  # fmt: skip
-    now[0] = 160.0
-    assert sorted(other.take_expired()) == ["segments/2-3/", "state/1.0-3"]
-    assert other.take_expired() == []
-    now[0] = 170.0
-    assert sorted(other.take_expired()) == ["records/4-a", "segments/2-3/0/"]
-    assert not other
+def test_a_name_that_is_put_again_is_not_deleted_later(runs: Runs) -> None:
+    """The garbage of that name went before it was put: alone, with its folder, or some of its chunks."""
+    engine = ZarrEngine(ObjectStore(runs.memory), create=True)
+    first = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1))
+    engine.drop([(one.blob.name, 4096) for one in first if one.blob.of])
+    drop_all(engine, first[:2])
+    again = put(engine, segment(layout_of([12]), 1, seed=1)[:2])
+    check(engine, again)
+    runs.now += 700
+    engine.drop([], shrink=True)
+    check(engine, again)
+    drop_all(engine, first[:4])
+    again = put(engine, segment(layout_of([12]), 1, seed=2))
+    runs.now += 700
+    engine.drop([], shrink=True)
+    check(engine, again)
+    engine.close()
