@@ -1,4 +1,4 @@
-"""What is special about LMDB: places in the file, interrupts, files that are damaged, readers beside the writer."""
+"""What is special about LMDB: runs of the file, interrupts, files that are damaged, readers beside the writer."""
 
 import errno
 import os
@@ -13,37 +13,64 @@ import numpy as np
 import pytest
 
 from tests.apart import ran
-from tests.store.big import dump, load, publish
+from tests.store.big import dump
+from tests.store.big import publish as publish_big
+from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, Store, verify
-from tiercache.store.engines import lmdb_records
-from tiercache.store.engines.engine import Block
-from tiercache.store.engines.lmdb_records import LmdbFile
-from tiercache.store.layout import STATE
-from tiercache.store.records import RecordManifest
-from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
+from tiercache.store import LmdbEngine, Store
+from tiercache.store.engines import extents, lmdb_records
+from tiercache.store.engines.engine import Blob, ReadRequest, Stored
+from tiercache.store.engines.lmdb_records import Slot, extents_of
+from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+
+PAGE_BYTES = 4096
+FILES = ("HEAD", "data.mdb", "blocks.bin")
+STEPS = 6
 
 
 @pytest.mark.disk
-def test_the_file_tells_where_lmdb_keeps_each_value(tmp_path: Path) -> None:
-    """For values of all sizes, in trees of several levels: the same keys, and the same bytes at their places."""
+def test_the_file_tells_where_lmdb_has_each_value(tmp_path: Path) -> None:
+    """For values of all sizes, in trees of several levels: one after another, and each by its key."""
     generator = np.random.default_rng(0)
-    values = {f"{i:05d}".encode(): generator.bytes(int(generator.integers(1, 9000))) for i in range(1500)}
+    values = {f"{i:05d}".encode(): generator.bytes(int(generator.integers(0, 9000))) for i in range(1500)}
+    gone = list(values)[::7]
     with lmdb.open(str(tmp_path), map_size=1 << 26, sync=False) as environment:
         for _ in range(3):
             with environment.begin(write=True) as txn:
                 for key, value in values.items():
                     txn.put(key, value)
-            for key in list(values)[::7]:
-                with environment.begin(write=True) as txn:
-                    txn.delete(key)
-                del values[key]
+        for key in gone:
+            with environment.begin(write=True) as txn:
+                txn.delete(key)
+            del values[key]
     file = LmdbFile(str(tmp_path / "data.mdb"))
     meta = file.metas()[0]
     found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values(meta)}
     assert found == values
     assert list(found) == sorted(values)
+    assert {value.key: file.read(value) for value in file.values(meta)} == values
+    for key, data in values.items():
+        value = file.find(meta, key)
+        assert value is not None
+        assert file.read(value) == data
+    for key in [*gone, b"", b"0", b"99999", b"00000\0", b"zzz"]:
+        assert file.find(meta, key) is None
     file.close()
+
+
+def test_an_empty_tree_has_no_value(tmp_path: Path) -> None:
+    """One that never had any, and one that lost all."""
+    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment:
+        for is_deleted in (True, False):
+            file = LmdbFile(str(tmp_path / "data.mdb"))
+            meta = file.metas()[0]
+            assert (file.find(meta, b"a"), list(file.values(meta))) == (None, [])
+            file.close()
+            with environment.begin(write=True) as txn:
+                txn.put(b"a", b"1")
+                if is_deleted:
+                    txn.delete(b"a")
 
 
 READ_ALL = """
@@ -64,82 +91,148 @@ def test_no_reader_has_a_map(big: Store) -> None:
     """So a file that is cut short beside it is no signal."""
     for pass_index in range(4):
         dump(big, pass_index, {pass_index + 4: 200})
-    publish(big, 4)
+    publish_big(big, 4)
     big.close()
     assert ran(READ_ALL, big.path).stdout == "False\n"
 
 
-@pytest.mark.disk
-@pytest.mark.parametrize("done", [True, False])
-def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
-    big: Store, monkeypatch: pytest.MonkeyPatch, *, done: bool
-) -> None:
-    """Whether it came after the transaction or before: the store stands where its file does, and goes on from there."""
-    stored = [dump(big, 0, {1: 50, 2: 50})]
-    publish(big, 1)
-    stored.append(dump(big, 1, {2: 50, 3: 50}))
-
-    def interrupted(*_arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    raised = []
-
-    class Interrupting(LmdbEngine):
-        """Raises when its transaction is over."""
-
-        def commit(self, records: Any) -> None:
-            super().commit(records)
-            raised.append(1)
-            raise KeyboardInterrupt
-
-    if done:
-        big._opened.engine.__class__ = Interrupting
-    else:
-        monkeypatch.setattr(RecordManifest, "to_bytes", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        publish(big, 2)
-    big._opened.engine.__class__ = LmdbEngine
-    monkeypatch.undo()
-    assert bool(raised) == done
-    big.discard_uncommitted()
-    assert big.commit.cursor.pass_index == (2 if done else 1)
-    assert load(big, 2) == ({0: stored[0][2], 1: stored[1][2]} if done else {0: stored[0][2]})
-    pass_index = big.commit.cursor.pass_index
-    dump(big, pass_index, {pass_index + 1: 80})
-    publish(big, pass_index + 1)
-    big.close()
-    assert verify(big.path)["problems"] == []
+# -- what is written, and when -------------------------------------------------------------------------------
 
 
-# -- files that are damaged, cut short or something else -----------------------------------------------------
-
-PAGE_BYTES = 4096
-FILES = ("HEAD", "data.mdb", "blocks.bin")
-STEPS, LARGE = 6, 9000
-
-
-def made(path: Path, *, size: int = 200) -> dict[str, bytes]:
-    """Make an engine with a few commits of records of ``size`` bytes and a large one; return its records."""
+def made(path: Path) -> list[Content]:
+    """Make an engine with a few publishes and a blob in several runs; return what it has."""
     engine = LmdbEngine(path, create=True)
-    engine.write([(Block(STATE, 0, 0, 0, 5000), np.ones(5000, np.uint8))])
+    holes = put(engine, [plain(f"states/0.{i}", some_bytes(12_000, i)) for i in range(20)])
+    drop_all(engine, holes[::2])
+    contents = holes[1::2] + put(engine, [plain("segments/0.0/0/rows", some_bytes(90_000))])
+    assert len(extents_of(engine._entries["segments/0.0/0/rows"]).runs) == 8
     for step in range(STEPS):
-        engine.commit({f"r{i}": bytes([step + i]) * size for i in range(4)} | {"large": bytes([step]) * LARGE})
-    found = engine.records()
+        contents += publish(engine, step, [plain(f"states/1.{step}", some_bytes(5000, step))])
     engine.close()
-    return found
+    return contents
 
 
-def read(path: Path) -> dict[str, bytes] | None:
-    """Return the records; None where they are refused in a sentence."""
+def read(path: Path) -> Any:
+    """Return what blobs there are, and some of them; None where the store is refused in a sentence."""
     try:
         engine = LmdbEngine(path, create=False, readonly=True)
-    except CorruptStoreError as error:
+    except StoreError as error:
         assert_sentence(error)
         return None
     try:
-        return engine.records()
+        assert engine.newest() == head_of(STEPS - 1)
+        found = [bytes_of(engine, Blob(name, 72), 0, 72) for name in ("segments/0.0/0/rows", "commits/0")]
+        return found, engine.list()
+    except BlockReadError:
+        return None
+    except StoreError as error:
+        assert_sentence(error)
+        return None
     finally:
         engine.close()
+
+
+def test_a_blob_in_many_runs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its writer and by readers, though its entry is longer than a page of LMDB; also when its front is dropped."""
+    monkeypatch.setattr(extents, "_SPLIT_BYTES", PAGE_BYTES)
+    engine = LmdbEngine(tmp_path, create=True)
+    small = put(engine, [plain(f"states/0.{i}", some_bytes(10, i)) for i in range(900)])
+    drop_all(engine, small[::2])
+    (whole,) = put(engine, [plain("segments/0.0/0/rows", some_bytes(440 * PAGE_BYTES), 6 * PAGE_BYTES)])
+    assert len(engine._entries[whole.blob.name]) == 440 * 16 + 20
+    rest = publish(engine, 0) + small[1::2]
+    for number, cut in enumerate((30, 60), start=1):
+        engine.drop([(whole.blob.name, cut * PAGE_BYTES)])
+        left = whole._replace(pieces={at: data for at, data in whole.pieces.items() if at >= cut * PAGE_BYTES})
+        rest += publish(engine, number)
+        reader = LmdbEngine(tmp_path, create=False, readonly=True)
+        for one in (engine, reader):
+            check(one, [left, *rest])
+            with pytest.raises(BlockReadError, match=f"lacks its first {cut * PAGE_BYTES:,} bytes"):
+                bytes_of(one, whole.blob, 0, 1)
+        reader.close()
+    engine.close()
+    engine = LmdbEngine(tmp_path, create=False)
+    check(engine, [left, *rest])
+    engine.close()
+
+
+def test_a_full_file_shows_before_a_part_is_asked_for(tmp_path: Path) -> None:
+    """The file is as long as before."""
+    engine = LmdbEngine(tmp_path, create=True, store_budget=1 << 20)
+    kept = publish(engine, 0)
+
+    def parts() -> Any:
+        pytest.fail("a part was asked for")
+        yield
+
+    with pytest.raises(StoreFullError, match="raise store_budget"):
+        engine.put([Blob("states/0.0", 1 << 20)], parts())
+    assert (tmp_path / "blocks.bin").stat().st_size == PAGE_BYTES
+    check(engine, kept)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["head", "", "größe", "x" * 512])
+def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
+    """Before anything is written; and so is one that is there already."""
+    engine = LmdbEngine(tmp_path, create=True)
+    with pytest.raises(ValueError, match="cannot be named"):
+        engine.put([Blob(name, 5)], [(0, 0, some_bytes(5))])
+    put(engine, [plain("states/0.0", some_bytes(10))])
+    with pytest.raises(ValueError, match="already: put it under another name"):
+        put(engine, [plain("states/0.0", some_bytes(10))])
+    assert engine.list() == {"states/0.0": Stored(10)}
+    engine.close()
+
+
+def test_a_reader_writes_nothing(tmp_path: Path) -> None:
+    """It says how to open the store for that."""
+    made(tmp_path)
+    engine = LmdbEngine(tmp_path, create=False, readonly=True)
+    for call in (
+        lambda: engine.put([], []),
+        lambda: engine.drop([("states/0.1", None)]),
+        lambda: engine.publish(head_of(9), engine.newest()),
+    ):
+        with pytest.raises(ValueError, match="is open for reading: open it with mode='a'"):
+            call()
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["before", "after", "noted"])
+def test_an_interrupt_in_a_publish_leaves_what_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whether it came before the transaction, after it, or before HEAD: the engine is at what its file shows."""
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0)
+    transact = LmdbEngine._transact
+
+    def interrupted(self: LmdbEngine, *arguments: Any) -> None:
+        if where == "after":
+            transact(self, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((Slot, "write") if where == "noted" else (LmdbEngine, "_transact")), interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publish(engine, 1)
+    kept += [plain("commits/1", np.frombuffer(b"commit 1" * 9, np.uint8))]
+    kept += put(engine, [plain("states/0.1", some_bytes(10))])
+    assert engine.newest() == head_of(0 if where == "before" else 1)
+    if where == "before":
+        engine.publish(head_of(1), head_of(0))
+    kept += publish(engine, 2)
+    check(engine, kept)
+    engine.close()
+    reader = LmdbEngine(tmp_path, create=False, readonly=True)
+    assert reader.newest() == head_of(2)
+    check(reader, kept)
+    reader.close()
+
+
+# -- files that are damaged, cut short or something else -----------------------------------------------------
 
 
 @pytest.mark.parametrize("readonly", [True, False])
@@ -153,6 +246,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[P
     with pytest.raises(CorruptStoreError, match=rf"{name} cannot be read .*: restore the store from a copy") as caught:
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert_sentence(caught.value)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing_is_refused(tmp_path: Path, name: str, *, readonly: bool) -> None:
+    """Each of the three."""
+    made(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CorruptStoreError, match=rf"{name} is missing: restore the store from a copy"):
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
 
 
 @pytest.mark.parametrize("readonly", [True, False])
@@ -172,74 +275,120 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
     assert_sentence(caught.value)
 
 
-# -- other bytes -----------------------------------------------------------------------------------------
-
-
-def test_records_cut_short_at_any_length_are_refused_or_whole(tmp_path: Path) -> None:
-    """They are whole where only pages that are free were cut off."""
-    records = made(tmp_path)
+def test_a_map_cut_short_at_any_length_is_refused_or_whole(tmp_path: Path) -> None:
+    """It is whole where only pages that are free were cut off."""
+    made(tmp_path)
+    expected = read(tmp_path)
     whole = (tmp_path / "data.mdb").read_bytes()
     found = []
     for size in range(0, len(whole), 509):
         (tmp_path / "data.mdb").write_bytes(whole[:size])
         found.append(read(tmp_path))
-        assert found[-1] in (None, records), size
+        assert found[-1] in (None, expected), size
     assert found[0] is None
     assert found.count(None) > len(found) // 2
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "HEAD"])
-def test_no_flipped_bit_shows_other_records(tmp_path: Path, name: str) -> None:
-    """Any bit of headers, nodes and keys; of values, which one digest guards, some."""
-    records = made(tmp_path)
+def test_no_flipped_bit_shows_other_blobs(tmp_path: Path, name: str) -> None:
+    """Any bit of headers, nodes and keys, and of entries, or one of a byte: the same blobs, or none."""
+    made(tmp_path)
+    expected = read(tmp_path)
     path = tmp_path / name
-    whole, skipped = path.read_bytes(), set[int]()
-    if name == "data.mdb":
-        file = LmdbFile(str(path))
-        for value in file.values(file.metas()[0]):
-            skipped |= set(range(value.offset, value.offset + value.size)) - {
-                value.offset,
-                value.offset + value.size - 1,
-            }
-        file.close()
-    used = [at for at in range(len(whole)) if at not in skipped and (whole[at] or at % PAGE_BYTES < 160)]
-    refused = 0
-    with path.open("r+b", buffering=0) as file_:
+    whole, refused = path.read_bytes(), 0
+    used = [at for at in range(len(whole)) if whole[at] or at % PAGE_BYTES < 160]
+    with path.open("r+b", buffering=0) as file:
         for at in used:
             for bit in range(8) if at % PAGE_BYTES < 160 else (at % 8,):
-                os.pwrite(file_.fileno(), bytes([whole[at] ^ 1 << bit]), at)
+                os.pwrite(file.fileno(), bytes([whole[at] ^ 1 << bit]), at)
                 found = read(tmp_path)
-                assert found in (None, records), (at, bit)
+                assert found in (None, expected), (at, bit)
                 refused += found is None
-            os.pwrite(file_.fileno(), whole[at : at + 1], at)
+            os.pwrite(file.fileno(), whole[at : at + 1], at)
     assert refused > 40 if name == "data.mdb" else refused == 0
-    assert read(tmp_path) == records
+    assert read(tmp_path) == expected
 
 
-def test_needed_blocks_beyond_the_end_are_refused_and_the_file_stays(tmp_path: Path) -> None:
-    """It does not grow to where a place that lies points, nor is a file that was cut short made whole with zeros."""
-    made(tmp_path)
-    size = (tmp_path / "blocks.bin").stat().st_size
+def test_a_file_of_blobs_that_was_cut_short_is_not_made_whole(tmp_path: Path) -> None:
+    """It says which blobs lack bytes; nothing is put until they are dropped, and the file does not grow with zeros."""
+    contents = made(tmp_path)
+    path = tmp_path / "blocks.bin"
+    whole = path.stat().st_size
+    os.truncate(path, whole // 2 + 5)
+    for readonly in (True, False):
+        engine = LmdbEngine(tmp_path, create=False, readonly=readonly)
+        assert engine.newest() == head_of(STEPS - 1)
+        short = [one for one in contents if engine.list()[one.blob.name].size < one.blob.size]
+        assert 0 < len(short) < len(contents)
+        check(engine, [one for one in contents if one not in short])
+        for one in short:
+            kept = engine.list()[one.blob.name].size
+            assert bytes_of(engine, one.blob, 0, kept) == one.pieces[0].tobytes()[:kept]
+            with pytest.raises(BlockReadError, match=r"is cut short, as blocks.bin ends at byte"):
+                engine.read(ReadRequest(one.blob, 0, np.empty(one.blob.size, np.uint8)))
+        if not readonly:
+            with pytest.raises(CorruptStoreError, match=r"blocks.bin ends at byte .*: restore the store from a copy"):
+                put(engine, [plain("states/9.9", some_bytes(10))])
+            assert path.stat().st_size <= whole // 2 + 5
+            drop_all(engine, short)
+            rest = [one for one in contents if one not in short]
+            rest += put(engine, [plain("states/9.9", some_bytes(3 << 20))])
+            check(engine, rest)
+        engine.close()
+
+
+def test_what_left_the_file_before_a_crash_is_no_damage(tmp_path: Path) -> None:
+    """Entries that say too much follow with the next publish: what they name may be beyond the end of the file."""
+    engine = LmdbEngine(tmp_path, create=True)
+    gone = put(engine, [plain(f"states/0.{i}", some_bytes(100_000, i)) for i in range(4)])
+    kept = publish(engine, 0)
+    gone = publish(engine, 1, gone[:0]) + gone
+    kept += [gone.pop(0)]
+    kept += publish(engine, 2, [plain("states/1.0", some_bytes(10))])
+    gone += put(engine, [plain("states/2.0", some_bytes(500_000))])
+    kept += publish(engine, 3)
+    drop_all(engine, gone, shrink=True)
+    engine.close()  # and no publish follows
     engine = LmdbEngine(tmp_path, create=False)
-    for place, words in ((size, "cut short"), (1 << 40, "cut short"), (-PAGE_BYTES, "no page"), (8, "no page")):
-        block = Block(STATE, 0, 0, 0, 5000, place=place)
-        with pytest.raises(CorruptStoreError, match=f"a block of .*{words}.*: restore the store from a copy"):
-            engine.retain([block])
-        assert engine.problem(block)
-        assert (tmp_path / "blocks.bin").stat().st_size == size
-    with pytest.raises(CorruptStoreError, match="overlap"):
-        engine.retain([Block(STATE, i, 0, 0, 10, place=0) for i in range(2)])
+    assert {one.blob.name for one in gone} < engine.list().keys()
+    drop_all(engine, gone)
+    assert engine.list().keys() == {one.blob.name for one in kept}
+    kept += put(engine, [plain("states/3.0", some_bytes(700_000))])
+    kept += publish(engine, 4)
+    check(engine, kept)
     engine.close()
+    reader = LmdbEngine(tmp_path, create=False, readonly=True)
+    check(reader, kept)
+    reader.close()
 
 
-# -- a disk without room for a copy of the records -------------------------------------------------------
+def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path) -> None:
+    """Before the first publish, or in its middle; blobs without a head are not written over."""
+    engine = LmdbEngine(tmp_path, create=True)
+    put(engine, [plain("tables", some_bytes(5000))])
+    engine.close()
+    for _ in range(2):
+        engine = LmdbEngine(tmp_path, create=True)
+        assert (engine.newest(), engine.list()) == (None, {})
+        put(engine, [plain("tables", some_bytes(5000))])
+        engine.close()
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0)
+    check(engine, kept)
+    engine.close()
+    (tmp_path / "HEAD").unlink()
+    with pytest.raises(CorruptStoreError, match=r"has blobs and no HEAD that tells .*: restore the store from a copy"):
+        LmdbEngine(tmp_path, create=True)
 
 
-def test_a_writer_whose_records_have_no_room_opens_and_changes_nothing(
+# -- a disk without room for a copy of the map -----------------------------------------------------------
+
+
+def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first commit says that the disk is full; once there is room a damaged list of free pages is gone."""
-    records = made(tmp_path, size=3000)
+    """The first publish says that the disk is full; once there is room a damaged list of free pages is gone."""
+    kept = made(tmp_path)
     path = tmp_path / "data.mdb"
     whole = path.read_bytes()
     usual = LmdbEngine._environment
@@ -252,51 +401,73 @@ def test_a_writer_whose_records_have_no_room_opens_and_changes_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(LmdbEngine, "_environment", environment)
         engine = LmdbEngine(tmp_path, create=False)
-        engine.retain([])
-        assert engine.records() == records
+        check(engine, kept)
         with pytest.raises(StoreFullError):
-            engine.commit({"more": b"1"})
+            publish(engine, STEPS)
+        assert engine.newest() == head_of(STEPS - 1)
         engine.close()
     assert path.read_bytes() == whole
     engine = LmdbEngine(tmp_path, create=False)
-    for step in range(STEPS):
-        engine.commit({"more": bytes([step]) * LARGE})
+    for step in range(STEPS, 2 * STEPS):
+        kept += publish(engine, step)
+    check(engine, kept)
     engine.close()
-    assert read(tmp_path) == records | {"more": bytes([STEPS - 1]) * LARGE}
 
 
 # -- a reader beside the writer --------------------------------------------------------------------------
 
-COMMIT_ON = """
+PUBLISH_ON = """
 import sys
 from pathlib import Path
+from tests.store.blobs import drop_all, plain, publish, put
+from tests.store.test_lmdb_engine import STEPS, value_of
 from tiercache.store import LmdbEngine
 
+number = STEPS
 for opened in range(4):
     engine = LmdbEngine(Path(sys.argv[1]), create=False)
-    for i in range(opened * 100, opened * 100 + 100):
-        engine.commit({f"r{j}": f"{i} ".encode() * (900 + i % 7 * 300) for j in range(4)})
+    old = []
+    for i in range(60):
+        new = [plain(f"ranks/{j}.{number}", value_of(number, j)) for j in range(4)]
+        new = publish(engine, number, new)
+        if number > STEPS + 20:
+            drop_all(engine, [plain(f"ranks/{j}.{number - 20}", value_of(0, 0)) for j in range(4)])
+        number += 1
     engine.close()
 """
 
 
-def test_a_reader_in_another_process_sees_whole_commits_in_order(tmp_path: Path) -> None:
-    """Pages are used again while it walks, and the file is put in place anew: it looks again."""
+def value_of(number: int, which: int) -> Any:
+    """Return a state of a commit."""
+    return np.frombuffer(f"{number} {which} ".encode() * (900 + number % 7 * 300), np.uint8)
+
+
+def test_a_reader_in_another_process_sees_whole_publishes_in_order(tmp_path: Path) -> None:
+    """Pages are used again while it looks, and the file is put in place anew: it looks again."""
     made(tmp_path)
-    writer = subprocess.Popen([sys.executable, "-c", COMMIT_ON, str(tmp_path)])
-    last, running = -1, True
+    writer = subprocess.Popen([sys.executable, "-c", PUBLISH_ON, str(tmp_path)])
+    last, running, seen = -1, True, 0
     while running:
         running = writer.poll() is None
         reader = LmdbEngine(tmp_path, create=False, readonly=True)
         for _ in range(20):
-            records = reader.records()
-            values = {records[f"r{j}"] for j in range(4)}
-            if all(len(value) >= 1800 for value in values):
-                (value,) = values
-                number = int(value.split()[0])
-                assert value == f"{number} ".encode() * (900 + number % 7 * 300)
-                assert number >= last
-                last = number
+            head = reader.newest()
+            assert head is not None
+            number = int(head.name.rpartition("/")[2])
+            assert number >= last
+            last = number
+            if number >= STEPS:
+                for which in range(4):
+                    value = value_of(number, which)
+                    try:
+                        found = bytes_of(reader, Blob(f"ranks/{which}.{number}", value.size), 0, value.size)
+                    except BlockReadError:
+                        assert int(reader.newest().name.rpartition("/")[2]) >= number + 20  # type: ignore[union-attr]
+                    else:
+                        assert found == value.tobytes() or reader.newest() != head
+                        seen += 1
+        stored = reader.list()
+        assert stored[f"commits/{last}"].size > 0
         reader.close()
     assert writer.returncode == 0
-    assert last == 399
+    assert (last, seen > 40) == (STEPS + 239, True)

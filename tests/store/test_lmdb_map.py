@@ -1,4 +1,4 @@
-"""The map of LMDB: as large as records need, and larger when they grow."""
+"""The map of LMDB: as large as entries need, and larger when they grow."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.apart import ran
-from tests.store.big import BIG, dump, load, publish
+from tests.store.blobs import check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, Store, StoreError, StoreFullError
+from tiercache.store import LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines import lmdb_engine
 
 TB = 1 << 40
@@ -22,130 +22,142 @@ TB = 1 << 40
 def test_the_size_of_the_file_system_is_nothing_to_the_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
 ) -> None:
-    """A store is made and committed on one of any size."""
+    """A store is made and published on one of any size."""
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: told)
-    with Store.open(tmp_path / "s", tables=[BIG]) as store:
-        stored = dump(store, 0, {1: 10})
-        publish(store, 1)
-        assert store._opened.engine._env.info()["map_size"] < 1 << 30
-    with Store.open(tmp_path / "s") as store:
-        assert load(store, 1) == {0: stored[1]}
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0)
+    assert engine._env.info()["map_size"] < 1 << 30
+    engine.close()
+    engine = LmdbEngine(tmp_path, create=False)
+    check(engine, kept)
+    engine.close()
 
 
 LIMITED = """
 import resource, sys
-from tests.store.big import BIG, dump, publish
-from tiercache.store import Store
+from pathlib import Path
+from tests.store.blobs import check, plain, publish, some_bytes
+from tiercache.store import LmdbEngine
 
 status = open("/proc/self/status").read()
 used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmSize"))
 limit = used + int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-with Store.open(sys.argv[1], tables=[BIG]) as store:
-    for pass_index in range(3):
-        dump(store, pass_index, {90: 100})
-        publish(store, pass_index + 1)
-print(store.commit.id)
+engine, kept = LmdbEngine(Path(sys.argv[1]), create=True), []
+for number in range(3):
+    kept += publish(engine, number, [plain(f"states/0.{number}", some_bytes(200_000))])
+check(engine, kept)
+print(engine.newest().name)
 """
 
 
 @pytest.mark.parametrize("more", [512 << 20, 1 << 30, 16 << 30])
-def test_a_limit_of_the_address_space_leaves_room_for_records(tmp_path: Path, more: int) -> None:
+def test_a_limit_of_the_address_space_leaves_room_for_the_map(tmp_path: Path, more: int) -> None:
     """As ``ulimit -v`` sets one, far below the size of the disk."""
-    done = ran(LIMITED, tmp_path / "s", more)
-    assert (done.stdout, done.stderr) == ("2\n", "")
+    done = ran(LIMITED, tmp_path, more)
+    assert (done.stdout, done.stderr) == ("commits/2\n", "")
 
 
-SIZES = st.integers(0, 90_000)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.none() | SIZES), min_size=1, max_size=8))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 900)), min_size=1, max_size=7))
 def test_a_map_that_is_too_small_grows_and_loses_nothing(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, int | None]]
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]
 ) -> None:
-    """In the first commit, which copies all records, and in any other; the whole commit is made again."""
-    path, wanted = tmp_path_factory.mktemp("store"), dict[str, bytes]()
+    """In the first publish, which copies all entries, and in any other; the whole publish is made again."""
+    path, contents, number = tmp_path_factory.mktemp("store"), [], 0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lmdb_engine, "_MAP_BYTES", 1 << 16)
+        patched.setattr(lmdb_engine, "_MAP_BYTES", 1 << 15)
         engine = LmdbEngine(path, create=True)
-        for number, step in enumerate(steps):
-            records = {name: None if size is None else bytes([number + 1]) * size for name, size in step.items()}
-            engine.commit(records)
-            wanted = {name: data for name, data in (wanted | records).items() if data is not None}
-            assert engine.records() == wanted
-            if number % 3 == 2:
+        for step, (added, dropped) in enumerate(steps):
+            contents += put(engine, [plain(f"states/0.{number + i}", some_bytes(0)) for i in range(added)])
+            number += added
+            gone, contents = contents[:dropped], contents[dropped:]
+            contents += publish(engine, step)
+            drop_all(engine, gone)
+            if step % 3 == 2:
                 engine.close()
                 engine = LmdbEngine(path, create=False)
-                assert engine.records() == wanted
+                drop_all(engine, gone)
+            assert engine.list().keys() == {one.blob.name for one in contents}
+            assert engine.newest() == head_of(step)
+        publish(engine, len(steps))
         engine.close()
     reader = LmdbEngine(path, create=False, readonly=True)
-    assert reader.records() == wanted
+    check(reader, contents)
+    assert len(reader.list()) == len(contents) + 1
     reader.close()
 
 
-def test_records_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
-    """As large as it really is."""
-    engine, records = LmdbEngine(tmp_path, create=True), dict[str, bytes]()
-    for number in range(5):
-        records[f"r{number}"] = bytes([number]) * (9 << 20)
-        engine.commit({f"r{number}": records[f"r{number}"]})
-    assert engine.records() == records
+def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
+    """As large as it really is: of 40,000 blobs two times."""
+    engine, kept = LmdbEngine(tmp_path, create=True), []
+    engine._check_writable = lambda: None  # type: ignore[method-assign]  # for each part
+    for number in range(2):
+        blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(40_000)]
+        kept += publish(engine, number, blobs)
+    assert engine._env.info()["map_size"] > lmdb_engine._MAP_BYTES
     engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    engine.commit({"r0": None})
-    assert engine.records() == {name: data for name, data in records.items() if name != "r0"}
-    engine.close()
+    reader = LmdbEngine(tmp_path, create=False, readonly=True)
+    assert reader.list().keys() == {one.blob.name for one in kept}
+    check(reader, [kept[5]])
+    reader.close()
 
 
-def test_a_map_that_cannot_grow_is_said_and_the_next_commit_opens_another(
+def test_a_map_that_cannot_grow_is_said_and_the_next_publish_opens_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no full disk: nothing changed, and what is asked for then is done."""
     monkeypatch.setattr(lmdb_engine, "_MAP_BYTES", 1 << 46)
     engine = LmdbEngine(tmp_path, create=True)
-    engine.commit({"r": b"1"})
+    kept = publish(engine, 0)
 
-    def full(txn: Any) -> None:
+    def full(*_: Any) -> None:
         raise lmdb.MapFullError("full")
 
-    with pytest.raises(StoreError, match=r"cannot be mapped .*: raise ulimit -v") as caught:
-        engine._transact(engine._env, full, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_engine.HeadRecord, "to_bytes", full)
+        with pytest.raises(StoreError, match=r"cannot be mapped .*: raise ulimit -v") as caught:
+            publish(engine, 1)
     assert not isinstance(caught.value, StoreFullError)
     assert_sentence(caught.value)
-    assert engine.records() == {"r": b"1"}
-    engine.commit({"s": b"2"})
-    assert engine.records() == {"r": b"1", "s": b"2"}
+    assert engine.newest() == head_of(0)
+    engine.publish(head_of(1), head_of(0))
+    kept += publish(engine, 2)
+    check(engine, kept)
     engine.close()
 
 
 FULL = """
 import resource, signal, sys
 from pathlib import Path
+from tests.store.blobs import check, head_of, plain, publish, put, some_bytes
 from tiercache.store import LmdbEngine, StoreFullError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-engine = LmdbEngine(Path(sys.argv[1]), create=True)
+engine, number, kept = LmdbEngine(Path(sys.argv[1]), create=True), 0, []
 if sys.argv[2] == "later":
-    engine.commit({"first": b"1"})
+    kept, number = publish(engine, 0), 1
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+kept += put(engine, [plain(f"states/{i:0400d}", some_bytes(0)) for i in range(20_000)])
 resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, limit[1]))
 try:
-    engine.commit({f"r{i}": bytes(2 << 20) for i in range(4)})
+    publish(engine, number)
 except StoreFullError as error:
     print(error.needed_bytes)
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-engine.commit({"r0": b"2"})
-print(sorted(engine.records()))
+assert engine.newest() == (head_of(number - 1) if number else None)
+engine.publish(head_of(number), engine.newest())
+check(engine, kept)
+print(engine.newest().name)
 """
 
 
 @pytest.mark.disk
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_a_full_disk_says_what_the_records_need(tmp_path: Path, when: str) -> None:
-    """Not what a commit usually has."""
+def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
+    """Not what a publish usually has."""
     done = ran(FULL, tmp_path, when)
-    needed, names = done.stdout.splitlines()
-    assert int(needed) == 8 << 20, done.stderr
-    assert names == str(sorted({"r0"} | ({"first"} if when == "later" else set())))
+    needed, name = done.stdout.splitlines()
+    assert int(needed) > 20_000 * 400, done.stderr
+    assert name == ("commits/0" if when == "first" else "commits/1")

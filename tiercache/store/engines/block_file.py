@@ -97,7 +97,7 @@ class BlockFile:
         low, high = low[order], (low + size)[order]
         if np.any(low[1:] < high[:-1]):
             raise CorruptStoreError(f"blobs overlap in {self.path}: restore the store from a copy")
-        end = max(paged(self.size), int(high[-1]) if high.size else 0)
+        end = max(self.size // PAGE_BYTES * PAGE_BYTES, int(high[-1]) if high.size else 0)
         begin, stop = np.append(0, high), np.append(low, end)
         free = begin < stop
         self.space = ExtentAllocator(end, begin[free].tolist(), stop[free].tolist())
@@ -181,9 +181,9 @@ class BlockFile:
         """Free runs; what lies beyond the end of the file is no room."""
         for low, count in runs:
             self.space.give(low, count)
-        if self.space.end > paged(self.size):
+        if self.space.end > self.size:
             self.space.cut_tail()
-            self.space.grow(max(0, paged(self.size) - self.space.end))
+            self.space.grow(max(0, self.size // PAGE_BYTES * PAGE_BYTES - self.space.end))
 
     def discard(self, extents: Iterable[Extents]) -> None:
         """Free blobs that were put in vain, with what is queued; what is free at the end leaves the file."""
