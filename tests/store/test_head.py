@@ -1,6 +1,6 @@
 """An LMDB store that lost its newest commit, or shows another, is refused; nothing of it is freed or written."""
 
-import hashlib
+import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable
@@ -9,46 +9,43 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.files import flipped
-from tests.store.big import values
-from tests.store.conftest import small_tables
+from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, some_bytes
 from tests.store.damage import assert_sentence
-from tests.store.world import World
-from tiercache.store import CorruptStoreError, Store, StoreError, verify
-from tiercache.store.engines.lmdb_engine import LmdbEngine
-from tiercache.store.engines.lmdb_records import HEAD, Head
-from tiercache.store.records import RecordManifest
-
-Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
+from tiercache.store import CorruptStoreError, LmdbEngine, StoreError
+from tiercache.store.engines.lmdb_records import HEAD, Slot
+from tiercache.store.engines.lmdb_tree import LmdbFile
 
 PAGE_BYTES, META_BYTES, SLOT_BYTES = 4096, 152, 52
 COMMITS = 3
+MODES = pytest.mark.parametrize("readonly", [True, False])
 
 
-def made(path: Path) -> Rows:
-    """Make a store of two tables with three commits, all kept; return its rows, by table."""
-    world = World(small_tables()[1:3], num_passes=3)
-    with Store.open(path, tables=world.tables, retention=COMMITS) as store:
-        for _ in range(COMMITS):
-            world.run(store, 1)
-        return {
-            table.name: (
-                every := np.concatenate([keys for keys, _ in store.scan(table.name)]),
-                store.lookup(table.name, every),
-            )
-            for table in store.tables
-        }
+def made(path: Path, commits: int = COMMITS) -> list[Content]:
+    """Make an engine that published a few times, and dropped what was published first; return what it has."""
+    path.mkdir(exist_ok=True)
+    engine, contents = LmdbEngine(path, create=True), list[Content]()
+    for number in range(commits):
+        contents += publish(engine, number, [plain(f"states/0.{number}", some_bytes(9000, number))])
+        if number == 1:
+            drop_all(engine, contents[:2])
+            contents = contents[2:]
+    engine.close()
+    return contents
 
 
-def check(path: Path, rows: Rows, mode: str = "r") -> None:
-    """Assert that the store has all its commits, and every row as it was."""
-    with Store.open(path, mode=mode) as store:
-        assert [commit.id for commit in store.commits] == list(range(COMMITS))
-        for table, (keys, fields) in rows.items():
-            found = store.lookup(table, keys)
-            assert all(np.array_equal(found[name], field) for name, field in fields.items()), table
+def look(path: Path, contents: list[Content], *, readonly: bool = True, commits: int = COMMITS) -> None:
+    """Assert that an engine has all its blobs, and is at its newest head."""
+    engine = LmdbEngine(path, create=False, readonly=readonly)
+    try:
+        assert engine.newest() == head_of(commits - 1)
+        assert engine.list().keys() == {one.blob.name for one in contents}
+        check(engine, contents)
+        if not readonly:
+            drop_all(engine, [])
+    finally:
+        engine.close()
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
@@ -68,25 +65,25 @@ def bit_of(at: int) -> tuple[int]:
 
 
 def flip_bits(path: Path, name: str, places: Iterable[int], bits: Callable[[int], Iterable[int]] = bit_of) -> int:
-    """Flip bits of a file one at a time, reading and writing: the right rows or a sentence; what is refused stays.
+    """Flip bits of a file one at a time, reading and writing: the right blobs or an error; what is refused stays.
 
     Returns how often the store was refused.
     """
-    rows, refused = made(path), 0
+    contents, refused = made(path), 0
     whole = bytes_of(path)
     for at in places:
         for bit in bits(at):
-            for mode in ("r", "a"):
+            for readonly in (True, False):
                 with flipped(path / name, at, 1 << bit):
                     try:
-                        check(path, rows, mode)
+                        look(path, contents, readonly=readonly)
                     except StoreError as error:
                         assert_sentence(error)
                         refused += 1
                         with flipped(path / name, at, 1 << bit):
                             assert bytes_of(path) == whole, (at, bit)
                 put_back(path, whole)
-    check(path, rows)
+    look(path, contents)
     return refused
 
 
@@ -98,164 +95,156 @@ BITS = [bit_of, pytest.param(lambda _: range(8), marks=pytest.mark.long)]
 def test_no_flipped_bit_of_the_meta_pages_or_of_head_shows_another_commit(
     tmp_path: Path, name: str, num_bytes: int, bits: Callable[[int], Iterable[int]]
 ) -> None:
-    """Of the root that counts and of the one before; of HEAD, one slot is enough: LMDB may show one commit more."""
+    """Of the root that counts and of the one before; of HEAD, one slot is enough."""
     places = [page * PAGE_BYTES + byte for page in (0, 1) for byte in range(num_bytes)]
     refused = flip_bits(tmp_path / "s.tc", name, places, bits)
     assert refused == 0 if name == HEAD else refused > 40
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_no_flipped_bit_of_a_tree_page_hides_a_record(tmp_path: Path, bits: Callable[[int], Iterable[int]]) -> None:
-    """Headers, places of nodes, keys, and some bytes of every value: each that counts is refused."""
+def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callable[[int], Iterable[int]]) -> None:
+    """Headers, places of nodes, keys, and every byte of an entry and of the head: each that counts is refused."""
     path = tmp_path / "s.tc"
     made(path)
-    places = {at for v in values(path) for at in range(v.offset - len(v.key) - 8, v.offset + v.size, 1 + v.size // 40)}
-    pages = {v.offset // PAGE_BYTES * PAGE_BYTES for v in values(path)}
-    places |= {page + byte for page in pages for byte in range(16 + 2 * len(values(path)))}
+    file = LmdbFile(str(path / "data.mdb"))
+    values = list(file.values(file.metas()[0]))
+    file.close()
+    places = {at for v in values for at in range(v.offset - len(v.key) - 8, v.offset + v.size)}
+    pages = {v.offset // PAGE_BYTES * PAGE_BYTES for v in values}
+    places |= {page + byte for page in pages for byte in range(16 + 2 * len(values))}
     shutil.rmtree(path)
     assert flip_bits(path, "data.mdb", sorted(places), bits) > len(places)
 
 
-@pytest.mark.parametrize("mode", ["r", "a"])
-def test_a_store_whose_newest_root_is_gone_is_refused(tmp_path: Path, mode: str) -> None:
-    """LMDB falls back to the root before where the newest is damaged: HEAD tells that it is not the newest."""
-    path = tmp_path / "s.tc"
-    rows = made(path)
-    whole = bytes_of(path)
+def number_at(page: int) -> int:
+    """Return where a root has the number of its transaction."""
+    return page * PAGE_BYTES + META_BYTES - 8
 
-    def number_at(page: int) -> int:
-        return page * PAGE_BYTES + META_BYTES - 8
 
-    newest = max(range(2), key=lambda page: struct.unpack_from("<Q", whole["data.mdb"], number_at(page)))
-    (number,) = struct.unpack_from("<Q", whole["data.mdb"], number_at(newest))
+def lose_newest_root(path: Path) -> None:
+    """Have LMDB fall back to the root before, as it does where the newest is damaged."""
+    whole = (path / "data.mdb").read_bytes()
+    newest = max(range(2), key=lambda page: struct.unpack_from("<Q", whole, number_at(page)))
+    (number,) = struct.unpack_from("<Q", whole, number_at(newest))
     with (path / "data.mdb").open("r+b") as file:
         file.seek(number_at(newest))
         file.write(struct.pack("<Q", number - 2))
-    seen = bytes_of(path)
+
+
+@MODES
+def test_a_store_whose_newest_root_is_gone_is_refused(tmp_path: Path, *, readonly: bool) -> None:
+    """HEAD tells that the root before is not the newest."""
+    contents = made(tmp_path)
+    whole = bytes_of(tmp_path)
+    lose_newest_root(tmp_path)
+    seen = bytes_of(tmp_path)
     with pytest.raises(CorruptStoreError, match="HEAD names") as caught:
-        Store.open(path, mode=mode)
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert_sentence(caught.value)
-    assert verify(path)["problems"]
-    assert bytes_of(path) == seen
-    put_back(path, whole)
-    check(path, rows)
+    assert bytes_of(tmp_path) == seen
+    put_back(tmp_path, whole)
+    look(tmp_path, contents)
 
 
-@pytest.mark.parametrize("mode", ["r", "a"])
-def test_an_older_copy_of_the_environment_is_refused(tmp_path: Path, mode: str) -> None:
-    """Whole in itself, but not the newest: its blocks may have been written over since."""
-    path = tmp_path / "s.tc"
-    world = World(small_tables()[1:3], num_passes=3)
-    with Store.open(path, tables=world.tables) as store:
-        world.run(store, 2)
-        shutil.copyfile(path / "data.mdb", tmp_path / "older")
-        world.run(store, 2)
+@MODES
+@pytest.mark.parametrize("slot", [0, 1])
+def test_no_older_commit_counts_once_something_was_dropped(tmp_path: Path, slot: int, *, readonly: bool) -> None:
+    """Even where the newest root and a slot of HEAD are gone: what the commit before needs was written over."""
+    path = tmp_path / "s"
+    made(path)
+    engine = LmdbEngine(path, create=False)
+    for number in range(COMMITS, COMMITS + 3):
+        publish(engine, number)
+        drop_all(engine, [plain(f"commits/{number - 1}", some_bytes(1))])
+    engine.close()
+    lose_newest_root(path)
+    with (path / HEAD).open("r+b") as file:
+        os.pwrite(file.fileno(), bytes(SLOT_BYTES), slot * PAGE_BYTES)
+    with pytest.raises(CorruptStoreError, match="HEAD names"):
+        LmdbEngine(path, create=False, readonly=readonly)
+
+
+@MODES
+def test_an_older_copy_of_the_environment_is_refused(tmp_path: Path, *, readonly: bool) -> None:
+    """Whole in itself, but not the newest: its blobs may have been written over since."""
+    path = tmp_path / "s"
+    made(path)
+    shutil.copyfile(path / "data.mdb", tmp_path / "older")
+    engine = LmdbEngine(path, create=False)
+    for number in range(2):
+        publish(engine, COMMITS + number)
+    engine.close()
     shutil.copyfile(tmp_path / "older", path / "data.mdb")
     with pytest.raises(CorruptStoreError, match="HEAD names"):
-        Store.open(path, mode=mode)
+        LmdbEngine(path, create=False, readonly=readonly)
 
 
-def test_a_transaction_that_was_killed_before_head_named_it_stands(tmp_path: Path) -> None:
-    """Readers accept one commit ahead of HEAD; the next writer has HEAD name it before anything else."""
-    path = tmp_path / "s.tc"
-    rows = made(path)
-    before = (path / HEAD).read_bytes()
-    newest = Head.read(path).number
-    slot = newest % 2 * PAGE_BYTES
-    (path / HEAD).write_bytes(before[:slot] + bytes(PAGE_BYTES) + before[slot + PAGE_BYTES :])
-    check(path, rows)
-    assert Head.read(path).number == newest - 1
-    check(path, rows, "a")
-    assert (path / HEAD).read_bytes() == before
-
-
-def test_a_commit_of_other_records_one_ahead_of_head_is_refused(tmp_path: Path) -> None:
-    """It must come of the one that HEAD names."""
-    path = tmp_path / "s.tc"
-    made(path)
-    head = Head.read(path)
-    Head(head.number - 1, hashlib.sha256(b"another").hexdigest()).create(path)
-    with pytest.raises(CorruptStoreError, match="HEAD names"):
-        Store.open(path)
-
-
-def test_a_commit_whose_head_cannot_be_written_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises, and is there; no transaction follows it before HEAD has caught up."""
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    engine = LmdbEngine(tmp_path, create=True)
-    engine.commit({"r": b"1"})
-    with monkeypatch.context() as patched:
-        patched.setattr(Head, "write", fail)
-        for _ in range(2):
-            with pytest.raises(StoreError, match="HEAD cannot be written"):
-                engine.commit({"r": b"2"})
-            assert engine.records() == {"r": b"2"}
-    assert Head.read(tmp_path).number == 1
-    engine.commit({"r": b"3"})
-    engine.close()
-    assert Head.read(tmp_path).number == 3
-    reader = LmdbEngine(tmp_path, create=False, readonly=True)
-    assert reader.records() == {"r": b"3"}
-    reader.close()
-
-
-def test_a_disk_that_is_full_when_head_is_written_loses_nothing(
+def test_a_transaction_that_was_killed_before_head_named_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit raises and the store stands at it, in this process and after."""
-    path = tmp_path / "s.tc"
-    world = World(small_tables(), num_passes=3)
-    with Store.open(path, tables=world.tables) as store:
-        world.run(store, 2)
+    """Readers accept one publish ahead of HEAD; the next writer has HEAD name it before anything else."""
+    contents = made(tmp_path)
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Head, "write", full)
-            with pytest.raises(StoreError, match="commit 2 of the store"):
-                world.run(store, 1)
-        assert store.commit.id == 2
-        world.check(store, after=2)
-    with Store.open(path) as store:
-        world.check(store, after=2)
-        world.run(store, 1)
+    engine = LmdbEngine(tmp_path, create=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "write", fail)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="HEAD cannot be written"):
+                publish(engine, COMMITS)
+            assert engine.newest() == head_of(COMMITS)  # nothing else is done before HEAD names it
+            with pytest.raises(StoreError, match="HEAD cannot be written"):
+                drop_all(engine, contents)
+    check(engine, contents)
+    engine.close()
+    contents.append(plain(f"commits/{COMMITS}", np.frombuffer(f"commit {COMMITS}".encode() * 9, np.uint8)))
+    assert Slot.read(tmp_path).number == COMMITS
+    look(tmp_path, contents, commits=COMMITS + 1)
+    look(tmp_path, contents, readonly=False, commits=COMMITS + 1)
+    assert Slot.read(tmp_path) == Slot(COMMITS + 1, head_of(COMMITS).digest)
 
 
-@pytest.mark.parametrize("mode", ["r", "a"])
-def test_a_store_without_head_is_refused(tmp_path: Path, mode: str) -> None:
-    """Missing, or no slot whole: nothing else tells whether a commit is missing."""
-    path = tmp_path / "s.tc"
-    made(path)
-    (path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
+def test_another_head_one_ahead_of_head_is_refused(tmp_path: Path) -> None:
+    """It must follow the one that HEAD names."""
+    made(tmp_path)
+    slot = Slot.read(tmp_path)
+    Slot(slot.number - 1, head_of(77).digest).create(tmp_path)
+    with pytest.raises(CorruptStoreError, match="HEAD names"):
+        LmdbEngine(tmp_path, create=False)
+
+
+@MODES
+def test_a_store_whose_head_is_not_whole_is_refused(tmp_path: Path, *, readonly: bool) -> None:
+    """Nothing else tells whether a commit is missing."""
+    made(tmp_path)
+    (tmp_path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
     with pytest.raises(CorruptStoreError, match="no part of it is whole"):
-        Store.open(path, mode=mode)
-    (path / HEAD).unlink()
-    with pytest.raises(CorruptStoreError, match=r"HEAD is missing: restore"):
-        Store.open(path, mode=mode)
-    (path / "store.json").unlink()
-    with pytest.raises(CorruptStoreError, match=r"has blocks and no HEAD"):
-        Store.open(path, tables=small_tables())
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
+
+
+@pytest.mark.parametrize("call", ["drop", "publish"])
+def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, call: str) -> None:
+    """Another one has written, or an older copy was put in its place."""
+    contents = made(tmp_path)
+    engine = LmdbEngine(tmp_path, create=False)
+    Slot(77, head_of(77).digest).create(tmp_path)
+    seen = bytes_of(tmp_path)
+    with pytest.raises(StoreError, match=r"names publish 77, and this process wrote 3: .*open it again"):
+        drop_all(engine, contents) if call == "drop" else engine.publish(head_of(COMMITS - 1), engine.newest())
+    assert bytes_of(tmp_path) == seen
+    assert Slot.read(tmp_path).number == 77
+    engine.close()
 
 
 def test_the_bytes_of_head_are_those_of_the_format(tmp_path: Path) -> None:
-    """docs/format/lmdb.md has this vector."""
-    Head(5, hashlib.sha256(b"manifest 5").hexdigest()).create(tmp_path)
+    """A new file has one slot, and a drop makes both the same."""
+    slot = Slot(5, head_of(5).digest)
+    slot.create(tmp_path)
     data = (tmp_path / HEAD).read_bytes()
-    slot = b"tc head\n" + (5).to_bytes(8, "little") + hashlib.sha256(b"manifest 5").digest()
-    assert len(data) == 8192
-    assert data[4096 : 4096 + 52] == slot + google_crc32c.value(slot).to_bytes(4, "little")
-    assert not any(data[:4096] + data[4096 + 52 :])
-    assert data[4096 + 48 : 4096 + 52].hex() == "69ee5c0f"
-
-
-def test_a_manifest_names_the_one_before_by_its_digest() -> None:
-    """And the records that are left."""
-    first = RecordManifest(number=0).after({"a": b"1", "b": b"2"})
-    second = first.after({"b": None, "c": b"3"})
-    assert (first.number, first.before, second.number) == (1, "", 2)
-    assert second.before == hashlib.sha256(first.to_bytes()).hexdigest()
-    assert [*second.links] == ["a", "c"]
+    expected = b"tc head\n" + (5).to_bytes(8, "little") + bytes.fromhex(head_of(5).digest)
+    expected += google_crc32c.value(expected).to_bytes(4, "little")
+    assert data == bytes(PAGE_BYTES) + expected + bytes(PAGE_BYTES - SLOT_BYTES)
+    slot.write(tmp_path, other=True)
+    assert (tmp_path / HEAD).read_bytes() == (expected + bytes(PAGE_BYTES - SLOT_BYTES)) * 2

@@ -278,7 +278,7 @@ class LmdbEngine:
                                     txn.delete(name.encode())
                                 else:
                                     txn.put(name.encode(), entry)
-                                    needed += len(entry)
+                                    needed += len(name) + len(entry)
                             txn.put(HEAD_KEY.encode(), record.to_bytes())
                     except lmdb.MapFullError:
                         self._grow(env)
