@@ -1,43 +1,53 @@
 """What verification finds where every checksum is right: rows that stand twice, changed too late, or are lost."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.store.conftest import Home, held_blocks, small_tables
-from tests.store.test_retained_segments import retained_store, rewritten
+from tests.store.conftest import Home, needed_bytes, small_tables
+from tests.store.rewritten import rewritten
+from tests.store.test_retained_segments import retained_store
+from tests.store.test_retention import without_segment
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, key_invariants
 from tiercache.store.layout import CHANGED, KEYS
+from tiercache.store.table import find_table
 from tiercache.store.verification import Verification
 
 Plant = Callable[[Home], list[str]]
+Arrays = dict[str, NDArray[Any]]
+PASS, FIRST_COMMIT = 2, 4
+"""What a rank lists of a segment: at which place in its entry."""
 
 
-def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, int, int]:
-    """Return a retained segment that has stale rows of a table, or other live ones alone: index, group and place."""
-    group = next(group for group in store.groups if table in [one.name for one in group.tables])
-    place = group.place(table)
-    segments = {segment.id: segment for segment in store.segments}
-    for i, one in enumerate(store.commit.retained):
-        ranges = segments[one.segment_id].layouts[group.index].ranges[one.first_ranges[group.index] :]
-        stale, live = one.stale_rows[group.index][place], sum(rows.table_rows[place] for rows in ranges)
-        if (stale > 0) == some and live - stale >= 4:
-            return i, group.index, place
-    raise AssertionError(f"no retained segment is like that for {table}")
+def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int]:
+    """Return a retained segment that has stale rows of a table, or other live ones alone: its place and the table's."""
+    group, table = find_table(store.groups, name, store.label)
+    for i, segment in enumerate(store.segments):
+        stale = store.snapshot.stale_rows([segment], group, table)
+        live = store.snapshot.rows_in([segment], group, table)
+        if segment.id in store.commit.retained_ids and (stale > 0) == some and live - stale >= 4:
+            return i, store.snapshot.live.first_tables[group.index] + group.place(name)
+    raise AssertionError(f"no retained segment is like that for {name}")
 
 
-def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) -> None:
+def raised(home: Home, segment: int, table: int, more: int) -> None:
     """Have the newest commit say so many more stale rows."""
 
-    def change(values: Any) -> None:
-        values["retained"][i][1 + group][1 + place] += more
+    def change(_: Any, arrays: Arrays) -> None:
+        (at,) = np.nonzero((arrays["live_segments"] == segment) & (arrays["live_tables"] == table))[0]
+        stale = np.zeros(arrays["live"].size, np.int64)
+        stale[arrays["stale_at"]] = arrays["stale"]
+        stale[at] += more
+        arrays["stale_at"], arrays["stale"] = np.nonzero(stale)[0], stale[stale > 0]
 
-    rewritten(store, home.engine, change)
+    rewritten(home.engine, "rank", change)
 
 
 @pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
@@ -45,7 +55,7 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
     """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
-    raised(store, home, *stale_place(store, "user"), more)
+    raised(home, *stale_place(store, "user"), more)
     store = home.open()
     with pytest.raises(CorruptStoreError, match=words):
         list(store.scan("user"))
@@ -62,7 +72,7 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
     twice = world.append(store)
     world.pass_index += 1
     world.publish(store)
-    raised(store, home, *stale_place(store, "user"), twice.rows)
+    raised(home, *stale_place(store, "user"), twice.rows)
     assert twice.rows == 4
     problems = Verification(home.open()).run()["problems"]
     assert len(problems) == 2
@@ -75,13 +85,13 @@ def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) ->
     """One more in one and one less in another is as many in all; a scan cannot tell."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
-    raised(store, home, *stale_place(store, "user"), -1)
+    raised(home, *stale_place(store, "user"), -1)
     store = home.open()
     without = stale_place(store, "user", some=False)
-    raised(store, home, *without, 1)
+    raised(home, *without, 1)
     store = home.open()
     assert sum(keys.size for keys, _ in store.scan("user")) > 0
-    segment = store.commit.retained[without[0]].segment_id
+    segment = store.segments[without[0]].id
     problems = Verification(store).run()["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("1 keys of table 'user'")
@@ -95,10 +105,10 @@ def aged(home: Home) -> list[str]:
     store, _ = retained_store(home)
     i = stale_place(store, "user")[0]
 
-    def change(values: Any) -> None:
-        values["segments"][i][1] = store.commit.id
+    def change(values: Any, _: Arrays) -> None:
+        values["segments"][i][FIRST_COMMIT] = store.commit.id
 
-    rewritten(store, home.engine, change)
+    rewritten(home.engine, "rank", change)
     return ["3 keys of table 'user' of the store at", "have a row that changed after one that is newer: restore"]
 
 
@@ -107,7 +117,7 @@ def lost(home: Home) -> list[str]:
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
-    rewritten(store, home.engine, lambda values: values["segments"].pop(0))
+    rewritten(home.engine, "rank", partial(without_segment, 0))
     return ["in commit 3,", "have no row, and had one at commit 2: roll the store back to that"]
 
 
@@ -117,11 +127,11 @@ def first_commit(home: Home) -> list[str]:
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
 
-    def change(values: Any) -> None:
-        values["segments"][0][1] = 3
+    def change(values: Any, _: Arrays) -> None:
+        values["segments"][0][FIRST_COMMIT] = 3
 
-    rewritten(store, home.engine, change)
-    return ["in commit 3, commit 3 of the store at", "that commit 3 was the first with segment", "and commit 0 was"]
+    rewritten(home.engine, "rank", change)
+    return ["in commit 3, commit 3 says that commit 3 was the first with segment", "and commit 0 was"]
 
 
 def over_at_once(home: Home) -> list[str]:
@@ -129,9 +139,12 @@ def over_at_once(home: Home) -> list[str]:
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables)
     world.run(store, 4)
-    segment = replace(store.segments[-1], pass_index=77)
-    home.engine.by_name[f"segment/{segment.id}"] = segment.to_bytes()
-    return [f"segment {segment.id} of the store at", "was dumped by pass 77 and has rows that wait for"]
+
+    def change(values: Any, _: Arrays) -> None:
+        values["segments"][-1][PASS] = 77
+
+    rewritten(home.engine, "rank", change)
+    return [f"segment {store.segments[-1].id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
 @pytest.mark.parametrize("sort_bytes", [1 << 27, 1000])
@@ -154,21 +167,23 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
     store, _ = retained_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]
-    kinds = {KEYS: 0, CHANGED: 0}
-    for name, size in held_blocks(store).items():
-        if name[0] in kinds:
-            kinds[name[0]] += size
-    assert kinds[CHANGED] > 0
-    assert store.counters.key_bytes_read - before[0] == kinds[KEYS]
-    assert store.counters.changed_bytes_read - before[1] == kinds[CHANGED]
+    rows_of_kind = Counter[str]()
+    for segment in store.segments:
+        for blob in segment.blobs(store.groups):
+            group, kind = blob.of.group.index, blob.name.rsplit("/", 1)[1]
+            first = store.snapshot.first_block(segment, group)
+            rows_of_kind[kind] += max(0, blob.of.layout.rows - first * blob.of.layout.block_rows)
+    assert rows_of_kind[CHANGED] > 0
+    assert store.counters.key_bytes_read - before[0] == 8 * rows_of_kind[KEYS]
+    assert store.counters.changed_bytes_read - before[1] == 4 * rows_of_kind[CHANGED]
 
 
 def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
     """Of a commit whose keys are not all known nobody can say that it has too few."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
-    name = next(name for name in held_blocks(store) if name[0] == KEYS)
-    home.engine.blocks[name] = np.zeros_like(home.engine.blocks[name])
+    name = next(name for name in needed_bytes(store) if name.endswith(f"/{KEYS}"))
+    home.engine.blobs[name].data[0] ^= 1
     problems = Verification(store).run()["problems"]
     assert len(problems) == 1
     assert "over its keys" in problems[0]

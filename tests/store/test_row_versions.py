@@ -1,6 +1,7 @@
 """The commit that last changed a row: kept by whatever moves the row, and read only where it must be."""
 
 import copy
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.conftest import Home, held_blocks, small_tables
+from tests.store.conftest import Home, small_tables, stored_bytes
+from tests.store.rewritten import described
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
 from tiercache.store import (
@@ -82,7 +84,7 @@ def test_only_what_may_have_changed_is_read() -> None:
 
         assert read(last) == (0, 0, 0)
         assert read(-1)[0] == 0
-        oldest = min(int(one.oldest_B.min()) for one in segment.changed)
+        oldest = min(int(one.oldest_B[:].min()) for one in segment.changed)
         assert read(oldest)[0] > 0
         newest = last - 2  # the last pass: what followed changed nothing
         asked, rows, _ = read(newest - 1)
@@ -117,14 +119,14 @@ def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_
         mixed(store, world)
         rows = sum(layout.rows for layout in store.segments[0].layouts)
         assert store.counters.changed_bytes_written >= CHANGED_BYTES * rows
-        kept = {name for name in held_blocks(store) if name[0] == CHANGED}
-        assert len(kept) == sum(layout.num_blocks for layout in store.segments[0].layouts)
+        kept = [name for name in stored_bytes(store) if name.endswith(f"/{CHANGED}")]
+        assert kept == [f"{store.segments[0].name}/{group.index}/{CHANGED}" for group in store.groups]
     assert info(tmp_path / "s")["changed_bytes"] == CHANGED_BYTES * rows
     with Store.open(tmp_path / "s") as store:
         assert store.segments[0].changed_bytes == CHANGED_BYTES * rows
         world.follow(store, world.draw(5))
         world.compact(store)
-        assert not kept & held_blocks(store).keys()
+        assert not set(kept) & stored_bytes(store).keys()
     assert verify(tmp_path / "s")["problems"] == []
 
 
@@ -137,16 +139,18 @@ def moved_store(tables: list[Table]) -> tuple[MemoryEngine, int]:
 
 
 def problems(engine: MemoryEngine) -> list[str]:
-    """Verify what an engine holds."""
+    """Verify what an engine holds: its problems, or the error that ends it."""
     with Store.open(None, engine=engine, mode="r") as store:
-        return Verification(store).run()["problems"]
+        try:
+            return Verification(store).run()["problems"]
+        except CorruptStoreError as error:
+            return [str(error)]
 
 
 def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: list[Table]) -> None:
     """Rows and keys are whole: they are read as before."""
     engine, id_ = moved_store(tables)
-    name = min(name for name in engine.blocks if name[0] == CHANGED)
-    engine.blocks[name] = engine.blocks[name] ^ (np.arange(engine.blocks[name].size) == 0).astype(np.uint8)
+    engine.blobs[min(name for name in engine.blobs if name.endswith(f"/{CHANGED}"))].data[0] ^= 1
     words = rf"block 0 of segment {id_} .* over the commits that changed its rows where"
     with Store.open(None, engine=engine, mode="r") as store:
         table = store.groups[0].tables[0].name
@@ -159,40 +163,43 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
     assert "over the commits that changed its rows" in found
 
 
-@pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"has \d+ bytes of \d+:")])
-def test_last_changes_that_are_not_whole_are_found_on_opening(tables: list[Table], cut: int, seen: str) -> None:
-    """As missing and cut rows are."""
+@pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"is cut short: [\d,]+ of its [\d,]+ bytes")])
+def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: list[Table], cut: int, seen: str) -> None:
+    """As missing and cut rows are; a reader sees it when it reads them."""
     engine, _ = moved_store(tables)
-    name = min(name for name in engine.blocks if name[0] == CHANGED)
-    data = engine.blocks.pop(name)
+    name = min(name for name in engine.blobs if name.endswith(f"/{CHANGED}"))
+    blob = engine.blobs.pop(name)
     if cut:
-        engine.blocks[name] = data[:-cut]
-    with pytest.raises(CorruptBlockError, match=seen):
-        Store.open(None, engine=engine, mode="r")
+        engine.blobs[name] = blob._replace(data=blob.data[:-cut])
+    with pytest.raises(CorruptStoreError, match=f"{name} of the store in memory {seen}"):
+        Store.open(None, engine=engine)
+    (found,) = problems(engine)
+    assert "block" in found
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         ("newest", "changed rows of segment"),
-        ("oldest", "last changed later than the last of them"),
-        ("checksums", "nothing says which row was changed by which"),
+        ("oldest", "has rows that were changed by other commits than its record says"),
+        ("checksums", "lists other live rows of segment"),
         ("short", "numbers say which commits changed the rows of"),
     ],
 )
-def test_a_record_of_last_changes_that_cannot_be_is_refused(tables: list[Table], what: str, words: str) -> None:
+def test_a_description_of_last_changes_that_cannot_be_is_found(tables: list[Table], what: str, words: str) -> None:
     """A commit after the one that named the segment, bounds the wrong way round, no numbers where several are."""
-    engine, id_ = moved_store(tables)
+    engine, _ = moved_store(tables)
     with Store.open(None, engine=engine, mode="r") as store:
         segment = store.segments[0]
-    first, *others = segment.changed
-    none = np.empty(0, np.uint32)
-    wrong = {
-        "newest": lambda: replace(first, newest_B=first.newest_B + np.uint32(99)),
-        "oldest": lambda: replace(first, oldest_B=first.newest_B + np.uint32(1)),
-        "checksums": lambda: replace(first, checksums_B=none),
-        "short": lambda: replace(first, oldest_B=first.oldest_B[1:]),
-    }[what]()
-    engine.by_name[f"segment/{id_}"] = replace(segment, changed=(wrong, *others)).to_bytes()
-    with pytest.raises(CorruptStoreError, match=words):
-        Store.open(None, engine=engine, mode="r")
+        first, *others = segment.changed
+        wrong = {
+            "newest": lambda: replace(first, newest_B=first.newest_B[:] + np.uint32(99)),
+            "oldest": lambda: replace(first, oldest_B=first.newest_B[:] + np.uint32(1)),
+            "checksums": lambda: replace(first, checksums_B=np.empty(0, np.uint32)),
+            "short": lambda: replace(first, oldest_B=first.oldest_B[1:]),
+        }[what]()
+        meta = replace(segment.meta, changed=(wrong, *others))
+        described(engine, store, segment, meta)
+    found = problems(engine)
+    assert found
+    assert any(re.search(words, one) for one in found), found

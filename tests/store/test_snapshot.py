@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.conftest import engine_of, small_tables, stored_bytes
 from tests.store.failing import Between
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
@@ -74,7 +74,7 @@ def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(train
 
 
 def test_a_lookup_beside_a_commit_half_made_waits_for_nothing(trained: Trained) -> None:
-    """The engine has committed and the store does not know it yet: the lookup has the rows that were appended."""
+    """The engine has published it and the store does not know it yet: the lookup has the rows that were appended."""
     found: list[Rows] = []
 
     def look() -> None:
@@ -82,7 +82,7 @@ def test_a_lookup_beside_a_commit_half_made_waits_for_nothing(trained: Trained) 
         reader.start()
         reader.join(60)
 
-    trained.engine.after_commit = look
+    trained.engine.after_publish = look
     trained.run(1)
     assert found == [trained.seen[-1]]
 
@@ -117,20 +117,21 @@ def test_what_a_reading_holds_is_freed_after_it(kind: str, tmp_path: Path) -> No
         if one is trained:
             next(scan)
         one.run(5)
-        assert (len(held_blocks(one.store)) > len(held_blocks(quiet.store))) == (one is trained)
+        held, usual = (sum(stored_bytes(store).values()) for store in (one.store, quiet.store))
+        assert (held > usual) == (one is trained)
         found = {}
         if one is trained:
             rest = [*scan]
             assert len(rest) == trained.store.live_rows(NAME) - 1
         one.run(1)
         del scan, found
-    assert held_blocks(trained.store) == held_blocks(quiet.store)
+    assert stored_bytes(trained.store) == stored_bytes(quiet.store)
 
 
 def test_damage_is_still_damage(tmp_path: Path) -> None:
-    """A block that no commit freed and that is not there ends a lookup at once, at whatever commit."""
+    """A blob that no commit dropped and that is not there ends a lookup at once, at whatever commit."""
     trained = Trained("memory", tmp_path)
-    trained.engine.blocks.clear()
+    trained.engine.blobs.clear()
     for read in (trained.lookup, lambda: list(trained.store.changes(NAME, since=-1))):
         with pytest.raises(CorruptBlockError, match="is missing"):
             read()
@@ -169,7 +170,7 @@ def test_changes_of_retained_segments_are_of_one_commit(tmp_path: Path) -> None:
     trained = Trained("memory", tmp_path)
     trained.world.keys_per_pass = 2
     trained.world.follow(trained.store, trained.world.draw(7))
-    assert trained.store.commit.retained
+    assert trained.store.commit.retained_ids
     for since in (-1, 3, trained.store.commit.id - 1):
         reads = trained.store.counters.row_bytes_read
         expected = trained.store.changed_rows(NAME, since=since)
