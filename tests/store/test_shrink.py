@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from tests.apart import command, ran
-from tests.store.big import BIG, blocks_of, dump, load, publish
+from tests.store.big import BIG, dump, load, needed_blobs, publish
 from tests.store.reader import READER
-from tests.store.test_block_file import aligned
+from tests.store.test_block_file import aligned, bytes_of, put
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store.engines import block_file as module
 from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.lmdb_records import extents_of, read_map
 from tiercache.store.files import PAGE_BYTES, punch_hole
 
 pytestmark = pytest.mark.disk
@@ -143,8 +144,10 @@ def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pyte
     holes = []
 
     def watching(handle: int, offset: int, num_bytes: int) -> bool:
-        for block in blocks_of(tmp_path / "s").values():
-            assert block.place + block.size <= offset or offset + num_bytes <= block.place
+        entries = read_map(tmp_path / "s", "the store")[2]
+        for name, need in needed_blobs(tmp_path / "s").items():
+            rest, _ = extents_of(entries[name]).drop(need.first_byte)
+            assert all(low + count <= offset or offset + num_bytes <= low for low, count in rest.runs)
         holes.append(num_bytes)
         return punch_hole(handle, offset, num_bytes)
 
@@ -168,18 +171,16 @@ def test_a_file_system_without_holes_keeps_the_file(tmp_path: Path, monkeypatch:
     """The end goes all the same, and nothing else changes."""
     monkeypatch.setattr(module, "punch_hole", lambda *_: False)
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
-    blocks = [file.put(np.full(100_000, i, np.uint8), stable=False) for i in range(4)]
+    blobs = put(file, [np.full(100_000, i, np.uint8) for i in range(4)])
     file.flush()
-    file.give([blocks[1], blocks[3]])
+    file.give([*blobs[1].runs, *blobs[3].runs])
     file.shrink()
-    assert file.size == blocks[3].offset
+    assert file.size == blobs[3].runs[0][0]
     assert taken(tmp_path / "blocks") >= file.size
-    again = file.put(np.full(100_000, 9, np.uint8), stable=False)
+    (again,) = put(file, [np.full(100_000, 9, np.uint8)])
     file.flush()
-    for place, value in ((blocks[0], 0), (blocks[2], 2), (again, 9)):
-        out = np.empty(100_000, np.uint8)
-        file.read(place.offset, out)
-        assert set(out.tolist()) == {value}
+    for blob, value in ((blobs[0], 0), (blobs[2], 2), (again, 9)):
+        assert set(bytes_of(file, blob)) == {value}
     file.close()
 
 
@@ -189,10 +190,9 @@ def test_a_disk_that_is_full_shows_before_a_hole_is_written(
 ) -> None:
     """With the bytes that were needed; the place is free again, and room is left for records."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
-        first = file.put(aligned(600_000), stable=True)
-        last = file.put(np.full(10_000, 7, np.uint8), stable=False)
+        first, last = put(file, [aligned(600_000), np.full(10_000, 7, np.uint8)])
         file.flush()
-        file.give([first])
+        file.give(first.runs)
         file.shrink()
         assert taken(tmp_path / "blocks") < 100_000
 
@@ -204,13 +204,11 @@ def test_a_disk_that_is_full_shows_before_a_hole_is_written(
         with monkeypatch.context() as patched:
             patched.setattr(os, call, full)
             with pytest.raises(StoreFullError, match=r"needs 1,650,688 more bytes, .* but .* free.*: free some"):
-                file.put(aligned(600_000), stable=True)
+                file.take([600_000])
         assert taken(tmp_path / "blocks") < 100_000
-        assert file.put(aligned(600_000), stable=True).offset == first.offset
+        assert put(file, [aligned(600_000)])[0].runs == first.runs
         file.flush()
-        out = np.empty(10_000, np.uint8)
-        file.read(last.offset, out)
-        assert set(out.tolist()) == {7}
+        assert set(bytes_of(file, last)) == {7}
 
 
 def test_a_hole_reads_as_zeros_and_ends_where_it_should(tmp_path: Path) -> None:
