@@ -28,6 +28,7 @@ from tests.store.blobs import (
 from tests.store.damage import assert_sentence
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.engines.zarr_heads import Heads
+from tiercache.store.engines.zarr_objects import object_store
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreInUseError
 
 Make = Callable[[], Any]
@@ -270,3 +271,23 @@ def test_a_head_that_the_store_did_not_confirm_is_whole_or_not_there(
     assert engine.newest() == head_of(1)
     check(engine, kept + publish(engine, 2))
     engine.close()
+
+
+def test_a_url_is_the_store_below_its_path(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores of one bucket do not see each other."""
+    known = {"aws_access_key_id": "id", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=server, **known).create_bucket(Bucket="urls")
+    for name, value in {**known, "aws_endpoint": server, "aws_allow_http": "true"}.items():
+        monkeypatch.setenv(name.upper().replace("REGION_NAME", "AWS_REGION"), value)
+    kept = []
+    for i in range(2):
+        engine = ZarrEngine(object_store(f"s3://urls/models/{i}.tc"), create=True)
+        assert engine.newest() is None
+        kept.append(publish(engine, 0, segment(layout_of([10 + i]), i)))
+        engine.close()
+    for i in range(2):
+        engine = ZarrEngine(object_store(f"s3://urls/models/{i}.tc"), create=False, readonly=True)
+        assert engine.label == f"the store in s3://urls/models/{i}.tc"
+        check(engine, kept[i])
+        assert engine.list().keys() == {one.blob.name for one in kept[i]}
+        engine.close()

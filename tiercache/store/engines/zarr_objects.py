@@ -43,6 +43,15 @@ _UNSIZED = -1
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 
+class UrlStore(ObjectStore[Any]):
+    """An object store that messages call by its URL."""
+
+    url = ""
+
+    def __str__(self) -> str:
+        return self.url
+
+
 def object_store(url: str) -> Store:
     """Return the Zarr store of a URL such as "s3://bucket/model.tc", with credentials from the environment.
 
@@ -61,10 +70,12 @@ def object_store(url: str) -> Store:
             f"{url!r} needs obstore ({error}): run `pip install 'tiercache[obstore]'`, {instead}"
         ) from error
     try:
-        return ObjectStore(from_url(url))
+        store = UrlStore(from_url(url))
+        store.url = url
     except (BaseError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{url!r} cannot be opened as an object store ({reason}): correct it, {instead}") from error
+    return store
 
 
 class Span(NamedTuple):
