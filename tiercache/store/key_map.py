@@ -32,6 +32,8 @@ BUILD_BYTES = 7
 _BUCKET_KEYS = 4
 """At least, in a bucket on average; at most twice as many."""
 _LEAST_PRINT_BITS = 8
+_FEW = 4
+"""Hashes."""
 _RUN = 64
 """Buckets with one start."""
 
@@ -59,6 +61,8 @@ class KeyMap:
 
     def find(self, hashes: Hashes) -> tuple[Int64s, Int64s]:
         """Return (m,), (m,): which of the rising ``hashes`` may be in which ranges; each in the order of hashes."""
+        if hashes.size <= _FEW:
+            return self._find_few(hashes.tolist())
         which: list[Int64s] = []
         ranges: list[Int64s] = []
         buckets = (
@@ -85,6 +89,24 @@ class KeyMap:
             ranges.append(entries[places[hit]] & ((1 << self.range_bits) - 1))
         empty = np.empty(0, np.int64)
         return np.concatenate([empty, *which]), np.concatenate([empty, *ranges])
+
+    def _find_few(self, hashes: list[int]) -> tuple[Int64s, Int64s]:
+        """Do what ``find`` does without arrays, which take longer for a few."""
+        which: list[int] = []
+        ranges: list[int] = []
+        shift, bits, size = 64 - self.bucket_bits - self.print_bits, (1 << self.print_bits) - 1, self.entry_bytes
+        for number, one in enumerate(hashes):
+            bucket, wanted = one >> (64 - self.bucket_bits), (one >> shift) & bits
+            run = bucket // _RUN
+            counts = self.counts[run * _RUN : bucket + 1].tobytes()
+            low = int(self.starts[run]) + sum(counts[:-1])
+            entries = self.entries[low * size : (low + counts[-1]) * size].tobytes()
+            for at in range(0, len(entries), size):
+                entry = int.from_bytes(entries[at : at + size], "little")
+                if entry >> self.range_bits == wanted:
+                    which.append(number)
+                    ranges.append(entry & ((1 << self.range_bits) - 1))
+        return np.array(which, np.int64), np.array(ranges, np.int64)
 
     def _entries(self, low: int, high: int) -> Int64s:
         data = np.asarray(self.entries[low * self.entry_bytes : high * self.entry_bytes]).reshape(-1, self.entry_bytes)

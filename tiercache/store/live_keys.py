@@ -158,11 +158,12 @@ KEY_THREADS = 2
 """Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGES = 1 << 16
 """Key pages that are decided on at once."""
-_FEW_RUNS = 1
-"""In which a key is looked for without asking the map."""
+_MANY = 64
+"""Hashes that are looked for in all segments at once: fewer are looked for in one segment after another."""
 _SWEPT_KEYS = 64
 """For each hash that is looked for: a layout with fewer keys is swept."""
 _MOST_CANDIDATES = 4096
+_NO_HASHES, _NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.int64)
 _NEAR_PAGES = 64
 """First hashes that are read around where a hash should be."""
 _PAGES_AT_ONCE = 32
@@ -187,8 +188,19 @@ def live_keys(
     ``segments`` come in their order. Only rows with a next use after pass ``after``. ``recall`` knows where the keys of
     some segments are, and learns it of others, of which all keys are read then.
     """
-    batches = ((batch,) for segment in segments for batch in _readings(snapshot, segment, group, sought, after, recall))
-    for (batch,), found in read_ahead(readers, partial(_read, reader), batches, most=2 * KEY_THREADS):
+    if sum(_MANY if hashes is None else hashes.size for hashes in sought.values()) < _MANY:
+        results = (  # whether a segment is looked at depends on what the newer ones had
+            (batch, _read(reader, batch))
+            for segment in segments
+            for batch in _readings(snapshot, segment, group, sought, after, recall)
+        )
+    else:
+        batches = (
+            (batch,) for segment in segments for batch in _readings(snapshot, segment, group, sought, after, recall)
+        )
+        ahead = read_ahead(readers, partial(_read, reader), batches, most=2 * KEY_THREADS)
+        results = ((batch, found) for (batch,), found in ahead)
+    for batch, found in results:
         for place, keys, rows in found:
             if recall is not None:
                 recall.learn(batch[0].segment, group, place, keys, rows)
@@ -230,25 +242,29 @@ def _readings(
         return
     layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
-    runs = {place: layout.runs_of_table(place, live) for place in sought}
-    known: dict[int, Int64s] = {}
-    learned: set[int] = set()
-    for place, hashes in sought.items() if recall is not None else ():
-        if recall is None or hashes is None or not hashes.size:
-            continue
-        if (rows := recall.rows(segment, group.index, place, live, hashes)) is not None:
-            known[place] = rows
-        elif recall.is_learning(segment, group.index, place, live, runs[place], hashes):
-            learned.add(place)
     spans: dict[int, _Spans] = {}
+    runs: dict[int, tuple[Int64s, Int64s]] = {}
+    learned: set[int] = set()
     for place, hashes in sought.items():
-        if place in known:
-            spans[place] = _Spans.of_rows(layout, known[place])
-        elif place not in learned and hashes is not None:
-            candidates = _candidates(segment, group.index, place, hashes, live, runs[place])
-            if candidates is not None:
-                spans[place] = _Spans.of_candidates(layout, segment.first_hashes[group.index], *candidates)
+        mapped = None if hashes is None or recall is not None else _mapped(segment, group.index, place, hashes, live)
+        if mapped is None:
+            runs[place] = layout.runs_of_table(place, live)
+            known = None
+            if recall is not None and hashes is not None and hashes.size:
+                known = recall.rows(segment, group.index, place, live, hashes)
+                if known is None and recall.is_learning(segment, group.index, place, live, runs[place], hashes):
+                    learned.add(place)
+            if known is not None:
+                spans[place] = _Spans.of_rows(layout, known)
+                continue
+            if place in learned or hashes is None:
+                continue
+            mapped = _mapped(segment, group.index, place, hashes, live) or _in_runs(hashes, runs[place])
+        if mapped is not None:
+            spans[place] = _Spans.of_candidates(layout, segment.first_hashes[group.index], *mapped)
     swept = {place: None if place in learned else hashes for place, hashes in sought.items() if place not in spans}
+    if not swept and not any(found.low.size for found in spans.values()):
+        return
     batch: list[_Reading] = []
     step = max(1, _PAGES // layout.key_pages) if swept else max(1, layout.num_blocks)
     for block in range(0, layout.num_blocks, step):
@@ -265,29 +281,34 @@ def _readings(
         yield batch
 
 
-def _candidates(
-    segment: Segment, group: int, place: int, hashes: Hashes, live: int, runs: tuple[Int64s, Int64s]
-) -> tuple[Hashes, Int64s, Int64s] | None:
-    """Return hashes (n,), and first rows and last rows + 1 of the runs of a table that may have them, by first row.
+_Candidates = tuple["Hashes", "Int64s", "Int64s"]
+"""Hashes (n,), and first rows and last rows + 1 of the runs that may have them, by first row."""
 
-    None where so many hashes are looked for that all key pages are swept.
-    """
+
+def _mapped(segment: Segment, group: int, place: int, hashes: Hashes, live: int) -> _Candidates | None:
+    """Return where the map of a layout says that hashes may be; None without one, and for many hashes."""
     layout, key_map = segment.layouts[group], segment.maps[group]
-    if key_map is not None and runs[0].size > _FEW_RUNS:
-        if hashes.size * _SWEPT_KEYS > layout.rows:
-            return None
-        which, ranges = key_map.find(hashes)
+    if key_map is None or hashes.size * _SWEPT_KEYS > layout.rows:
+        return None
+    which, ranges = key_map.find(hashes)
+    if which.size:
         which, ranges = which[ranges >= live], ranges[ranges >= live]
-        counts = layout.table_rows_RT[ranges]
-        lows = layout.first_row_R[ranges] + counts[:, :place].sum(axis=1, dtype=np.int64)
-        highs, found = lows + counts[:, place], hashes[which]
-    else:
-        if hashes.size * runs[0].size > _MOST_CANDIDATES:
-            return None
-        lows, highs = (np.repeat(bounds, hashes.size) for bounds in runs)
-        found = np.tile(hashes, runs[0].size)
-    order = np.argsort(lows[lows < highs], kind="stable")
-    return found[lows < highs][order], lows[lows < highs][order], highs[lows < highs][order]
+    if not which.size:
+        return _NO_HASHES, _NO_ROWS, _NO_ROWS
+    counts = layout.table_rows_RT[ranges]
+    lows = layout.first_row_R[ranges] + counts[:, :place].sum(axis=1, dtype=np.int64)
+    highs = lows + counts[:, place]
+    order = np.argsort(lows, kind="stable")
+    order = order[(lows < highs)[order]]
+    return hashes[which[order]], lows[order], highs[order]
+
+
+def _in_runs(hashes: Hashes, runs: tuple[Int64s, Int64s]) -> _Candidates | None:
+    """Return that each hash may be in each run; None for many, of which all key pages are swept."""
+    if hashes.size * runs[0].size > _MOST_CANDIDATES:
+        return None
+    lows, highs = (np.repeat(bounds, hashes.size) for bounds in runs)
+    return np.tile(hashes, runs[0].size), lows, highs
 
 
 class _Spans(NamedTuple):

@@ -136,6 +136,10 @@ class PagedArrays:
 
     def chunks(self, place: ArrayPlace, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of chunks [first, last) of an array, neighbors read together. Raises CorruptStoreError."""
+        if last - first == 1:
+            kept = self._cache.get(self._blob, place.first_chunk + first)
+            if kept is not None:
+                return kept
         found = [self._cache.get(self._blob, place.first_chunk + i) for i in range(first, last)]
         i = 0
         while i < len(found):

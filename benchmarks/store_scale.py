@@ -1,0 +1,325 @@
+"""How a store grows: python -m benchmarks.store_scale [--quick] [--json FILE].
+
+Three parts, each with as little data as its metadata needs.
+
+* passes: stores of 50, 200 and 800 passes with 26 tables (and 100, in full), each range of each table with one row of 4
+  bytes. Opening to read, its memory, a lookup of one key, a commit. Half of all ranges are live.
+* rows: one segment in hash order, as compact leaves it, of 0.1, 1 and 10 TB: rows of 256 KiB that an engine makes up
+  when they are read, with real keys and checksums. A lookup of one key.
+* rewrites: the writes to temporary files while the same rows enter a schedule of 1 and of many passes.
+
+Keys of the report: open_seconds_800, open_mib_800 (traced memory of an opened store), one_key_800_over_50 and
+one_key_10tb_over_100gb (a lookup after the first one, which reads heads of segments), commit_800_over_50,
+rewrite_writes_5000_over_1. No other process is compared: nothing else trains from such a store.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.machine import Goal, called, middle, options_of, say
+from tiercache.store import NEVER, SGD, Cursor, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
+from tiercache.store import rewrite as rewriting
+from tiercache.store.bits import keys_of
+from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, RankList, State, head_of
+from tiercache.store.engines.engine import Blob
+from tiercache.store.layout import KEY_PAGE_ROWS, checksum
+from tiercache.store.live import Live
+from tiercache.store.records import digest
+from tiercache.store.segment import Segment, SegmentMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.engines.engine import ReadRequest
+
+    Int64s = NDArray[np.int64]
+
+PASSES = (50, 200, 800)
+TERABYTES = (0.1, 1, 10)
+GOALS = (
+    Goal(key="open_seconds_800", goal=0.1, below=True),
+    Goal(key="open_mib_800", goal=64, below=True),
+    Goal(key="one_key_800_over_50", goal=3, least=6, below=True),
+    Goal(key="one_key_10tb_over_100gb", goal=1.5, least=3, below=True),
+    Goal(key="commit_800_over_50", goal=16, below=True),
+    Goal(key="rewrite_writes_5000_over_1", goal=2, below=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    tables: tuple[int, ...]
+    tries: int
+    rewritten_rows: int
+    memory_bytes: int
+    """Of a rewrite."""
+
+
+FULL = Size(tables=(26, 100), tries=15, rewritten_rows=2_000_000, memory_bytes=64 << 20)
+QUICK = Size(tables=(26,), tries=5, rewritten_rows=200_000, memory_bytes=4 << 20)
+TINY = Size(tables=(2,), tries=1, rewritten_rows=20_000, memory_bytes=1 << 20)
+
+
+def seconds_of(call: Callable[[int], object], tries: int) -> float:
+    """Return the median seconds of calls, each of which is given its number."""
+    found = []
+    for number in range(tries):
+        begun = time.perf_counter()
+        call(number)
+        found.append(time.perf_counter() - begun)
+    return middle(found)
+
+
+# -- passes ----------------------------------------------------------------------------------------------
+
+
+def dump(store: Store, pass_index: int, num_passes: int) -> None:
+    """Append a pass whose rows wait for each of the next ``num_passes``: one row of each table for each."""
+    tables = store.groups[0].tables
+    uses = range(pass_index + 1, pass_index + 1 + num_passes)
+    layout = SegmentLayout.of(
+        [Range(use, (1,) * len(tables)) for use in uses], row_bytes=4, page_rows=4096, block_bytes=1 << 20
+    )
+    keys = np.arange(layout.rows, dtype=np.int64) + pass_index * layout.rows
+    rows = np.zeros(4 * layout.rows, np.uint8)
+    bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
+    blocks = ((0, i, rows[4 * low : 4 * high], keys[low:high]) for i, (low, high) in enumerate(bounds))
+    store.append(pass_index, [layout], blocks)
+
+
+def publish(store: Store, pass_index: int) -> None:
+    """Commit before a pass."""
+    store.publish(Cursor(pass_index), state=b"", schedule_digest="scale", settings={}, environment={})
+
+
+def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -> dict[str, float]:
+    """Measure a store of so many passes."""
+    tables = [
+        Table(name=f"table {i}", dim=1, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+        for i in range(num_tables)
+    ]
+    path = folder / f"{num_passes}-{num_tables}.tc"
+    say(f"{num_passes} passes, {num_tables} tables")
+    with Store.open(path, tables=tables) as store:
+        for pass_index in range(num_passes):
+            dump(store, pass_index, num_passes)
+        publish(store, num_passes)
+        commits = []
+        for pass_index in range(num_passes, num_passes + tries):
+            dump(store, pass_index, num_passes)
+            begun = time.perf_counter()
+            publish(store, pass_index + 1)
+            commits.append(time.perf_counter() - begun)
+    opened = seconds_of(lambda _: Store.open(path, mode="r").close(), tries)
+    tracemalloc.start()
+    with Store.open(path, mode="r") as store:
+        mib = tracemalloc.get_traced_memory()[0] / (1 << 20)
+        tracemalloc.stop()
+        store.key_memory = None
+        rows, newest = num_passes * num_tables, num_passes + tries - 1
+        names = [table.name for table in store.groups[0].tables]
+
+        def look(number: int) -> None:
+            """Look up a row of the last pass: of the range of its own number."""
+            row = (number % num_passes) * num_tables + number % num_tables
+            store.lookup(names[number % num_tables], np.array([newest * rows + row]))
+
+        first = seconds_of(look, 1)
+        one_key = seconds_of(lambda number: look(number + 1), 4 * tries)
+    return {
+        "open_seconds": opened, "open_mib": mib, "first_key_seconds": first, "one_key_seconds": one_key,
+        "commit_seconds": middle(commits),
+    }  # fmt: skip
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+ROW_BYTES = 256 << 10
+LARGE = Table(name="large", dim=ROW_BYTES // 4, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+
+
+class MadeUpEngine(MemoryEngine):
+    """Keeps what it is given, and makes up rows and keys of one segment in hash order: rows are zeros."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def hashes(self, low: int, high: int) -> NDArray[np.uint64]:
+        """Return the hashes of rows [low, high): evenly spread, as those of many keys are."""
+        return np.arange(low, high, dtype=np.uint64) * np.uint64((1 << 64) // self.rows)
+
+    def keys(self, low: int, high: int) -> Int64s:
+        """Return the keys of rows [low, high)."""
+        return keys_of(self.hashes(low, high), LARGE.table_id)
+
+    def read(self, request: ReadRequest) -> None:
+        """Fill with what is kept, or with what would stand there."""
+        kind = request.blob.name.rsplit("/", 1)[1]
+        if kind == "rows":
+            request.out[:] = 0
+        elif kind == "keys":
+            first = request.offset // 8
+            request.out[:] = self.keys(first, first + request.out.size // 8).view(np.uint8)
+        else:
+            super().read(request)
+
+
+def made_up_store(rows: int) -> Store:
+    """Return a store of one segment of so many rows, open for reading."""
+    engine = MadeUpEngine(rows)
+    store = Store.open(None, tables=[LARGE], engine=engine)
+    group = store.groups[0]
+    layout = SegmentLayout.of(
+        [Range(NEVER, (rows,))], row_bytes=ROW_BYTES, page_rows=1, block_bytes=ROW_BYTES * KEY_PAGE_ROWS
+    )
+    bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
+    meta = SegmentMeta(
+        layouts=(layout,),
+        checksums=(np.full(rows, checksum(np.zeros(ROW_BYTES, np.uint8)), np.uint32),),
+        key_checksums=(np.array([checksum(engine.keys(*rows_of)) for rows_of in bounds], np.uint32),),
+        first_hashes=(engine.hashes(0, rows)[::KEY_PAGE_ROWS],),
+        maps=(None,),
+    )
+    segment = Segment(id_=0, name="segments/0.0", pass_index=-1, within=False, meta=meta)
+    head, parts = meta.to_bytes(0, store.groups)
+    data = np.concatenate([np.frombuffer(head, np.uint8), *parts])
+    segment.meta_bytes, segment.head_bytes, segment.head_digest = data.size, len(head), digest(head)
+    own = RankList(
+        rank=0, next_segment=1, segments=(segment,), first_commits=(0,), live=Live.of([segment], store.groups),
+        state=State("states/0.0", 0, STATE_CHUNK_BYTES, np.empty(0, np.uint32)),
+    )  # fmt: skip
+    rank_bytes = own.to_bytes()
+    rank = head_of("ranks/0.0", rank_bytes)
+    commit = Commit(
+        id=0, cursor=Cursor(0), schedule_digest="", settings={}, environment={}, tables=store.tables, retention=1,
+        own=own, ranks=(rank,),
+    )  # fmt: skip
+    commit_bytes = commit.to_bytes()
+    newest = head_of("commits/0", commit_bytes)
+    blobs = {segment.meta_blob: data, Blob("states/0.0", 0): np.empty(0, np.uint8)}
+    for one, content in ((rank, rank_bytes), (newest, commit_bytes)):
+        blobs[Blob(one.name, one.size)] = np.frombuffer(content, np.uint8)
+    engine.put(list(blobs), ((i, 0, content) for i, content in enumerate(blobs.values())))
+    before = engine.newest()
+    store.close()
+    engine.publish(newest, before)
+    assert group.row_bytes == ROW_BYTES
+    return Store.open(None, engine=engine, mode="r")
+
+
+def measure_rows(terabytes: float, tries: int) -> dict[str, float]:
+    """Measure a lookup of one key among so many bytes of rows."""
+    rows = int(terabytes * 1e12) // ROW_BYTES
+    say(f"{rows:,} rows of 256 KiB")
+    with made_up_store(rows) as store:
+        store.key_memory = None
+        keys = keys_of(
+            np.random.default_rng(1).integers(0, rows, 4 * tries + 1).astype(np.uint64) * np.uint64((1 << 64) // rows),
+            LARGE.table_id,
+        )
+        first = seconds_of(lambda _: store.lookup("large", keys[:1]), 1)
+        one_key = seconds_of(lambda number: store.lookup("large", keys[number + 1 : number + 2]), 4 * tries)
+    return {"first_key_seconds": first, "one_key_seconds": one_key}
+
+
+# -- rewrites --------------------------------------------------------------------------------------------
+
+
+class Uses:
+    """Each key is first used by the pass of its place: key k by pass k mod ``num_passes``."""
+
+    def __init__(self, keys: Int64s, num_passes: int) -> None:
+        self._keys, self._num_passes = keys, num_passes
+
+    def counts(self, _table_name: str) -> Mapping[int, int]:
+        """Return how many keys each pass uses first."""
+        uses, counts = np.unique(self._keys % self._num_passes, return_counts=True)
+        return dict(zip(uses.tolist(), counts.tolist(), strict=True))
+
+    def slices(self, _table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield keys in hash order, and the pass of each."""
+        step = 1 << 16
+        for low in range(0, self._keys.size, step):
+            part = self._keys[low : low + step]
+            yield part, part % self._num_passes
+
+
+def rewrite_writes(folder: Path, rows: int, num_passes: int, memory_bytes: int) -> dict[str, float]:
+    """Return the writes to temporary files while rows enter a schedule, and their bytes."""
+    say(f"{rows:,} rows enter a schedule of {num_passes} passes")
+    table = Table(name="rows", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+    keys = np.arange(rows, dtype=np.int64)
+    keys = keys[np.argsort(hash_keys(keys, table.table_id))]
+    layout = SegmentLayout.of(
+        [Range(NEVER, (rows,))], row_bytes=table.row_bytes, page_rows=64, block_bytes=table.row_bytes << 12
+    )
+    zeros = np.zeros(layout.block_bytes, np.uint8)
+    bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
+    before = rewriting.REWRITE_BYTES
+    rewriting.REWRITE_BYTES = memory_bytes
+    try:
+        with Store.open(folder / f"rewrite-{num_passes}.tc", tables=[table]) as store:
+            blocks = (
+                (0, i, zeros[: (high - low) * table.row_bytes], keys[low:high]) for i, (low, high) in enumerate(bounds)
+            )
+            store.append(-1, [layout], blocks)
+            publish(store, 0)
+            written = store.counters.spill_writes, store.counters.spill_bytes_written
+            store.rewrite(Uses(keys, num_passes), schedule_digest="scale", retain_segments=False)
+            writes, num_bytes = store.counters.spill_writes, store.counters.spill_bytes_written
+    finally:
+        rewriting.REWRITE_BYTES = before
+    return {"writes": float(writes - written[0]), "bytes": float(num_bytes - written[1])}
+
+
+# -- all -------------------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, size: Size, passes: Sequence[int], many: int) -> dict[str, float]:
+    """Measure all parts."""
+    found: dict[str, float] = {}
+    for num_tables in size.tables:
+        for num_passes in passes:
+            one = measure_passes(folder, num_passes, num_tables, size.tries)
+            found |= {f"{name}_{num_passes}x{num_tables}": value for name, value in one.items()}
+    for terabytes in TERABYTES:
+        one = measure_rows(terabytes, size.tries)
+        found |= {f"{name}_{terabytes}tb": value for name, value in one.items()}
+    for num_passes in (1, many):
+        one = rewrite_writes(folder, size.rewritten_rows, num_passes, size.memory_bytes)
+        found |= {f"rewrite_{name}_{num_passes}": value for name, value in one.items()}
+    fewest, most = (f"{num_passes}x{size.tables[0]}" for num_passes in (passes[0], passes[-1]))
+    return found | {
+        "open_seconds_800": found[f"open_seconds_{most}"],
+        "open_mib_800": found[f"open_mib_{most}"],
+        "one_key_800_over_50": found[f"one_key_seconds_{most}"] / found[f"one_key_seconds_{fewest}"],
+        "one_key_10tb_over_100gb": found["one_key_seconds_10tb"] / found["one_key_seconds_0.1tb"],
+        "commit_800_over_50": found[f"commit_seconds_{most}"] / found[f"commit_seconds_{fewest}"],
+        "rewrite_writes_5000_over_1": found[f"rewrite_writes_{many}"] / max(1, found["rewrite_writes_1"]),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    with called(options_of("store_scale", __doc__, "26 tables only, and fewer rows rewritten"), arguments) as run:
+        size = run.size(FULL, QUICK, TINY)
+        passes, many = ((3, 4, 6), 50) if size is TINY else (PASSES, 5000)
+        run.record |= measure(run.folder, size, passes, many)
+    run.show()
+    run.report(GOALS, judged=size is not TINY)
+
+
+if __name__ == "__main__":
+    main()
