@@ -131,9 +131,11 @@ def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -
         names = [table.name for table in store.groups[0].tables]
 
         def look(number: int) -> None:
-            """Look up a row of the last pass: of the range of its own number."""
-            row = (number % num_passes) * num_tables + number % num_tables
-            store.lookup(names[number % num_tables], np.array([newest * rows + row]))
+            """Look up a live row, of one segment as often as of another."""
+            age = 37 * number % num_passes
+            waits = age + number % (num_passes - age)
+            row = (newest - age) * rows + waits * num_tables + number % num_tables
+            store.lookup(names[number % num_tables], np.array([row]))
 
         first = seconds_of(look, 1)
         one_key = seconds_of(lambda number: look(number + 1), 4 * tries)

@@ -260,7 +260,9 @@ def _readings(
             if place in learned or hashes is None:
                 continue
             mapped = _mapped(segment, group.index, place, hashes, live) or _in_runs(hashes, runs[place])
-        if mapped is not None:
+        if mapped is not None and not mapped[0].size:
+            spans[place] = _NOTHING
+        elif mapped is not None:
             spans[place] = _Spans.of_candidates(layout, segment.first_hashes[group.index], *mapped)
     swept = {place: None if place in learned else hashes for place, hashes in sought.items() if place not in spans}
     if not swept and not any(found.low.size for found in spans.values()):
@@ -376,6 +378,9 @@ class _Spans(NamedTuple):
         """Return those that begin in rows [low, high)."""
         part = slice(int(self.low.searchsorted(low)), int(self.low.searchsorted(high)))
         return _Spans(*(column[part] for column in self))
+
+
+_NOTHING = _Spans(*[_NO_ROWS] * 4)
 
 
 def _page_with(first_hashes: Numbers, first: int, last: int, wanted: int) -> int:

@@ -150,7 +150,9 @@ def read_found(
     As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``progress`` is
     called with how many rows were read since the last call. Raises StoreError for segments that are not of it.
     """
-    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in snapshot.segments]
+    present = set(np.unique(segment_ids).tolist())
+    segments = [segment for segment in snapshot.segments if segment.id in present]
+    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
     if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
         gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in snapshot.segments])
         raise StoreError(
