@@ -13,7 +13,6 @@ from tests.dist import sharded_world
 from tests.dist.sharded_world import check_shards, sentences, train_shards
 from tests.store.independent_reader import check_manifest
 from tiercache.store import CommitMissingError, CorruptStoreError, Cursor, Store, Table, verify
-from tiercache.store.commit import commit_digest
 from tiercache.store.shards.shard_manifest import ShardManifest
 
 WORDS = r"commit \d of shard \d of .* is not the one that the manifest names: .* is a shard of another run"
@@ -117,21 +116,6 @@ def test_a_shard_that_the_manifest_does_not_name_is_refused(
     (problem,) = verify(path)["problems"]
     assert "is not the one that the manifest names" in problem
     assert "is not the one that the manifest names" in sentences(train_shards(path, 2, 0))
-
-
-def test_the_digest_of_a_commit_is_that_of_the_format() -> None:
-    """The vector of the page."""
-    world = sharded_world.old_shards(sharded_world.sharding_on(1), 1)[0]
-    commit = replace(world.commit, id=7, segment_ids=(9, 10))
-    digests = {
-        "tables": "a" * 64,
-        "commit/7": "b" * 64,
-        "segment/9": "d" * 64,
-        "segment/10": "c" * 64,
-        "kept": "e" * 64,
-    }
-    found = commit_digest(commit, digests)
-    assert f"the digest is `{found}`" in (Path(__file__).parents[2] / "docs/format/shards.md").read_text()
 
 
 def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,9 @@ def read_commit(files: Files, id_: int | None = None) -> tuple[str, Values]:
     values, _ = named(files, "commit", name, size, digest)
     if id_ is None or id_ == values["id"]:
         return digest, values
-    name, size, digest = next(rest for kept, *rest in values["kept"] if kept == id_)
+    kept = {kept_id: rest for kept_id, *rest in values["kept"]}
+    assert id_ in kept, f"commit {id_} is not kept"
+    name, size, digest = kept[id_]
     return digest, named(files, "commit", name, size, digest)[0]
 
 
