@@ -461,7 +461,8 @@ class LmdbEngine:
         if cause.errno == errno.EIO:  # what LMDB calls a write that came to an early end: it does not ask why
             try:
                 check_room(self.path, ROOM_FOR_RECORDS)
-                check_limit(self.path / DATA, ROOM_FOR_RECORDS)
+                for folder in (self.path, self.path / FRESH):
+                    check_limit(folder / DATA, ROOM_FOR_RECORDS)
             except OSError as full:
                 cause = full
         if cause.errno in FULL:
