@@ -1,4 +1,4 @@
-"""The bytes of a manifest record: JSON for what is said, arrays for what is many, a checksum over both.
+"""The bytes of a record: JSON for what is said, arrays for what is many, a checksum over both.
 
     "TCR1" | header bytes: uint32 | header: JSON in UTF-8 | arrays, one after another | CRC32C of all before: uint32
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
@@ -21,7 +19,7 @@ import numpy as np
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -92,102 +90,6 @@ def no_number(constant: str) -> Any:
 
 def _corrupt(name: str, seen: str) -> CorruptStoreError:
     return CorruptStoreError(f"{name} {seen}: restore the store from a copy")
-
-
-class Link(NamedTuple):
-    """A record as its manifest names it."""
-
-    number: int
-    """Of the manifest with which it was written."""
-    size: int
-    digest: str
-    """SHA-256, as hexadecimal digits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordManifest:
-    """The records of an engine after one of its commits."""
-
-    number: int
-    """Counts the commits of the engine; 0 before the first."""
-    before: str = ""
-    """The digest of the manifest before; of the first one nothing."""
-    links: dict[str, Link] = field(default_factory=dict)
-    """By name of each record."""
-    writer: str = ""
-    """What no other writer is called, where writers of one store may not know of each other."""
-
-    def after(
-        self, records: Mapping[str, bytes | None], number: int | None = None, *, writer: str = ""
-    ) -> RecordManifest:
-        """Return the manifest of the commit that sets ``records`` (None removes one) after this one.
-
-        ``number`` is the next one where not said.
-        """
-        number = self.number + 1 if number is None else number
-        new = {name: link(number, data) for name, data in records.items() if data is not None}
-        kept = {name: known for name, known in self.links.items() if name not in records}
-        return RecordManifest(number=number, before=self.digest if self.number else "", links=kept | new, writer=writer)
-
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 of its record, as hexadecimal digits."""
-        return digest(self.to_bytes())
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """The SHA-256 of each record, by name."""
-        return {name: known.digest for name, known in self.links.items()}
-
-    def to_bytes(self) -> bytes:
-        """Return its record."""
-        names = sorted(self.links)
-        links = [[name, self.links[name].number, self.links[name].size, self.links[name].digest] for name in names]
-        values = {"number": self.number, "before": self.before, "records": links}
-        return encode("manifest", values | ({"writer": self.writer} if self.writer else {}), {})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> RecordManifest:
-        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
-        values, _ = decode("manifest", data, name)
-        try:
-            links = {
-                str(record): Link(whole(number, "a number"), whole(size, "a size"), checked_digest(sum_))
-                for record, number, size, sum_ in values["records"]
-            }
-            before = values["before"]
-            return cls(
-                number=whole(values["number"], "the number"),
-                before=checked_digest(before) if before else "",
-                links=links,
-                writer=str(values.get("writer", "")),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-
-    def read(self, get: Callable[[str, Link], bytes | None], store: str) -> dict[str, bytes]:
-        """Return all records by name, each from ``get(name, link)`` and checked. Raises CorruptStoreError."""
-        found = {}
-        for name, known in self.links.items():
-            data = get(name, known)
-            if data is None or len(data) != known.size or digest(data) != known.digest:
-                seen = "is missing" if data is None else "is not what was written"
-                raise CorruptStoreError(f"record {name!r} of {store} {seen}: restore the store from a copy")
-            found[name] = data
-        return found
-
-
-def update(records: dict[str, bytes], changes: Mapping[str, bytes | None]) -> None:
-    """Set and remove records (None) as a commit does."""
-    for name, data in changes.items():
-        records.pop(name, None)
-        if data is not None:
-            records[name] = bytes(data)
-
-
-def link(number: int, data: bytes) -> Link:
-    """Return how manifest ``number`` names a record that is written with it."""
-    return Link(number, len(data), digest(data))
 
 
 def digest(data: bytes) -> str:
