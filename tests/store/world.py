@@ -314,7 +314,7 @@ class World:
                 cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
                 fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
                 block = layout.block_of_page(page)
-                keys = store.read_keys(segment, group.index, block)
+                keys = store.reader.keys(segment, group.index, block)
                 for i in range(count):
                     key = int(keys[first + i - layout.rows_of_block(block)[0]])
                     name = names[first + i - layout.first_row_R.item(index)]

@@ -177,7 +177,7 @@ class CommitWriter:
             self._check_cursor(cursor)
             before = self.snapshot.commit
             id_ = self.first_id if before is None else before.id + 1
-            segments, live = self._live_at(cursor)
+            segments, live = self.snapshot.live_at(cursor)
             named = {} if before is None else before.named
             commit = Commit(
                 id=id_,
@@ -290,30 +290,6 @@ class CommitWriter:
     def _name(self, folder: str, word: str) -> str:
         """Return a name for what this writer puts: no other writer puts one of the same name."""
         return f"{folder}/{word}-{self._engine.epoch}" if self._engine.epoch else f"{folder}/{word}"
-
-    def _live_at(self, cursor: Cursor) -> tuple[list[Segment], Live]:
-        """Return the segments with rows that are live at ``cursor``, and what is live in each.
-
-        A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-        segment that is within pass v, which holds the whole key set of v. Of segments of earlier schedules what was
-        live stays live.
-        """
-        snapshot, (pass_index, sample) = self.snapshot, cursor
-        written = [s.id for s in snapshot.segments if s.within_pass == pass_index and s.id not in snapshot.retained]
-        if sample and not written:
-            raise ValueError(
-                f"a commit at sample {sample} of pass {pass_index} needs its rows: append them with within=True first"
-            )
-        whole_pass = max(written) if sample else None
-        live = snapshot.live.taken(range(len(snapshot.segments)))
-        for row, segment in enumerate(snapshot.segments):
-            if segment.id not in snapshot.retained:
-                first_use = pass_index + (whole_pass is not None and segment.id != whole_pass)
-                if np.any(live.next_uses_SG[row] < first_use):
-                    live.set_from(row, segment, first_use)
-        rows_S = live.live_ST.sum(axis=1).tolist()
-        rows = [i for i, one in enumerate(snapshot.segments) if rows_S[i] or one.id == whole_pass]
-        return [snapshot.segments[row] for row in rows], live.taken(rows)
 
     def _listed(self, segments: Sequence[Segment], firsts: Sequence[int], live: Live, state: State) -> RankList:
         return RankList(

@@ -420,12 +420,6 @@ class Store:
         """
         self.reader.load(wanted, at_once)
 
-    def read_keys(
-        self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
-    ) -> NDArray[np.int64]:
-        """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""
-        return self.reader.keys(segment, group, block, first, last)
-
     def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
