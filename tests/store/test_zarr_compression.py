@@ -13,7 +13,8 @@ from tests.store.blobs import bytes_of, check, layout_of, put, segment
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.engines.zarr_codec import Codec, ShardingCodec, cut, sealed
 from tiercache.store.engines.zarr_engine import ZarrEngine
-from tiercache.store.engines.zarr_objects import Objects, Span
+from tiercache.store.engines.zarr_layout import Place
+from tiercache.store.engines.zarr_objects import Objects
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.store_errors import BlockReadError
 
@@ -41,10 +42,10 @@ def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeyp
     read = 0
     ranges, ends = Objects.ranges, Objects.ends
 
-    def counted_ranges(self: Objects, spans: list[Span]) -> list[np.ndarray]:
+    def counted_ranges(self: Objects, places: list[Place]) -> list[np.ndarray]:
         nonlocal read
-        read += sum(span.stop - span.start for span in spans)
-        return ranges(self, spans)
+        read += sum(place.size for place in places)
+        return ranges(self, places)
 
     def counted_ends(self: Objects, keys: list[str], sizes: list[int]) -> list[np.ndarray]:
         nonlocal read

@@ -476,3 +476,23 @@ def test_commits_without_a_head_are_no_new_store(tmp_path: Path) -> None:
         with pytest.raises(CorruptStoreError, match=r"the head of .* is missing: restore the store from a copy"):
             ZarrEngine(tmp_path, **options)
     assert objects(tmp_path) == before
+
+
+def test_a_writer_looks_for_its_blobs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list that a store asks for when it opens serves what follows."""
+    contents = made(tmp_path, *segment(layout_of([30]), 1))
+    engine, looks = ZarrEngine(tmp_path, create=False), 0
+    sizes = engine._objects.sizes
+
+    def counted(*arguments: Any) -> dict[str, int]:
+        nonlocal looks
+        looks += 1
+        return sizes(*arguments)
+
+    monkeypatch.setattr(engine._objects, "sizes", counted)
+    assert engine.list().keys() == {one.blob.name for one in contents}
+    drop_fronts(engine, contents, 2)
+    put(engine, [plain("states/0.1", some_bytes(10))])
+    drop_all(engine, contents[:1])
+    assert looks == 1
+    engine.close()

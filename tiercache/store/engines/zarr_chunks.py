@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import WRITE_BYTES
-from tiercache.store.engines.zarr_layout import merge
-from tiercache.store.engines.zarr_objects import Span
+from tiercache.store.engines.zarr_layout import Place, merge
 from tiercache.store.files import FULL, PAGE_BYTES, ROOM_FOR_RECORDS, check_room, full_disk, huge_pages, paged, write_at
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import BlobRows
-    from tiercache.store.engines.zarr_layout import Arrays, Place
+    from tiercache.store.engines.zarr_layout import Arrays
     from tiercache.store.engines.zarr_objects import Objects
 
     Bytes = NDArray[np.uint8]
@@ -46,13 +45,13 @@ class ChunkReader:
             low = offset + at
             size = min(out.size - at, arrays.step - low % arrays.step)
             place = array.place(low, low + size)
-            spans.append((Span(place.key, place.begin, place.begin + size, place.whole_bytes), out[at : at + size]))
+            spans.append((place, out[at : at + size]))
             at += size
         # Files are read in turn, as each is read into the same memory.
         together = len(spans) if self._objects.root is None else 1
         for i in range(0, len(spans), max(1, together)):
             some = spans[i : i + together]
-            for data, (_, target) in zip(self._objects.ranges([span for span, _ in some]), some, strict=True):
+            for data, (_, target) in zip(self._objects.ranges([place for place, _ in some]), some, strict=True):
                 target[:] = data
 
     def read_rows(self, arrays: Arrays, of: BlobRows, offset: int, out: Bytes) -> None:
@@ -74,9 +73,7 @@ class ChunkReader:
         """Return rows [first, last) of a block in each array, until this thread's next call."""
         places = [array.place(first, last) for array in arrays.arrays]
         if arrays.arrays[0].shards is None:
-            return self._objects.ranges([
-                Span(place.key, place.begin, place.begin + place.size, place.whole_bytes) for place in places
-            ])  # fmt: skip
+            return self._objects.ranges(places)
         shards = [array.shards for array in arrays.arrays if array.shards is not None]
         ends = self._objects.ends([place.key for place in places], [one.index_bytes for one in shards])
         spans, inners = [], []
@@ -87,7 +84,8 @@ class ChunkReader:
             inner = codec.index_of(end)[low // codec.inner_rows : high // codec.inner_rows + 1]
             if np.any(inner[:, 0] < 0) or np.any(np.diff(inner[:, 0]) < 0):
                 raise BlockReadError(f"lacks some of its rows {first} to {last}, as {key} does not have them")
-            spans.append(Span(key, int(inner[0, 0]), int(inner[-1].sum()), -1))
+            begin = int(inner[0, 0])
+            spans.append(Place(key, begin, int(inner[-1].sum()) - begin, -1, -1))
             inners.append(inner)
         found = self._objects.ranges(spans)
         return [one.decode(inner, data, low, high + 1) for one, inner, data in zip(shards, inners, found, strict=True)]
@@ -138,19 +136,7 @@ class ChunkWriter:
         self._objects, self._label = objects, label
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
-        self._buffers = Buffers()
-
-    @property
-    def memory_bytes(self) -> int:
-        """The most bytes of parts in memory; one field of one block may have more, alone.
-
-        On an object store chunks are gathered in twice as much beside.
-        """
-        return self._buffers.most_bytes
-
-    @memory_bytes.setter
-    def memory_bytes(self, memory_bytes: int) -> None:
-        self._buffers.most_bytes = memory_bytes
+        self.buffers = Buffers()
 
     def put(self, place: Place, fill: Fill) -> None:
         """Write bytes of an object; ``fill`` puts them into memory before this returns."""
@@ -159,7 +145,7 @@ class ChunkWriter:
     def put_encoded(self, key: str, size: int, fill: Fill, encode: Callable[[Bytes], bytes]) -> None:
         """Write an object: the result of ``encode``, on a thread, for ``size`` bytes."""
         self._raise_early()
-        buffer = self._buffers.take(size)
+        buffer = self.buffers.take(size)
 
         def write() -> None:
             packed = encode(buffer[:size])
@@ -240,13 +226,13 @@ class ChunkWriter:
             try:
                 job()
             finally:
-                self._buffers.give(buffer)
+                self.buffers.give(buffer)
 
         try:
             fill()
             self._jobs.append(self._pool.submit(run))
         except BaseException:
-            self._buffers.give(buffer)
+            self.buffers.give(buffer)
             raise
 
     def _sync(self, files: list[str], folders: list[str]) -> None:
@@ -279,7 +265,7 @@ class DiskWriter(ChunkWriter):
                 self.finish()
             file = self._files[place.key] = self._open(place)
         lead = place.begin % PAGE_BYTES
-        buffer = self._buffers.take(paged(lead + place.size))
+        buffer = self.buffers.take(paged(lead + place.size))
         begin, size = place.begin, place.size
 
         def write() -> None:
@@ -361,7 +347,7 @@ class RemoteWriter(ChunkWriter):
         self._count(place.size)
         if chunk.filled == place.used_bytes:
             self._send(place.key)
-        while self._bytes > 2 * self.memory_bytes:
+        while self._bytes > 2 * self.buffers.most_bytes:
             if not all(job.done() for job in self._jobs):
                 wait([job for job in self._jobs if not job.done()], return_when=FIRST_COMPLETED)
             elif len(self._chunks) > 1:

@@ -87,12 +87,15 @@ class ZarrEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """The writer's limit: see ``ChunkWriter.memory_bytes``."""
-        return self._writer.memory_bytes
+        """The most bytes of parts in memory; one field of one block may have more, alone.
+
+        On an object store chunks are gathered in twice as much beside.
+        """
+        return self._writer.buffers.most_bytes
 
     @memory_bytes.setter
     def memory_bytes(self, memory_bytes: int) -> None:
-        self._writer.memory_bytes = memory_bytes
+        self._writer.buffers.most_bytes = memory_bytes
 
     # -- blobs -------------------------------------------------------------------------------------------
 
@@ -163,7 +166,10 @@ class ZarrEngine:
 
     def list(self) -> Mapping[str, Stored]:
         """Look for objects below the folders of blobs, and read what describes arrays that are not known."""
-        found, held = self._look(), self._held or Inventory({})
+        found = self._look()
+        if self._held is None and self._heads.writes:
+            self._held = Inventory(found)
+        held: Mapping[str, Held] = self._held or {}
         return {
             name: Stored(one.size, max(one.dropped, held[name].dropped if name in held else 0))
             for name, one in found.items()

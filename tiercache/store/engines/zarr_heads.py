@@ -96,10 +96,15 @@ class Heads:
         if not self._own.number and objects.names("commits"):
             raise CorruptStoreError(f"the head of {label} is missing: restore the store from a copy")
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process took over as the writer."""
+        return self._next > 0
+
     def newest(self) -> Head | None:
         """Read the newest head. Raises CorruptStoreError."""
         found = self._newest()
-        if not self._next:  # a reader; a writer may have withdrawn a head that it saw
+        if not self.writes:  # a writer may have withdrawn a head that it saw
             if found.number < self._own.number:
                 raise CorruptStoreError(
                     f"{self._label} is at head {found.number} and was at {self._own.number} before: "
@@ -162,7 +167,7 @@ class Heads:
             raise StoreInUseError(f"another writer has opened {self._label}: close this one")
         if self._unknown:
             raise StoreError(f"{self._label} did not say whether its newest commit is there: open it again")
-        if not self._next:
+        if not self.writes:
             raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
         self._objects.check()
 

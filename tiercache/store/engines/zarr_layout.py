@@ -53,7 +53,7 @@ class Place(NamedTuple):
     """The first byte in it."""
     size: int
     whole_bytes: int
-    """Bytes of the whole object, before compression."""
+    """Bytes of the whole object, before compression; below 0: any."""
     used_bytes: int
     """Bytes of the object that are put: the end of the last chunk of an array is padding."""
 

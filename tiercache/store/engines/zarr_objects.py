@@ -13,7 +13,7 @@ import secrets
 import shutil
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from zarr.abc.store import ByteRequest
+
+    from tiercache.store.engines.zarr_layout import Place
 
 T = TypeVar("T")
 CONCURRENCY = 32
@@ -76,15 +78,6 @@ def object_store(url: str) -> Store:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{url!r} cannot be opened as an object store ({reason}): correct it, {instead}") from error
     return store
-
-
-class Span(NamedTuple):
-    """Bytes [start, stop) of an object, which has ``size`` bytes in all; below 0: any."""
-
-    key: str
-    start: int
-    stop: int
-    size: int
 
 
 class Objects:
@@ -232,14 +225,16 @@ class Objects:
         except OSError as error:
             raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
 
-    def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
+    def ranges(self, places: Sequence[Place]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of objects, until this thread's next call. Raises BlockReadError."""
         if self.root is not None:
-            return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
-        out = self._parts([span.key for span in spans], [RangeByteRequest(span.start, span.stop) for span in spans])
-        for span, data in zip(spans, out, strict=True):
-            if data.size != span.stop - span.start:
-                raise BlockReadError(f"is cut short, as {span.key} ends at byte {span.start + data.size:,}")
+            whole = [(self.path(key), begin, begin + size, bytes_) for key, begin, size, bytes_, _ in places]
+            return self._reader.read(whole)
+        ranges = [RangeByteRequest(place.begin, place.begin + place.size) for place in places]
+        out = self._parts([place.key for place in places], ranges)
+        for place, data in zip(places, out, strict=True):
+            if data.size != place.size:
+                raise BlockReadError(f"is cut short, as {place.key} ends at byte {place.begin + data.size:,}")
         return out
 
     def _parts(self, keys: Sequence[str], parts: Sequence[ByteRequest]) -> list[NDArray[np.uint8]]:
