@@ -25,6 +25,7 @@ from tiercache.store import (
     hash_keys,
 )  # fmt: skip
 from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.extents import Extents
 from tiercache.store.files import PAGE_BYTES
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.row_codec import blocks_of
@@ -108,15 +109,15 @@ def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
 
 
 def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin in their page of memory as they do in that of the file, also behind a run of another length."""
+    """They begin in their page of memory as they do in that of the blob, also behind a run of another length."""
     dump(big, 0, {1: 300, 2: 700}, block_bytes=1 << 20)
     publish(big, 1)
     segment, asked = big.segments[0], []
     plain = BlockFile.read
 
-    def read(file: BlockFile, offset: int, out: NDArray[np.uint8]) -> None:
+    def read(file: BlockFile, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
         asked.append((out.size, (out.ctypes.data - offset) % PAGE_BYTES))
-        plain(file, offset, out)
+        plain(file, extents, offset, out)
 
     monkeypatch.setattr(BlockFile, "read", read)
     layout = segment.layouts[0]
@@ -147,12 +148,12 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
         assert store.counters.row_bytes_read - before[1] <= count * 40 << 10
 
 
-def test_keys_that_do_not_begin_as_their_record_says_are_refused() -> None:
-    """A record of other rows has other first keys, where a lookup would look in the wrong page."""
+def test_keys_that_do_not_begin_as_their_segment_says_are_refused() -> None:
+    """A description of other rows has other first hashes, by which a lookup would look in the wrong page."""
     store, _ = trained(3, 2)
     segment = store.segments[-1]
     store.read_keys(segment, 0, 0)
-    segment.first_keys[0][0] += 1
+    segment.first_hashes[0][0] += np.uint64(1)
     with pytest.raises(CorruptBlockError, match="other first keys"):
         store.read_keys(segment, 0, 0)
 

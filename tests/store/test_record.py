@@ -1,4 +1,4 @@
-"""Manifest records refuse what was not written."""
+"""Records refuse what was not written, and what no store says."""
 
 from typing import Any
 
@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from tests.store.damage import sealed
-from tiercache.store import Commit, CorruptStoreError, Cursor, Segment
+from tests.store.conftest import small_tables
+from tests.store.damage import records_of, sealed
+from tests.store.rewritten import Change
+from tests.store.world import World
+from tiercache.store import CorruptStoreError, MemoryEngine, Segment, Store
+from tiercache.store.commit import CommitRecord, RankList
+from tiercache.store.paged import ArrayPlace, ChunkCache, PagedArrays
 from tiercache.store.records import decode, encode
+from tiercache.store.segment import SegmentMeta
+from tiercache.store.table import group_tables
 
 ARRAYS = {"a": np.arange(5, dtype=np.uint32), "b": np.array([-1, 2**62]), "c": np.zeros(0, np.int64)}
 RECORD = encode("test", {"x": [1, "ü", None]}, ARRAYS)
@@ -64,60 +72,176 @@ def test_values_that_json_has_no_word_for_are_refused(values: dict[str, Any]) ->
         encode("test", values, {})
 
 
-def test_a_segment_record_of_other_checksums_is_refused() -> None:
-    """One checksum for each page and block, not more, not fewer."""
-    values = {
-        "id": 1,
-        "pass": 2,
-        "within": False,
-        "layouts": [{"row_bytes": 4, "page_rows": 2, "block_bytes": 16, "tables": 1}],
-    }
-    places = np.zeros(1, np.int64)
-    good = {
-        "next_use/0": np.array([5]), "table_rows/0": np.array([3]), "pages/0": np.zeros(2, np.uint32),
-        "key_pages/0": np.zeros(1, np.uint32), "first_keys/0": np.zeros(1, np.int64),
-        "rows_at/0": places, "keys_at/0": places,
-    }  # fmt: skip
-    assert Segment.from_bytes(encode("segment", values, good), "it").rows == 3
-    for bad in (
-        {**good, "pages/0": np.zeros(3, np.uint32)},
-        {**good, "key_pages/0": np.zeros(2, np.uint32)},
-        {**good, "first_keys/0": np.zeros(2, np.int64)},
-        {**good, "table_rows/0": np.array([3, 1])},
-        {**good, "table_rows/0": np.array([-3])},
-        {name: array for name, array in good.items() if name != "key_pages/0"},
-        {name: array for name, array in good.items() if name != "next_use/0"},
-        {**good, "rows_at/0": np.zeros(2, np.int64)},
-        {name: array for name, array in good.items() if name != "keys_at/0"},
-    ):
-        with pytest.raises(CorruptStoreError, match=r"^it "):
-            Segment.from_bytes(encode("segment", values, bad), "it")
-    with pytest.raises(CorruptStoreError, match=r"^it "):
-        Segment.from_bytes(encode("segment", {**values, "layouts": None}, good), "it")
+# -- what records of commits say --------------------------------------------------------------------------------
+
+GROUPS = group_tables(small_tables())
 
 
-def test_a_commit_record_of_other_state_is_refused() -> None:
-    """One checksum for each block of the state."""
-    commit = Commit(
-        id=1, cursor=Cursor(2, 3), schedule_digest="d", settings={}, environment={}, segment_ids=(1,),
-        first_commits=(0,), next_segment=2, retention=1, abandoned=((3, 4),),
-        state_bytes=5, state_chunk_bytes=4, state_checksums=np.zeros(2, np.uint32),
-        state_places=np.zeros(2, np.int64),
-    )  # fmt: skip
-    again = Commit.from_bytes(commit.to_bytes(), "it")
-    assert (again.cursor, again.segment_ids, [block.size for block in again.state_blocks()]) == (
-        Cursor(2, 3),
-        (1,),
-        [4, 1],
-    )
-    values, _ = decode("commit", commit.to_bytes(), "it")
-    for change in (
-        {"state_bytes": 9},
-        {"state_chunk_bytes": 0},
-        {"segments": [1]},
-        {"abandoned": [[1]]},
-        {"cursor": [1]},
-        {"settings": 3},
-    ):
-        with pytest.raises(CorruptStoreError, match=r"^it "):
-            Commit.from_bytes(encode("commit", {**values, **change}, {"state": np.zeros(2, np.uint32)}), "it")
+def of_a_store() -> tuple[bytes, bytes, bytes]:
+    """Return the newest commit of a store, what it lists of its rank, and the head of a description of a segment."""
+    world, engine = World(small_tables()), MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
+        world.run(store, 3)
+        records, commit, segment = records_of(engine), store.commit, store.segments[-1]
+        description = records[segment.meta_blob.name][: segment.head_bytes]
+        return records[commit.head.name], records[commit.ranks[0].name], description
+
+
+COMMIT, RANK, DESCRIPTION = of_a_store()
+
+
+def read_rank(data: bytes) -> RankList:
+    """Read what a commit lists of a rank."""
+    return RankList.from_bytes(data, GROUPS, Segment, "it")
+
+
+def at(place: int, value: Any) -> Change:
+    """Return a change of one value in what a rank lists of its first segment."""
+    return lambda values, _: values["segments"][0].__setitem__(place, value)
+
+
+def number(name: str, value: int) -> Change:
+    """Return a change of the first number of an array."""
+
+    def change(_: object, arrays: dict[str, NDArray[Any]]) -> None:
+        arrays[name] = arrays[name].astype(np.int64)
+        arrays[name][0] = value
+
+    return change
+
+
+def without(name: str) -> Change:
+    """Return a change that leaves out an array."""
+    return lambda _, arrays: arrays.pop(name)
+
+
+BAD_RANKS: dict[str, Change] = {
+    "a state that is shorter than its checksums": lambda values, _: values["state"].__setitem__(1, 0),
+    "a state that is longer": lambda values, _: values["state"].__setitem__(1, 5 << 20),
+    "parts of the state of no bytes": lambda values, _: values["state"].__setitem__(2, 0),
+    "no state": lambda values, _: values.pop("state"),
+    "another number of tables": lambda values, _: values.update(tables=4),
+    "another number of groups": lambda values, _: values.update(groups=3),
+    "no list of segments": lambda values, _: values.update(segments=3),
+    "a segment less": lambda values, _: values["segments"].pop(),
+    "a segment twice": lambda values, _: values["segments"].__setitem__(1, values["segments"][0]),
+    "a segment that is yet to come": lambda values, _: values.update(next_segment=1),
+    "an id that is none": at(0, -1),
+    "a pass that no schedule has": at(2, 1 << 63),
+    "a pass before the first base": at(2, -(1 << 63) - 1),
+    "a pass that is no number": at(2, "0"),
+    "a pass that is a truth": at(2, True),
+    "half a pass": at(2, 0.5),
+    "a first commit that is none": at(4, -1),
+    "a size that is none": at(5, -1),
+    "a digest that is none": at(-1, "x"),
+    "more rows that are live than there are": number("live", 1 << 40),
+    "more rows than any segment has": number("rows", 1 << 50),
+    "fewer rows than none": number("rows", -1),
+    "blocks of no rows": number("block_rows", 0),
+    "a segment that is not there": number("live_segments", 99),
+    "a table that is not there": number("live_tables", 99),
+    "a table before the first": number("live_tables", -99),
+    "more stale rows than live ones": lambda _, arrays: arrays.update(
+        stale_at=np.array([0]), stale=arrays["live"][:1] + np.uint32(1)
+    ),
+    "stale rows of nothing": lambda _, arrays: arrays.update(stale_at=np.array([10**6]), stale=np.array([1])),
+    "no next uses": without("next_uses"),
+    "no live rows": without("live"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_RANKS)
+def test_a_rank_that_lists_what_cannot_be_is_refused(what: str) -> None:
+    """When the store is opened, before any segment is read."""
+    values, arrays = decode("rank", RANK, "it")
+    arrays = {name: array.copy() for name, array in arrays.items()}
+    assert read_rank(encode("rank", values, arrays)).to_bytes() == RANK
+    BAD_RANKS[what](values, arrays)
+    with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
+        read_rank(encode("rank", values, arrays))
+
+
+def test_the_pass_of_a_base_counts_from_minus_one_down() -> None:
+    """As far as a dump's counts up."""
+    values, arrays = decode("rank", RANK, "it")
+    values["segments"][0][2], values["segments"][1][2] = -(1 << 63), (1 << 63) - 1
+    passes = [segment.pass_index for segment in read_rank(encode("rank", values, arrays)).segments]
+    assert passes[:2] == [-(1 << 63), (1 << 63) - 1]
+
+
+def test_counts_take_four_bytes_as_long_as_they_fit() -> None:
+    """And eight then: both are read."""
+    _, arrays = decode("rank", RANK, "it")
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.uint32)}
+    rank = read_rank(RANK)
+    rank.live.row_bytes_SG[:] = 1 << 33
+    _, arrays = decode("rank", rank.to_bytes(), "it")
+    assert arrays["row_bytes"].dtype == np.int64
+    assert (read_rank(rank.to_bytes()).live.row_bytes_SG == 1 << 33).all()
+
+
+BAD_COMMITS: dict[str, dict[str, Any]] = {
+    "no ranks": {"ranks": []},
+    "a rank of no digest": {"ranks": [["ranks/0.1", 3, "x"]]},
+    "half a rank": {"ranks": [["ranks/0.1", 3]]},
+    "half an abandoned range": {"abandoned": [[1]]},
+    "half a cursor": {"cursor": [1]},
+    "settings that are none": {"settings": 3},
+    "no retention": {"retention": 0},
+    "a kept commit that is newer": {"kept": [[9, "commits/9", 3, "0" * 64]]},
+    "a kept commit twice": {"kept": [[0, "commits/0", 3, "0" * 64]] * 2},
+    "half a kept commit": {"kept": [[1, "commits/1"]]},
+    "a pin of a commit that is not kept": {"pins": {"best": 0}},
+    "pins that are no names": {"pins": [["best", 2]]},
+    "a parent that is none": {"parent": "x"},
+    "tables that are none": {"tables": []},
+    "an id that is none": {"id": -1},
+}
+
+
+@pytest.mark.parametrize("what", BAD_COMMITS)
+def test_a_commit_that_says_what_cannot_be_is_refused(what: str) -> None:
+    """Of each value it is known what it may be."""
+    values, arrays = decode("commit", COMMIT, "it")
+    assert CommitRecord.from_bytes(encode("commit", values, arrays), "it").values["id"] == 2
+    with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
+        CommitRecord.from_bytes(encode("commit", {**values, **BAD_COMMITS[what]}, arrays), "it")
+
+
+BAD_DESCRIPTIONS: dict[str, Change] = {
+    "another segment": lambda values, _: values.update(id=7),
+    "no layouts": lambda values, _: values.update(layouts=None),
+    "a layout less": lambda values, _: values["layouts"].pop(),
+    "no maps": lambda values, _: values.update(maps=[]),
+    "bits of a map that is not there": lambda values, _: values["maps"].__setitem__(0, [60, 60, 1]),
+    "rows of no bytes": lambda values, _: values["layouts"][0].update(row_bytes=0),
+    "an array of objects": lambda values, _: values["arrays"][0].__setitem__(1, "|O"),
+    "an array of a number more": lambda values, _: values["arrays"][0].__setitem__(2, values["arrays"][0][2] + 1),
+    "an array less": lambda values, _: values["arrays"].pop(),
+    "ranges that fall": lambda _, arrays: arrays.update({"next_use/0": arrays["next_use/0"][::-1]}),
+    "rows of a range more": lambda _, arrays: arrays.update({"table_rows/0": np.append(arrays["table_rows/0"], 3)}),
+    "fewer rows than none": lambda _, arrays: arrays.update({"table_rows/0": -arrays["table_rows/0"].astype(np.int64)}),
+    "no next uses": without("next_use/0"),
+    "a chunk less": lambda _, arrays: arrays.update(chunks=arrays["chunks"][1:]),
+}
+
+
+def read_description(data: bytes) -> SegmentMeta:
+    """Read the head of a description, without the arrays behind it."""
+
+    def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
+        return PagedArrays("it", places, checksums, lambda *_: None, ChunkCache(), "it")
+
+    return SegmentMeta.from_bytes(data, 2, "it", arrays_of)
+
+
+@pytest.mark.parametrize("what", BAD_DESCRIPTIONS)
+def test_a_description_of_a_segment_that_cannot_be_is_refused(what: str) -> None:
+    """One checksum for each page and block, not more, not fewer; before an array is read."""
+    values, arrays = decode("segment", DESCRIPTION, "it")
+    arrays = {name: array.copy() for name, array in arrays.items()}
+    assert len(read_description(encode("segment", values, arrays)).layouts) == len(GROUPS)
+    BAD_DESCRIPTIONS[what](values, arrays)
+    with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
+        read_description(encode("segment", values, arrays))

@@ -1,6 +1,7 @@
 """Rows whose vectors are bfloat16 or float16, and tables that are compressed."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,7 @@ def test_an_engine_that_cannot_compress_is_refused_before_anything_is_made(tmp_p
         Store.open(tmp_path / "s", tables=[table], engine="lmdb")
     assert not (tmp_path / "s").exists()
     Store.open(tmp_path / "s", tables=[table]).close()
-    assert (tmp_path / "s" / "manifests").is_dir()
+    assert json.loads((tmp_path / "s" / "store.json").read_text())["engine"] == "zarr"
     Store.open(None, tables=[table], engine=MemoryEngine()).close()
 
 
