@@ -166,7 +166,7 @@ def compared(first: Path, second: Path) -> tuple[int, int]:
                     low, high = layout.pages_of_block(block)
                     for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
                         store.read(segment, group, low, high, room[: layout.bytes_of_block(block)])
-                    keys = np.array_equal(one.read_keys(a, group, block), other.read_keys(b, group, block))
+                    keys = np.array_equal(one.reader.keys(a, group, block), other.reader.keys(b, group, block))
                     if not keys or not np.array_equal(rooms[0], rooms[1]):
                         different += layout.row_of_page(high) - layout.row_of_page(low)
         return one.live_rows(TABLE), different

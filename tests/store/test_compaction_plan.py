@@ -46,7 +46,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
         used = {("wide", key): 0 for key in [*keys, *range(10**6, 10**6 + 50)]}
         pages, blocks = set(), set()
         for segment in store.segments:
-            stored = np.concatenate([store.read_keys(segment, 0, b) for b in range(segment.layouts[0].num_blocks)])
+            stored = np.concatenate([store.reader.keys(segment, 0, b) for b in range(segment.layouts[0].num_blocks)])
             mine = np.nonzero([("wide", key) in used for key in stored.tolist()])[0]
             pages |= {(segment.id, row // 8) for row in mine.tolist()}
             blocks |= {(segment.id, row // 64) for row in mine.tolist()}

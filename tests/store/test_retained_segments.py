@@ -32,7 +32,7 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
             counts = [count for rows in layout.ranges for count in rows.table_rows]
             places = np.repeat(np.tile(np.arange(len(group.tables)), layout.num_ranges), counts).tolist()
             for block in range(first // layout.block_rows, layout.num_blocks) if first < layout.rows else ():
-                keys = store.read_keys(segment, group.index, block).tolist()
+                keys = store.reader.keys(segment, group.index, block).tolist()
                 for row, key in enumerate(keys, block * layout.block_rows):
                     if row >= first:
                         yield segment.id, group.index, places[row], (group.tables[places[row]].name, key)

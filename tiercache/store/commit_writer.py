@@ -147,6 +147,7 @@ class CommitWriter:
             except StoreFullError as error:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
+            self._files.read_in_place(writer.segment, writer.head)
             self._counters.add(transactions=1, **writer.written)
             appended = Snapshot(self.snapshot.commit, self._groups, (*self.snapshot.appended, writer.segment))
             self._allocated = Needed.of([appended], also=self._allocated)

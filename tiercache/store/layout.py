@@ -329,16 +329,18 @@ class SegmentLayout:
         bounds: Int64s = (rows - rows[0]) * self.row_bytes
         return bounds
 
-    def to_record(self) -> tuple[dict[str, int], dict[str, Int64s]]:
+    def to_record(self) -> tuple[dict[str, int], dict[str, NDArray[Any]]]:
         """Return the layout as plain JSON values and arrays."""
         values = {
             "row_bytes": self.row_bytes, "page_rows": self.page_rows, "block_bytes": self.block_bytes,
             "tables": self.table_rows_RT.shape[1],
         }  # fmt: skip
-        return values, {"next_use": self.next_use_R, "table_rows": self.table_rows_RT.astype(np.int64).reshape(-1)}
+        wide = int(self.table_rows_RT.max(initial=0)) >> 32
+        counts = self.table_rows_RT.astype(np.int64 if wide else np.uint32).reshape(-1)
+        return values, {"next_use": self.next_use_R, "table_rows": counts}
 
     @classmethod
-    def from_record(cls, values: Any, arrays: Mapping[str, Int64s], *, most_pages: int) -> SegmentLayout:
+    def from_record(cls, values: Any, arrays: Mapping[str, NDArray[Any]], *, most_pages: int) -> SegmentLayout:
         """Build the layout that ``to_record`` wrote; ``most_pages`` bounds what it may ask for.
 
         Raises ValueError for anything else.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,10 +89,28 @@ class CommitFiles:
         made = Segment(**of_segment, read=self._meta)  # type: ignore[arg-type]
         return self._segments.setdefault((made.name, made.head_digest), made)
 
+    def read_in_place(self, segment: Segment, head: bytes) -> None:
+        """Let a segment that was written go of the arrays behind its head: they are read when they are used."""
+        described = self._described(segment, head)
+        segment.describe(replace(described, layouts=segment.layouts))
+
     def _meta(self, segment: Segment) -> SegmentMeta:
-        name, blob = f"the description of segment {segment.id} of {self.label}", segment.meta_blob
+        """Read the head of what describes a segment."""
+        name, blob = self._named(segment), segment.meta_blob
         data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
+        meta = self._described(segment, data.tobytes())
+        try:
+            check_layouts(meta.layouts, self.groups)
+        except ValueError as error:
+            raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
+        return meta
+
+    def _named(self, segment: Segment) -> str:
+        return f"the description of segment {segment.id} of {self.label}"
+
+    def _described(self, segment: Segment, head: bytes) -> SegmentMeta:
+        name, blob = self._named(segment), segment.meta_blob
 
         def read(begin: int, out: NDArray[np.uint8]) -> None:
             try:
@@ -106,12 +125,7 @@ class CommitFiles:
                 raise ValueError(f"it has {blob.size:,} bytes")
             return PagedArrays(blob.name, places, checksums, read, self._chunks, name)
 
-        meta = SegmentMeta.from_bytes(data.tobytes(), segment.id, name, arrays_of)
-        try:
-            check_layouts(meta.layouts, self.groups)
-        except ValueError as error:
-            raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
-        return meta
+        return SegmentMeta.from_bytes(head, segment.id, name, arrays_of)
 
     def _blob(self, head: Head, name: str) -> bytes:
         data = read_whole(self._engine, head, name, self._uses)

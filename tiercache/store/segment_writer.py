@@ -79,6 +79,8 @@ class SegmentWriter:
         )  # fmt: skip
         self.segment = Segment(id_=id_, name=name, pass_index=pass_index, within=within, meta=self._meta)
         """All that describes it is there when it is written."""
+        self.head = b""
+        """That of what describes it, when it is written."""
         self._map_builders = [KeyMapBuilder.of(layout) for layout in layouts]
         self.written = {
             "rows_written": sum(layout.rows for layout in layouts),
@@ -127,6 +129,7 @@ class SegmentWriter:
         self.segment.meta_bytes, self.segment.head_bytes, self.segment.head_digest = data.size, len(head), digest(head)
         engine.put([self.segment.meta_blob], [(0, 0, data)])
         self.written["meta_bytes_written"] = data.size
+        self.head = head
 
     def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
         """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
