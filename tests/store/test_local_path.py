@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
+from zarr.storage import ObjectStore
 
 from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, MemoryEngine, Store, ZarrEngine, info, verify
+from tiercache.store import LmdbEngine, MemoryEngine, Store, StoreMissingError, ZarrEngine, info, verify
+from tiercache.store.engines import zarr_objects
 from tiercache.store.files import ScratchFile, is_url, local_path
 
 URLS = [
@@ -29,14 +32,27 @@ URLS = [
 def test_a_url_is_no_local_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, mode: str, engine: str | None
 ) -> None:
-    """It is refused with what to write, and nothing is made."""
+    """One of no object store is refused with what to write, one of an object store opened there; no folder is made."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"is a URL, but a store must be a local path: .*engine=ZarrEngine\("
-    ) as caught:
-        Store.open(url, tables=[BIG], mode=mode, engine=engine)
-    assert_sentence(caught.value)
+    monkeypatch.setattr(zarr_objects, "object_store", refuse_or_keep)
+    opens = isinstance(url, str) and url.split("://")[0] in {"s3", "gs", "abfss"} and engine != "lmdb"
+    if opens and mode == "a":
+        with Store.open(url, tables=[BIG], mode=mode, engine=engine) as store:
+            assert store.commit is None
+    else:
+        with pytest.raises(StoreMissingError if opens else ValueError) as caught:
+            Store.open(url, tables=[BIG], mode=mode, engine=engine)
+        assert_sentence(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def refuse_or_keep(url: str) -> Any:
+    """Return a store of objects in memory for a URL that is one of an object store."""
+    is_object_store = url.split("://", maxsplit=1)[0] in {"s3", "gs", "abfss"}
+    return ObjectStore(MemoryStore()) if is_object_store else object_store_of(url)
+
+
+object_store_of = zarr_objects.object_store
 
 
 def test_scratch_is_that_of_the_folder_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from tiercache.store.commit import TABLES, before_commits, head_of
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Blob
-from tiercache.store.files import local_path
+from tiercache.store.files import is_url, local_path
 from tiercache.store.locks import UseCount, WriterLock
 from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.records import encode
@@ -26,9 +28,7 @@ from tiercache.store.store_errors import (
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from tiercache.store.engines.engine import Engine
 
@@ -118,6 +118,32 @@ def open_engine(
     if mode == "a" and not of_shards:
         refuse_shard(path)
     return _open_path(path, requested, engine, mode, store_budget, of_shards=of_shards)
+
+
+def located(
+    path: str | os.PathLike[str] | None, engine: str | Engine | None, mode: str, store_budget: int | None
+) -> tuple[Path | None, str | Engine | None]:
+    """Return where a store is, or what names it, and its engine: for a URL an instance. Raises as ``Store.open``."""
+    if path is None:
+        return None, engine
+    if is_url(path):
+        return Path(path), engine_at(os.fspath(path), engine, mode, store_budget)
+    return store_path(path), engine
+
+
+def engine_at(url: str, engine: str | Engine | None, mode: str, store_budget: int | None) -> Engine:
+    """Return what keeps the store at the URL of an object store; ``engine`` where it is an instance already.
+
+    Raises ValueError and StoreError.
+    """
+    if engine is not None and not isinstance(engine, str):
+        return engine
+    if engine not in {None, "zarr"}:
+        raise ValueError(f"{url} is on an object store, which engine {engine!r} cannot use: leave engine out")
+    from tiercache.store.engines.zarr_engine import ZarrEngine
+    from tiercache.store.engines.zarr_objects import object_store
+
+    return ZarrEngine(object_store(url), create=mode == "a", readonly=mode == "r", store_budget=store_budget)
 
 
 def _open_path(

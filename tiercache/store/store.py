@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.store.changes import changed_rows, changes
@@ -14,12 +13,12 @@ from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.compaction_plan import CompactionPlan, NoUses
 from tiercache.store.engines.engine import Counters
-from tiercache.store.files import is_url, local_path
+from tiercache.store.files import local_path
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.openers import OPENERS
-from tiercache.store.opening import Opened, check_options, check_pin, label_of, open_engine, store_path
+from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
 from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import CommitFiles
 from tiercache.store.rewrite import Rewrite
@@ -30,6 +29,7 @@ from tiercache.store.table import Table, find_table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -105,21 +105,21 @@ class Store:
     ) -> Store:
         """Open the store at ``path``, sharded or not; with ``tables`` and mode "a", create it where there is none.
 
-        Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
-        commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
-        store's own, of a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps
-        bytes as it does: then ``path`` only names the store in messages. ``store_budget`` bounds the bytes of blocks,
-        of each shard where there are several; None means the size of the file system. Commits from now on keep the
-        newest ``retention`` commits, themselves included; None means as many as before, or 1.
+        Mode "a" takes the one right to write and deletes blobs that no commit needs; mode "r" sees the newest commit as
+        of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the store's own, of
+        a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps bytes as it does:
+        then ``path`` only names the store in messages. A URL such as "s3://bucket/model.tc" is a store of engine "zarr"
+        there (extra ``obstore``). ``store_budget`` bounds the bytes of blobs, of each shard where there are several;
+        None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
+        included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for a URL, and for mode "a" of one shard.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL, and mode "a" of one shard.
         """
         check_options(mode, commit, retention)
-        place = None if path is None else Path(path) if is_url(path) else store_path(path)
         tables, special = None if tables is None else tuple(tables), None
-        if path is not None and (engine is None or isinstance(engine, str)):
-            place = store_path(path)
+        place, engine = located(path, engine, mode, store_budget)
+        if place is not None and (engine is None or isinstance(engine, str)):
             special = partial(_open_special, place, tables, engine, mode, store_budget, commit, retention)
             if (found := special()) is not None:
                 return found
@@ -177,7 +177,7 @@ class Store:
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
 
     def write_within(self, memory_bytes: int) -> None:
-        """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
+        """Have copies of parts that are being written take so many bytes at most, or one part that is larger."""
         self._opened.engine.memory_bytes = memory_bytes
 
     @property
