@@ -81,10 +81,20 @@ class Step:
     broken: bool = False
     """Whether a dump fails half-way before."""
     reader: bool = False
-    """Whether a reader opens the store before, and reads all of its commit two commits later; not with LMDB, of which a
-    process opens an environment once."""
+    """Whether a reader opens the store before, and reads all of its commit two commits later."""
     compact: bool = False
     """Whether nothing is dumped and the store is compacted, which is the commit: no pass comes after it."""
+    pin: str = ""
+    """The name by which the commit before is kept from this one on, which is like it."""
+    unpin: str = ""
+    """The name that is given up with this commit, which is like the one before."""
+    rollback: int = -1
+    """The commit that this one is like; -1: it is none."""
+
+    @property
+    def like(self) -> bool:
+        """Whether it has the position, the settings and the dense state of an older commit."""
+        return self.compact or bool(self.pin or self.unpin) or self.rollback >= 0
 
     @property
     def cursor(self) -> Cursor:
@@ -99,16 +109,23 @@ STEPS = (
     Step(passes=(0,), stable=True),
     Step(passes=(1,), sample=3),
     Step(passes=(1,), sample=9, state_bytes=9000),
+    Step(pin="inside"),
     Step(passes=(1,), reader=True),
     Step(passes=(2,), forget=True, state_bytes=0),
     Step(passes=(3, 4), stable=True),
     Step(passes=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
+    Step(pin="best"),
     Step(passes=(6,), stable=True, reader=True),
     Step(passes=(7,), sample=5, reopen=True),
-    Step(passes=(7, 8), forget=True, state_bytes=300_000),
+    Step(rollback=8),
+    Step(unpin="inside"),
+    Step(passes=(6, 7), forget=True, state_bytes=300_000),
+    Step(pin="best"),
+    Step(passes=(8,)),
     Step(compact=True),
+    Step(unpin="best"),
 )
-"""Made for coverage: commits inside a pass, growth, holes, freed places."""
+"""Made for coverage: commits inside a pass, growth, holes, freed places, commits that are kept by name."""
 
 
 def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
@@ -130,7 +147,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
             if reader is not None and number == stands(reader) + 3:
                 _check_reader(reader)
                 reader = None
-            if STEPS[number].reader and number and engine == "zarr":
+            if STEPS[number].reader and number:
                 reader = Store.open(path, mode="r")
             try:
                 take(store, number, note)
@@ -158,7 +175,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
 def _check_reader(reader: Store) -> None:
     """Raise StoreChangedError unless a reader's commit is as it was; then close it."""
     try:
-        for sentence in problems(reader):
+        for sentence in problems(reader, pinned=False):  # which others may have given up
             raise StoreChangedError(sentence)
     finally:
         reader.close()
@@ -182,9 +199,16 @@ def stands(store: Store) -> int:
 def take(store: Store, number: int, note: Note) -> None:
     """Do all of a step but the reopening; the store must stand at the commit before."""
     step = STEPS[number]
-    if step.compact:
+    if step.like:
         note(begun=number)
-        store.compact()
+        if step.compact:
+            store.compact()
+        elif step.rollback >= 0:
+            store.rollback(step.rollback)
+        elif step.pin:
+            store.pin(step.pin)
+        else:
+            store.unpin(step.unpin)
         note(done=number)
         return
     if step.broken:
@@ -210,24 +234,58 @@ def take(store: Store, number: int, note: Note) -> None:
 
 @cache
 def state(number: int) -> bytes:
-    """Return the dense state of a commit; that of one that was compacted is the state before."""
-    if STEPS[number].compact:
-        return state(number - 1)
-    return np.random.default_rng(number).bytes(STEPS[number].state_bytes)
+    """Return the dense state of a commit."""
+    made = made_by(number)
+    return np.random.default_rng(made).bytes(STEPS[made].state_bytes)
 
 
-def problems(store: Store) -> list[str]:
-    """Compare every row and the dense state with what they are at the store's commit; a sentence for each difference.
+def made_by(number: int) -> int:
+    """Return the commit whose position, settings and dense state a commit has."""
+    step = STEPS[number]
+    while step.like:
+        number = number - 1 if step.rollback < 0 else step.rollback
+        step = STEPS[number]
+    return number
+
+
+@cache
+def pins(number: int) -> dict[str, int]:
+    """Return the commits that are kept by name from a commit on."""
+    step = STEPS[number]
+    found = pins(number - 1) if number else {}
+    found = {name: id_ for name, id_ in found.items() if name != step.unpin}
+    return found | ({step.pin: number - 1} if step.pin else {})
+
+
+def problems(store: Store, *, pinned: bool = True) -> list[str]:
+    """Compare every row and the dense state with what they are at the store's commit, and at those that are ``pinned``;
+    a sentence for each difference.
 
     Reads all: raises what the store raises for damage.
     """
-    number = stands(store)
-    if number < 0:
+    number, commit = stands(store), store.commit
+    if commit is None:
         return [] if not store.segments else ["a store without a commit has segments"]
+    found = _problems_at(store, number)
+    if pinned:
+        if commit.pins != pins(number):
+            found.append(f"commit {number} keeps {commit.pins} by name, and {pins(number)} were named")
+        if [one.id for one in store.commits] != (kept := sorted({*pins(number).values(), number})):
+            found.append(f"commit {number} keeps {[one.id for one in store.commits]}, and {kept} were to be kept")
+        for id_ in {*pins(number).values()} - {number}:
+            with store.at(id_) as older:
+                found += _problems_at(older, id_)
+    return found
+
+
+def _problems_at(store: Store, number: int) -> list[str]:
+    """Compare what a store holds with what it is to hold at commit ``number``."""
     found = []
-    commit, made = store.commit, number - STEPS[number].compact  # a compaction leaves the position as it is
+    commit, made = store.commit, made_by(number)
     assert commit is not None
     cursor = STEPS[made].cursor
+    if commit.id != number:
+        found.append(f"commit {number} is commit {commit.id}")
     if commit.cursor != cursor or commit.settings != {"step": made}:
         found.append(f"commit {number} stands at {commit.cursor} and was made at {cursor}")
     if store.state() != state(number):
@@ -293,8 +351,9 @@ def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
     for table in TABLES:
         versions, uses = (np.full((len(STEPS) + 1, UNIVERSE), -1) for _ in range(2))
         for number, step in enumerate(STEPS):
-            versions[number], uses[number] = versions[number - 1], uses[number - 1]
-            if step.compact:
+            before = number - 1 if step.rollback < 0 else step.rollback
+            versions[number], uses[number] = versions[before], uses[before]
+            if step.compact:  # no pass comes after it
                 uses[number, versions[number] >= 0] = NEVER
             for pass_index in step.passes:
                 keys = _keys(table, pass_index)
