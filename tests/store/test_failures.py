@@ -1,6 +1,7 @@
 """What a full disk says; and whatever call fails, the store is at its last commit."""
 
 import errno
+import itertools
 import os
 import re
 import signal
@@ -15,15 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.store.big import BIG, dump, publish
-from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.conftest import engine_of, needed_bytes, small_tables, stored_bytes
 from tests.store.failing import Between, FailingEngine, KilledError
 from tests.store.world import World, WorldUses
 from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
 from tiercache.store.bits import hash_keys
-from tiercache.store.engines.engine import Block, Counters
+from tiercache.store.engines.engine import Blob, Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.files import ROOM_FOR_RECORDS, ScratchFile, full_disk, room_for
-from tiercache.store.layout import STATE
 from tiercache.store.reading import Pages
 
 Leave = Callable[..., None]
@@ -62,7 +62,7 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
         assert (kept, said) == (ROOM_FOR_RECORDS, free)
         assert needed == full.value.needed_bytes > free
         with pytest.raises(StoreFullError, match="commit 1 of the store at") as full:
-            publish(store, 1, bytes(5000))
+            publish(store, 1, bytes(2 << 20))
         assert numbers(full.value)[0] == full.value.needed_bytes > free
 
 
@@ -179,7 +179,7 @@ def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], 
     assert store.state() == b"state at 2, 0"
     store.publish(Cursor(2, 0), state=b"y" * 5_000_000, **plain)
     assert store.state() == b"y" * 5_000_000
-    assert sum(name[0] == STATE for name in held_blocks(store)) == 2
+    assert stored_bytes(store, "states/") == {store.commit.own.state.name: 5_000_000}
     world.check(store, after=1)
     store.close()
 
@@ -196,17 +196,66 @@ def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None
     world.check_load(store, 1)
 
 
-def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
-    """A part of the blocks arrives, and of one of them a part; then nothing is answered any more."""
+def test_a_torn_put_ends_the_process_as_far_as_its_engine_goes() -> None:
+    """A part of the blobs arrives, one of them cut short; then nothing is answered any more."""
     inner = MemoryEngine()
     engine = FailingEngine(inner)
-    engine.tear(1, 3)
+    engine.tear(2, 3)
+    names = "segments/0.0/0/rows", "segments/0.0/0/keys", "segments/0.0/meta"
+    parts = [(i, at, np.full(4096, i, np.uint8)) for at in (0, 4096) for i in range(3)]
     with pytest.raises(KilledError):
-        engine.write([(Block(STATE, 0, 0, i, 5), np.full(5, i, np.uint8)) for i in range(3)])
-    for call, *given in ((engine.write, []), (engine.commit, {}), (getattr, engine, "records")):
+        engine.put([Blob(name, 8192) for name in names], parts)
+    for call, *arguments in ((engine.put, [], []), (engine.publish, None, None), (getattr, engine, "list")):
         with pytest.raises(KilledError, match="open the engine again"):
-            call(*given)
-    assert {index: data.size for (*_, index), data in inner.blocks.items()} == {0: 5, 1: 3}
+            call(*arguments)
+    assert {name: blob.size for name, blob in inner.blobs.items()} == dict(zip(names, (4096, 4096, 3), strict=True))
+
+
+class CableError(OSError):
+    """The error of a test."""
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
+def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list[Table], tmp_path: Path) -> None:
+    """Pins, rollbacks, dumps, commits and rewrites: the commit before stands, and at the end no blob is left over."""
+    engine = FailingEngine(engine_of(kind, tmp_path), error=CableError)
+    world = World(tables, keys_per_pass=6, universe=10)
+    with Store.open(None, tables=tables, engine=engine, retention=2) as store:
+        world.run(store, 3)
+        world.train()
+        for name, step in (
+            ("pin", lambda: store.pin("best")),
+            ("pin another", lambda: store.pin("first", 1)),
+            ("unpin", lambda: store.unpin("first")),
+            ("dump", lambda: world.append(store)),
+            ("rollback", lambda: store.rollback(store.commit.id)),
+            ("dump again", lambda: world.append(store)),
+            ("publish", lambda: publish_next(world, store)),
+            ("compact", lambda: world.compact(store)),
+        ):
+            for calls in itertools.count(1):
+                engine.fail_in(calls)
+                before = store.commit
+                try:
+                    step()
+                    break
+                except CableError:
+                    assert store.commit is before, (name, calls)
+            engine.fail_in(None)
+            assert calls > 1, f"nothing of {name} failed"
+        world.check(store, after=world.pass_index - 1)
+        assert store.state() == world.state
+        assert stored_bytes(store) == needed_bytes(store)
+
+
+def publish_next(world: World, store: Store) -> None:
+    """Commit what was dumped; where it fails, the world stays where it is."""
+    world.pass_index += 1
+    try:
+        world.publish(store)
+    except CableError:
+        world.pass_index -= 1
+        raise
 
 
 @pytest.mark.parametrize("interruptions", [1, 2])
