@@ -4,7 +4,7 @@ Two tables of a few hundred rows, trained for five passes in a cycle of three, b
 one bit is flipped; then the store is opened for reading and every row, the dense state and the cursor are compared with
 what was trained; then it is opened for writing, two more passes are dumped and committed, and all is compared after
 each. In the full size that is done for each bit of LMDB's meta pages and of HEAD, for a bit of each used byte of its
-tree and of its free list, and for bits drawn from records, blocks, Zarr chunks, Zarr metadata and manifests.
+tree and of its free list, and for bits drawn from each kind of blobs, the map of blobs, Zarr metadata and heads.
 
 flips = bits; ENGINE_KIND_flips = those of one kind of bytes; each is one of these:
 right = both times everything was as it should be: the bit decides nothing, or is kept twice
@@ -36,7 +36,8 @@ import numpy as np
 
 from benchmarks.machine import Goal, called, console, options_of
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, StoreError, Table, Uniform, Zeros, hash_keys
-from tiercache.store.engines.lmdb_records import LmdbFile
+from tiercache.store.engines.lmdb_records import HEAD_KEY, extents_of
+from tiercache.store.engines.lmdb_tree import LmdbFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -154,15 +155,13 @@ def places(path: Path, engine: str) -> Places:
             found["meta"] += [("data.mdb", page * LMDB_PAGE + byte) for byte in range(META_BYTES)]
             found["head"] += [("HEAD", page * LMDB_PAGE + byte) for byte in range(SLOT_BYTES)]
         _tree_places(path, found)
-        with Store.open(path, mode="r") as store:
-            for block in store.history.needed.blocks(store.groups):
-                found["blocks"] += [("blocks.bin", block.place + byte) for byte in range(block.size)]
+        _blob_places(path, found)
     else:
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path).as_posix()
             if file.is_file() and name != "writer.lock":
                 folder = name.partition("/")[0]
-                kind = {"segments": "chunks", "state": "chunks"}.get(folder, folder)
+                kind = {"segments": "meta_blobs" if file.name == "meta" else "chunks"}.get(folder, folder)
                 kind = "metadata" if file.name == "zarr.json" else kind if "/" in name else "description"
                 found[kind] += [(name, byte) for byte in range(file.stat().st_size)]
     found["description"] = [("store.json", byte) for byte in range((path / "store.json").stat().st_size)]
@@ -173,7 +172,7 @@ def _tree_places(path: Path, found: Places) -> None:
     """Add the bytes of LMDB's trees that its newest root names, and those of their values."""
     file = LmdbFile(str(path / "data.mdb"))
     newest, data = file.metas()[0], (path / "data.mdb").read_bytes()
-    records = {v.offset + byte for v in file.values(newest) for byte in range(v.size)}
+    entries = {v.offset + byte for v in file.values(newest) for byte in range(v.size)}
     file.close()
     meta = newest.transaction % 2 * LMDB_PAGE
     for kind, root_at in (("free_list", meta + 80), ("tree", meta + 128)):
@@ -185,7 +184,7 @@ def _tree_places(path: Path, found: Places) -> None:
             at = page * LMDB_PAGE
             _, _, flags, lower, upper = struct.unpack_from("<QHHHH", data, at)
             used = [*range(at, at + lower), *range(at + upper, at + LMDB_PAGE)]
-            found[kind] += [("data.mdb", byte) for byte in used if byte not in records]
+            found[kind] += [("data.mdb", byte) for byte in used if byte not in entries]
             for node in struct.unpack_from(f"<{(lower - 16) // 2}H", data, at + 16):
                 low, high, node_flags, key_bytes = struct.unpack_from("<HHHH", data, at + node)
                 if flags & 1:
@@ -193,7 +192,21 @@ def _tree_places(path: Path, found: Places) -> None:
                 elif node_flags & 1:
                     (large,) = struct.unpack_from("<Q", data, at + node + 8 + key_bytes)
                     found[kind] += [("data.mdb", large * LMDB_PAGE + byte) for byte in range(16)]
-    found["records"] = [("data.mdb", byte) for byte in sorted(records)]
+    found["entries"] = [("data.mdb", byte) for byte in sorted(entries)]
+
+
+def _blob_places(path: Path, found: Places) -> None:
+    """Add the bytes of blobs, padding between blocks too."""
+    file = LmdbFile(str(path / "data.mdb"))
+    entries = {v.key.decode(): file.read(v) for v in file.values(file.metas()[0]) if v.key != HEAD_KEY.encode()}
+    file.close()
+    with Store.open(path, mode="r") as store:
+        needs = [*store.history.needed.blobs()]
+    for need in needs:
+        kind = {"rows": "rows", "keys": "keys", "meta": "meta_blobs"}.get(need.name.rpartition("/")[2], "")
+        kind = kind or need.name.partition("/")[0]
+        for at, size in extents_of(entries[need.name]).pieces(need.first_byte, need.size - need.first_byte):
+            found[kind] += [("blocks.bin", byte) for byte in range(at, at + size)]
 
 
 # -- the bits --------------------------------------------------------------------------------------------
@@ -215,8 +228,8 @@ class Size:
     flips: int
 
 
-FULL = Size(drawn=2700, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
-QUICK = Size(drawn=84, bits={}, flips=1000)
+FULL = Size(drawn=1200, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
+QUICK = Size(drawn=50, bits={}, flips=1000)
 TINY = Size(drawn=3, bits={}, flips=30)
 
 Flip = tuple[str, str, int, int]

@@ -9,41 +9,76 @@ import numpy as np
 import pytest
 
 from tests.apart import ran
-from tests.files import flip
-from tests.store.big import blocks_of, dump, file_of, publish, values
+from tests.files import files_of, flipped
+from tests.store.big import BIG, dump, publish
 from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
+from tests.store.places import byte_of, places
 from tests.store.world import World
 from tiercache.store import CorruptBlockError, CorruptStoreError, Store, StoreError, verify
-from tiercache.store.layout import KEYS, ROWS, STATE
+from tiercache.store.engines.lmdb_tree import LmdbFile
 
 
-@pytest.mark.parametrize("kind", [ROWS, KEYS, STATE])
-def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind: bytes) -> None:
-    """In rows, in keys and in the dense state; the sentence names block, segment and table."""
-    dump(big, 0, {1: 500})
-    publish(big, 1, bytes(10_000))
-    big.close()
-    _, at, size = file_of(big.path, min(name for name in blocks_of(big.path) if name[0] == kind))
-    flip(big.path / "blocks.bin", at + 1234 % size, 0x10)
-    with Store.open(big.path) as store:
-        segment = store.segments[0]
-        layout = segment.layouts[0]
-        if kind == ROWS:
-            out = np.empty(layout.byte_of_page(layout.num_pages), np.uint8)
-            words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
-            with pytest.raises(CorruptBlockError, match=words) as caught:
-                store.read(segment, 0, 0, layout.num_pages, out)
-            assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
-        elif kind == KEYS:
-            with pytest.raises(CorruptBlockError, match="over its keys where"):
-                store.locate("big", np.arange(500), after=0)
-        else:
-            with pytest.raises(CorruptStoreError, match=r"block 0 of the dense state of commit 0 .* has checksum"):
-                store.state()
-    problems = verify(big.path)["problems"]
-    assert len(problems) == 1
-    assert "has checksum" in problems[0]
+@pytest.fixture(params=["lmdb", "zarr"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A closed store with one commit."""
+    with Store.open(tmp_path / "s.tc", tables=[BIG], engine=request.param) as store:
+        dump(store, 0, {1: 500})
+        publish(store, 1, bytes(10_000))
+    return tmp_path / "s.tc"
+
+
+def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(path: Path) -> None:
+    """In rows, keys and the dense state; the sentence names block, segment and table."""
+    for kind in ("rows", "keys", "states/"):
+        (name,) = [one for one in places(path) if one.endswith(kind) or one.startswith(kind)]
+        with flipped(*byte_of(path, name)), Store.open(path) as store:
+            segment = store.segments[0]
+            layout = segment.layouts[0]
+            match kind:
+                case "rows":
+                    out = np.empty(layout.byte_of_page(layout.num_pages), np.uint8)
+                    words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
+                    with pytest.raises(CorruptBlockError, match=words) as caught:
+                        store.read(segment, 0, 0, layout.num_pages, out)
+                    assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
+                case "keys":
+                    with pytest.raises(CorruptBlockError, match="over its keys where"):
+                        store.locate("big", np.arange(500), after=0)
+                case _:
+                    with pytest.raises(
+                        CorruptStoreError, match=r"part 0 of the dense state of commit 0 .* has checksum"
+                    ):
+                        store.state()
+        with flipped(*byte_of(path, name)):
+            (problem,) = verify(path)["problems"]
+        assert "has checksum" in problem
+    assert verify(path)["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["commits/0", "ranks/0.0", "segments/0.0/meta"])
+def test_a_flipped_byte_of_a_record_is_refused_wherever_it_is(path: Path, name: str) -> None:
+    """What names it has its digest: a commit and what it lists are refused when the store is opened, what describes a
+    segment when its rows are asked for; and nothing is written then.
+    """
+    for share in (0.0, 0.3, 1.0):
+        with flipped(*byte_of(path, name, share)):
+            held = files_of(path)
+            for mode in ("r", "a"):
+                with pytest.raises(CorruptStoreError, match="restore the store from a copy") as caught:
+                    read_all(path, mode)
+                assert_sentence(caught.value)
+            (problem,) = verify(path)["problems"]
+            assert "restore the store from a copy" in problem
+            assert held.items() <= files_of(path).items()
+    assert verify(path)["problems"] == []
+
+
+def read_all(path: Path, mode: str = "r") -> None:
+    """Open the store, and read its rows and its dense state."""
+    with Store.open(path, mode=mode) as store:
+        store.state()
+        list(store.scan("big"))
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
@@ -54,30 +89,30 @@ def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name
         dump(big, pass_index, {pass_index + 3: 300})
         publish(big, pass_index + 1, bytes(10_000))
     big.close()
-    ends = [value.offset + value.size for value in values(big.path)]
     if name == "blocks.bin":
-        ends = [block.place + block.size for block in blocks_of(big.path).values()]
-    end = max(ends)
+        end = max(place.at + place.size for of_blob in places(big.path).values() for place in of_blob)
+    else:
+        file = LmdbFile(str(big.path / name))
+        end = max(value.offset + value.size for value in file.values(file.metas()[0]))
+        file.close()
     os.truncate(big.path / name, int((end - 1) * share) if share <= 1 else int(share))
-    for mode in ("a", "r"):
-        with pytest.raises(CorruptStoreError, match=rf"{name} .*: restore the store from a copy"):
-            Store.open(big.path, mode=mode)
+    words = "restore the store from a copy"
+    with pytest.raises(CorruptStoreError, match=words):
+        Store.open(big.path)
+    with pytest.raises(CorruptStoreError, match=words):
+        read_all(big.path)
     problems = verify(big.path)["problems"]
-    assert len(problems) == 1
-    assert "restore the store from a copy" in problems[0]
+    assert problems
+    assert all(words in problem for problem in problems)
 
 
-def test_verify_names_the_damage_where_no_block_of_keys_is_whole(big: Store) -> None:
+def test_verify_names_the_damage_where_no_block_of_keys_is_whole(path: Path) -> None:
     """With nothing left to compare, what was found stands."""
-    dump(big, 0, {1: 400})
-    publish(big, 1)
-    big.close()
-    keys = [block for block in blocks_of(big.path).values() if block.kind == KEYS]
-    with (big.path / "blocks.bin").open("r+b") as file:
-        for block in keys:
-            file.seek(block.place)
-            file.write(bytes([255]) * block.size)
-    assert any("has checksum" in problem for problem in verify(big.path)["problems"])
+    for file, at, size in places(path)["segments/0.0/0/keys"]:
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(bytes([255]) * size)
+    assert any("has checksum" in problem for problem in verify(path)["problems"])
 
 
 # -- files that were removed, cut, replaced by something else or by each other: right, or a sentence -----------
@@ -147,7 +182,7 @@ def replace_each(path: Path, engine: str) -> None:
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     refused = 0
     for i, name in enumerate(names):
-        if name.startswith("segments/0/") and i % 3:
+        if name.startswith("segments/0.0/") and i % 3:
             continue  # of each kind of file some
         for change in (*CHANGES, None):
             for mode in ("r", "a"):

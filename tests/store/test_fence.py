@@ -12,6 +12,9 @@ import pytest
 from tests.apart import ran
 from tests.files import files_of
 from tests.store.big import BIG, dump, load, publish
+from tests.store.blobs import check as check_blobs
+from tests.store.blobs import head_of
+from tests.store.blobs import publish as publish_blobs
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, Store, StoreError, StoreInUseError, ZarrEngine, verify
 from tiercache.store.locks import WriterLock
@@ -215,13 +218,14 @@ def test_a_store_that_was_just_made_is_held_as_one_that_was_opened(tmp_path: Pat
 def test_an_engine_without_a_marker_is_fenced_by_its_lock(tmp_path: Path, made: type[LmdbEngine | ZarrEngine]) -> None:
     """As one has that was made by itself."""
     engine = made(tmp_path, create=True)
-    engine.commit({"r": b"1"})
+    contents = publish_blobs(engine, 0)
     (tmp_path / "writer.lock").unlink()
     with pytest.raises(StoreError, match="moved, replaced or deleted"):
-        engine.commit({"r": b"2"})
+        publish_blobs(engine, 1)
     engine.close()
     engine = made(tmp_path, create=False)
-    assert engine.records() == {"r": b"1"}
+    assert engine.newest() == head_of(0)
+    check_blobs(engine, contents)
     engine.close()
 
 

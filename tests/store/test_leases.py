@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.store.conftest import held_blocks
 from tests.store.reader import READER
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, load_rows, verify
 from tiercache.store.compaction_plan import NoUses
+from tiercache.store.engines.engine import Head
 from tiercache.store.locks import Lease, leased_commits
 
 
@@ -101,18 +102,18 @@ GIVING_UP: dict[str, Callable[[Store], object]] = {
 def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
     store: Store, monkeypatch: pytest.MonkeyPatch, give_up: Callable[[Store], object]
 ) -> None:
-    """Taken after the writer looked for leases and before its commit is durable; writers after it know of it, too."""
+    """Taken while the writer publishes the commit that gives it up; writers after it know of it, too."""
     readers: list[Store] = []
     engine = store._opened.engine
-    commit = engine.commit
+    publish_ = engine.publish
 
-    def late(records: Mapping[str, bytes | None]) -> None:
+    def late(head: Head, before: Head | None) -> None:
         if not readers:
             readers.append(Store.open(store.path, mode="r"))
-        commit(records)
+        publish_(head, before)
 
     stored = rows_of(store)
-    monkeypatch.setattr(engine, "commit", late)
+    monkeypatch.setattr(engine, "publish", late)
     give_up(store)
     (reader,) = readers
     assert [one.id for one in reader.commits] == [0]
@@ -125,36 +126,8 @@ def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
     reader.close()
     with Store.open(store.path) as again:
         go_on(again, range(6, 7))
-        assert not any(name.endswith("/0") and name.startswith("commit") for name in again._opened.engine.records())
+        assert not {"commits/0", "ranks/0.0", "states/0.0"} & again._opened.engine.list().keys()
     assert verify(store.path)["problems"] == []
-
-
-def test_a_late_lease_that_finds_no_room_lasts_as_long_as_its_writer(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commit stands, and the next one that has room sets the records."""
-    readers: list[Store] = []
-    engine = store._opened.engine
-    commit, calls = engine.commit, [0]
-
-    def late(records: Mapping[str, bytes | None]) -> None:
-        calls[0] += 1
-        if calls[0] == 1:
-            readers.append(Store.open(store.path, mode="r"))
-        if calls[0] == 2:
-            raise StoreFullError(needed_bytes=1, limit="the disk of a test has 0 free", advice="free some")
-        commit(records)
-
-    stored = rows_of(store)
-    monkeypatch.setattr(engine, "commit", late)
-    go_on(store, range(1, 2))
-    assert store.commit.id == 1
-    go_on(store, range(2, 4))
-    store.close()
-    with Store.open(store.path) as again:
-        go_on(again, range(4, 5))
-    assert rows_of(readers[0]) == stored
-    readers[0].close()
 
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:

@@ -18,36 +18,44 @@ from tests.crash.store import main
 sys.exit(main(sys.argv[1:]))
 """
 IN_TWO_STEPS = """
-def planted(self, records):
-    whole(self, {name: data for name, data in records.items() if name.startswith('commit/')})
-    whole(self, records)
+def planted(self, env, record, names):
+    whole(self, env, record, ())
+    whole(self, env, record, names)
 """
 FREED_EARLY = """
-from tiercache.store.commit import Needed
-def planted(self, after):
-    needed = Needed.of([*after.snapshots, *self._given_up, *self._pins])
-    early = list(self._allocated.blocks(self._groups, but=needed))
+from tiercache.store.snapshot import Needed
+def planted(self, after, head):
+    needed = Needed.of([*after, *self._given_up, *self._holds])
+    early = list(self._allocated.given_up(needed))
     if not self._leased():  # a reader would find it without a kill
         self._allocated = needed
-        self._engine.free(early)
-        self._engine.shrink()
-    whole(self, after)
+        self._engine.drop(early)
+    whole(self, after, head)
 """
 LMDB_FREED_EARLY = FREED_EARLY.replace(
-    "self._engine.shrink()",
-    "[os.pwrite(self._engine._file._handle, bytes(block.size), block.place) for block in early]",
-)
+    "        self._engine.drop(early)",
+    """
+        gone = []
+        for name, upto in early:
+            place = extents_of(self._engine._entries[name])
+            end = sum(count for _, count in place.runs) + place.dropped
+            gone += place.pieces(place.dropped, (end if upto is None else upto) - place.dropped)
+        self._engine.drop(early)
+        for low, count in gone:
+            os.pwrite(self._engine._file._handle, bytes(count), low)
+""",
+).replace("def planted", "from tiercache.store.engines.lmdb_records import extents_of\ndef planted")
 ZARR_UNSYNCED = """
 def planted(self, keys):
     files, folders = whole(self, keys)
     return %s
 """
-ZARR_UNSYNCED_MANIFESTS = """
+ZARR_UNSYNCED_HEADS = """
 from tiercache.store.engines.zarr_objects import Objects
 paths = Objects.durable_paths
 def durable_paths(self, keys):
     files, folders = paths(self, keys)
-    return [file for file in files if '/manifests/' not in file], folders
+    return [file for file in files if '/heads/' not in file], folders
 Objects.durable_paths = durable_paths
 def planted(self, key, data):
     (self.root / key).parent.mkdir(exist_ok=True)
@@ -58,49 +66,56 @@ ZARR_PUBLISHED_EARLY = """
 waiting = set()
 def planted(self, keys):
     keys = set(keys)
-    if not any(key.startswith('manifests/') for key in keys):
+    if not any(key.startswith('heads/') for key in keys):
         return waiting.update(keys)
     whole(self, keys)
     whole(self, waiting)
     waiting.clear()
 """
+ZARR_DELETED_EARLY = """
+def planted(self, head, before):
+    self._objects.delete([self._own.key])
+    check, self._check_newest = self._check_newest, lambda: None
+    whole(self, head, before)
+    self._check_newest = check
+"""
 READERS_UNSEEN = "def planted(self): return set()"
 KILL, LOSS = "a kill (before|after) ", "Loss"
 PLANTED = {
-    "lmdb: blocks not synced": ("engines.block_file.BlockFile.sync", "def planted(self): pass", "--replays 60", LOSS),
-    "lmdb: two transactions": ("engines.lmdb_engine.LmdbEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
+    "lmdb: blobs not synced": ("engines.block_file.BlockFile.sync", "def planted(self): pass", "--replays 60", LOSS),
+    "lmdb: two transactions": ("engines.lmdb_engine.LmdbEngine._transact", IN_TWO_STEPS, "--points 150", KILL),
     "lmdb: written over before the commit": (
-        "commit_writer.CommitWriter._commit",
+        "commit_writer.CommitWriter._publish",
         LMDB_FREED_EARLY,
         "--points 150",
         KILL,
     ),
-    "zarr: records not synced": (
+    "zarr: commits not synced": (
         "engines.zarr_objects.Objects.durable_paths",
-        ZARR_UNSYNCED % "[file for file in files if '/records/' not in file], folders",
+        ZARR_UNSYNCED % "[file for file in files if '/commits/' not in file], folders",
         "--replays 60",
         LOSS,
     ),
-    "zarr: manifests' folder not synced": (
+    "zarr: heads' folder not synced": (
         "engines.zarr_objects.Objects.durable_paths",
-        ZARR_UNSYNCED % "files, [folder for folder in folders if not folder.endswith('manifests')]",
+        ZARR_UNSYNCED % "files, [folder for folder in folders if not folder.endswith('heads')]",
         "--replays 60",
         LOSS,
     ),
-    "zarr: manifests not synced": (
-        "engines.zarr_objects.Objects.publish",
-        ZARR_UNSYNCED_MANIFESTS,
-        "--replays 60",
-        LOSS,
-    ),
+    "zarr: heads not synced": ("engines.zarr_objects.Objects.publish", ZARR_UNSYNCED_HEADS, "--replays 60", LOSS),
     "zarr: published before the syncs": (
-        "engines.zarr_engine.ZarrEngine._sync",
+        "engines.zarr_heads.Heads._sync",
         ZARR_PUBLISHED_EARLY,
         "--replays 120",
         LOSS,
     ),
-    "zarr: two manifests": ("engines.zarr_engine.ZarrEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
-    "zarr: freed before the commit": ("commit_writer.CommitWriter._commit", FREED_EARLY, "--points 150", KILL),
+    "zarr: the head before deleted first": (
+        "engines.zarr_heads.Heads.publish",
+        ZARR_DELETED_EARLY,
+        "--points 150",
+        KILL,
+    ),
+    "zarr: freed before the commit": ("commit_writer.CommitWriter._publish", FREED_EARLY, "--points 150", KILL),
     "zarr: written over below a reader": (
         "commit_writer.CommitWriter._leased",
         READERS_UNSEEN,
@@ -112,7 +127,7 @@ PLANTED = {
 
 
 QUICK = {name for name in PLANTED if name.startswith("lmdb")} | {
-    "zarr: manifests not synced", "zarr: two manifests", "zarr: written over below a reader",
+    "zarr: heads not synced", "zarr: the head before deleted first", "zarr: written over below a reader",
 }  # fmt: skip
 """Of each engine one that each part of the harness must find; the others are looked for by make test-long."""
 

@@ -77,7 +77,7 @@ def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str
         assert set(load(first, 90)) == {0}
         del first
         gc.collect()
-        assert not store.commit_writer._pins
+        assert not store.commit_writer._holds
         store.close()
         del store
         gc.collect()

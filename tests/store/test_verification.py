@@ -11,17 +11,15 @@ from typer.testing import CliRunner
 
 from tests.files import flipped
 from tests.memory import Peak, run_alone
-from tests.store.big import append, file_of, publish
+from tests.store.big import append, publish
 from tests.store.conftest import held_blocks, small_tables
+from tests.store.places import byte_of, places
 from tests.store.world import World
 from tiercache.cli import app
-from tiercache.store import SGD, Range, Store, Table, Zeros, hash_keys, info, verify
+from tiercache.store import SGD, CorruptStoreError, Range, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
-from tiercache.store.layout import ROWS, STATE
 from tiercache.store.segment import base_layout
 from tiercache.store.verification import Verification
-
-Name = tuple[bytes, int, int, int]
 
 KEPT = [3, 4, 5]
 
@@ -42,31 +40,22 @@ def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
         yield store
 
 
-def names(path: Path) -> list[Name]:
-    """Return the names of all blocks."""
-    with opened(path) as store:
-        return sorted(held_blocks(store))
-
-
-def byte_of(path: Path, name: Name) -> tuple[Path, int]:
-    """Return the file that holds a block, or a field of it, and where it has its second byte."""
-    file, at, _ = file_of(path, name)
-    return file, at + 1
-
-
 def touched(path: Path) -> list[int]:
     """Return the commits that are not whole when each is opened and read alone."""
     found = []
     for id_ in KEPT:
-        with opened(path, id_) as store:
-            if Verification(store).run()["problems"]:
-                found.append(id_)
+        try:
+            with opened(path, id_) as store:
+                if Verification(store).run()["problems"]:
+                    found.append(id_)
+        except CorruptStoreError:
+            found.append(id_)
     return found
 
 
 def said(problem: str) -> list[int]:
     """Return the commits that a sentence names."""
-    words = re.match(r"in commits? ([\d, and]+), block", problem)
+    words = re.match(r"in commits? ([\d, and]+), (block|part|commits/|ranks/|the description)", problem)
     assert words is not None, problem
     return [int(id_) for id_ in re.findall(r"\d+", words[1])]
 
@@ -76,7 +65,8 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     seen: list[tuple[int, int]] = []
     found = verify(path, progress=lambda done, total: seen.append((done, total)))
     assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
-    assert found["blocks"] == sum(name[0] == ROWS for name in names(path))
+    with opened(path) as store:
+        assert found["blocks"] == sum(name.endswith("/rows") for name, _ in held_blocks(store))
     assert found["rows"] >= info(path)["rows"]
     assert seen[-1] == (found["bytes"], found["bytes"])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -84,12 +74,16 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
 
 
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
-    """Of rows, keys and state: as reading each commit alone finds it; blocks that only older commits need count."""
+    """Of rows, keys, state and what describes segments: as reading each commit alone finds it; blobs that only older
+    commits need count.
+    """
     hit: set[tuple[int, ...]] = set()
-    for name in names(path)[:: 5 if path.joinpath("data.mdb").exists() else 9]:
-        with flipped(*byte_of(path, name)):
-            with opened(path) as store:
-                (problem,) = Verification(store).run()["problems"]
+    blobs = {name: found for name, found in places(path).items() if not name.startswith(("commits/", "ranks/"))}
+    for number, (file, at, size) in enumerate(place for found in blobs.values() for place in found):
+        if number % 4:
+            continue
+        with flipped(file, at + min(1, size - 1)):
+            (problem,) = verify(path)["problems"]
             assert said(problem) == touched(path) != []
             hit.add(tuple(said(problem)))
     assert len(hit) > 2
@@ -116,26 +110,21 @@ def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, pa
 
 
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
-    """In the sentence of the block, with exit code 1."""
-    state = next(name for name in names(path) if name[0] == STATE)
-    with flipped(*byte_of(path, state)):
+    """In the sentence of the part, with exit code 1."""
+    with flipped(*byte_of(path, "states/0.3")):
         result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 1
-    assert "error: in commit 3, block 0 of the dense state of commit 3 of the store" in result.stderr
+    assert "error: in commit 3, part 0 of the dense state of commit 3 of the store" in result.stderr
 
 
 def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) -> None:
-    """A block that is gone keeps its commits from opening; a bit elsewhere is found all the same."""
-    if path.joinpath("blocks.bin").exists():
-        pytest.skip("no block of one file goes missing alone")
-    oldest, newest = [name for name in names(path) if name[0] == STATE][:: len(KEPT) - 1]
-    file_of(path, oldest)[0].unlink()
-    with flipped(*byte_of(path, newest)):
-        problems = verify(path)["problems"]
-    assert len(problems) == 2
-    assert problems[0].startswith("in commit 3, the dense state of commit 3 of the store")
-    assert "is missing" in problems[0]
-    assert said(problems[1]) == [5]
+    """A commit, or what it lists, that is damaged keeps it from opening; a bit elsewhere is found all the same."""
+    for name in ("commits/4", "ranks/0.4"):
+        with flipped(*byte_of(path, name)), flipped(*byte_of(path, "states/0.5")):
+            problems = verify(path)["problems"]
+        assert len(problems) == 2
+        assert problems[0].startswith(f"in commit 4, {name} of the store")
+        assert said(problems[1]) == [5]
 
 
 # -- memory --------------------------------------------------------------------------------------------------
