@@ -165,7 +165,7 @@ def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: 
     with Store.open(path, tables=TABLES, engine=engine) as store:
         for earlier in range(number):
             take(store, earlier, quiet)
-        store._opened.engine.shrink()  # what is deleted meanwhile makes room
+        store._opened.engine.drop((), shrink=True)  # what is deleted meanwhile makes room
         fill(ballast)
         with pytest.raises(StoreFullError, match=r"needs ([\d,]+) more bytes.* but .* has [\d,]+ free") as full:
             take_all(store)

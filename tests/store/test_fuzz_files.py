@@ -1,17 +1,21 @@
-"""A store whose files have other bytes: LMDB's pages, Zarr's manifest and descriptions, and places that lie."""
+"""A store whose files have other bytes: LMDB's pages, Zarr's heads and descriptions, and places that lie."""
 
 import json
 import struct
 from pathlib import Path
 
+import google_crc32c
+import lmdb
 import pytest
+from numpy.random import Generator
 
 from tests.apart import ran
 from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
-from tiercache.store import CorruptStoreError, LmdbEngine, Store, StoreError
-from tiercache.store.records import RecordManifest, decode, encode
+from tiercache.store import CorruptStoreError, Store, StoreError
+from tiercache.store.engines.lmdb_records import HeadRecord, checksum_of
+from tiercache.store.engines.zarr_heads import NumberedHead
 
 STEPS = 5
 PAGE_BYTES = 4096
@@ -90,47 +94,56 @@ def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> 
 
 
 def test_places_that_lie_are_refused_or_read_in_a_sentence(lmdb_path: Path) -> None:
-    """Places of blocks changed in whole records: nothing is read beyond the file, and no other block's bytes pass."""
+    """Places of blobs changed in the map, under right checksums: nothing is read beyond the file, and no other blob's
+    bytes pass.
+    """
     path = lmdb_path
     whole = {entry: entry.read_bytes() for entry in path.iterdir() if entry.is_file() and entry.name != "writer.lock"}
     lies = [-(1 << 63), -4096, -1, 0, 1, 4095, 4096, 8192, 1 << 20, 1 << 40, (1 << 63) - 4096, (1 << 63) - 1]
+    refused = 0
     for seed in range(40):
         generator = generator_of(seed)
         for file, data in whole.items():
             file.write_bytes(data)
-        engine = LmdbEngine(path, create=False)
-        records = engine.records()
-        name = sorted(name for name in records if name != "tables")[int(generator.integers(0, len(records) - 1))]
-        kind = name.partition("/")[0]
-        values, arrays = decode(kind, records[name], "it")
-        told = [array for array in arrays if array.partition("/")[0].endswith("_at") and arrays[array].size]
-        for array in told[:: int(generator.integers(1, 3))]:
-            arrays[array] = arrays[array].copy()
-            arrays[array][int(generator.integers(0, arrays[array].size))] = int(generator.choice(lies))
-        engine.commit({name: encode(kind, values, arrays)})
-        engine.close()
-        for mode in ("r", "a"):
-            try:
-                with Store.open(path, mode=mode) as store:
-                    assert problems(store) == [] or told, seed
-            except StoreError as error:
-                assert_sentence(error)
+        rewrite_map(path, lies, generator)
+        results = [read(path, mode, seed) for mode in ("r", "a")]
+        refused += results.count(False)
         assert (path / "blocks.bin").stat().st_size <= len(whole[path / "blocks.bin"]) + (1 << 20)
+    assert refused > 40
+
+
+def rewrite_map(path: Path, lies: list[int], generator: Generator) -> None:
+    """Put lies into one entry of the map of blobs, with its checksum and the head's sum of all of them."""
+    where = str(path / "data.mdb")
+    with lmdb.open(where, subdir=False, lock=False, map_size=1 << 28) as env, env.begin(write=True) as txn:
+        entries = {bytes(key): bytes(value) for key, value in txn.cursor()}
+        names = sorted(entries.keys() - {b"head"})
+        name = names[int(generator.integers(0, len(names)))]
+        numbers = [*struct.unpack(f"<{len(entries[name]) // 8}q", entries[name][:-4])]
+        for _ in range(int(generator.integers(1, 3))):
+            numbers[int(generator.integers(0, len(numbers)))] = lies[int(generator.integers(0, len(lies)))]
+        value = struct.pack(f"<{len(numbers)}q", *numbers)
+        value += struct.pack("<I", google_crc32c.extend(google_crc32c.value(name), value))
+        head = HeadRecord.from_bytes(entries[b"head"], "it")
+        sums = head.checksums + checksum_of(value) - checksum_of(entries[name])
+        txn.put(name, value)
+        txn.put(b"head", head._replace(checksums=sums).to_bytes())
 
 
 # -- Zarr ----------------------------------------------------------------------------------------------------
 
 
-def manifest(path: Path) -> Path:
-    """Return the file of the manifest."""
-    (file,) = (path / "manifests").iterdir()
-    return file
+def head(path: Path) -> Path:
+    """Return the file of the newest head."""
+    return max((path / "heads").iterdir(), key=lambda file: int(file.name))
 
 
 @pytest.mark.usefixtures("bounded_memory")
-def test_manifests_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
+def test_heads_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
     """Random bytes, real ones with damage, damage and lies under a right checksum."""
-    whole, refused = manifest(zarr_path).read_bytes(), 0
+    file, refused = head(zarr_path), 0
+    whole, number = file.read_bytes(), int(file.name)
+    NumberedHead.from_bytes(whole, number, "it")
     for seed in range(1500):
         generator = generator_of(seed)
         match seed % 4:
@@ -143,7 +156,7 @@ def test_manifests_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> No
             case _:
                 data = lying(whole, generator)
         try:
-            RecordManifest.from_bytes(data, "it")
+            NumberedHead.from_bytes(data, number, "it")
         except CorruptStoreError as error:
             assert_sentence(error)
             refused += 1
@@ -152,9 +165,9 @@ def test_manifests_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> No
 
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_manifest_that_lies_is_refused_or_read_right(zarr_path: Path, seed: int) -> None:
-    """Any value replaced under a right checksum: no other block's bytes pass, and nothing beside the store changes."""
-    path, file = zarr_path, manifest(zarr_path)
+def test_a_head_that_lies_is_refused_or_read_right(zarr_path: Path, seed: int) -> None:
+    """Any value replaced under a right checksum: no other blob's bytes pass, and nothing beside the store changes."""
+    path, file = zarr_path, head(zarr_path)
     whole = file.read_bytes()
     for case in range(40):
         file.write_bytes(lying(whole, generator_of(1000 * seed + case)))
@@ -166,29 +179,38 @@ def test_a_manifest_that_lies_is_refused_or_read_right(zarr_path: Path, seed: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_damaged_manifest_loses_nothing(zarr_path: Path, seed: int) -> None:
+def test_a_damaged_head_loses_nothing(zarr_path: Path, seed: int) -> None:
     """Opened for writing it is refused, or read right: with its bytes back the store is as it was."""
-    file = manifest(zarr_path)
+    file = head(zarr_path)
     whole = file.read_bytes()
     for case in range(20):
         file.write_bytes(damaged(whole, generator_of(1000 * seed + case)))
         if read(zarr_path, "a"):
-            file = manifest(zarr_path)
+            file = head(zarr_path)
             whole = file.read_bytes()
         file.write_bytes(whole)
     assert read(zarr_path, "a")
 
 
-def test_what_describes_arrays_is_for_others(zarr_path: Path) -> None:
-    """Whatever stands there, rows are read right: places are computed from the store's own records."""
-    nodes = sorted(zarr_path.glob("**/zarr.json"))
+def test_what_describes_arrays_is_for_others_and_for_writers(zarr_path: Path) -> None:
+    """Whatever is there, rows are read right, as places are computed from the store's own records; a writer, who lists
+    blobs by it, reads them right, too, or is refused, and drops nothing then.
+    """
+    nodes, refused = sorted(zarr_path.glob("**/zarr.json")), 0
     assert len(nodes) > 10
+    others = {file: file.read_bytes() for file in zarr_path.glob("segments/**/c.*")}
     for number, node in enumerate(nodes):
         whole, generator = node.read_bytes(), generator_of(number)
         lies = {key: LIES[int(generator.integers(0, len(LIES)))] for key in json.loads(whole)}
         bytes_ = [b"", DEEP, damaged(whole, generator), json.dumps(lies).encode()]
-        node.write_bytes(bytes_[number % len(bytes_)])
-    assert all(read(zarr_path, mode) for mode in ("r", "a"))
-    for node in zarr_path.glob("**/zarr.json"):
+        for data in (bytes_[number % len(bytes_)], whole.replace(b'"block_rows":', b'"block_rows":1')):
+            node.write_bytes(data)
+            assert read(zarr_path, "r")
+            refused += not read(zarr_path, "a")
+            node.write_bytes(whole)
+    assert refused > 5
+    assert others == {file: file.read_bytes() for file in zarr_path.glob("segments/**/c.*")}
+    for node in nodes:
         node.unlink()
-    assert all(read(zarr_path, mode) for mode in ("r", "a"))
+    assert read(zarr_path, "r")
+    assert not read(zarr_path, "a")

@@ -16,8 +16,8 @@ import pytest
 import tiercache as tc
 from tests.crash.told import finish, start
 from tests.files import flip
-from tests.store.big import file_of
 from tests.store.failing import FailingEngine
+from tests.store.places import byte_of, places
 from tests.store.reader import digest, read_on
 from tests.train.cases import (
     SPECS,
@@ -34,7 +34,6 @@ from tests.train.cases import (
     train,
 )
 from tiercache.store import MemoryEngine, Store, verify
-from tiercache.store.layout import ROWS
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, StoreFullError
 
 if TYPE_CHECKING:
@@ -169,25 +168,15 @@ def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
         assert_same_bits(result_of(store, passes, model), ended)
 
 
-def flip_in_the_middle(path: Path, name: tuple[bytes, int, int, int]) -> int:
-    """Change one bit in the middle of a block; returns the place in the block."""
-    file, at, size = file_of(path, name)
-    flip(file, at + size // 2, 0x10)
-    return size // 2
-
-
 def flip_in_rows(path: Path) -> int:
-    """Change one bit of the rows of the newest block of table a; returns the pass that they wait for."""
+    """Change one bit of the last rows of table a in the newest segment; returns the pass that they wait for."""
     with tc.Store.open(path, mode="r") as store:
         group = next(g.index for g in store.groups if g.tables[0].name == "a")
         segment = store.segments[-1]
         layout = segment.layouts[group]
-    block = layout.num_blocks - 1
-    at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
-    first = layout.pages_of_block(block)[0]
-    base = layout.byte_of_page(first)
-    page = layout.page_of_row((base + at) // layout.row_bytes)
-    return int(layout.next_use_R[layout.range_of_page(page)])
+    file, at, size = places(path)[f"{segment.name}/{group}/rows"][-1]
+    flip(file, at + size - 1, 0x10)
+    return int(layout.next_use_R[layout.range_of_page(layout.num_pages - 1)])
 
 
 @pytest.fixture
@@ -220,8 +209,8 @@ def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, p
     """A damaged dense state is found by verify and never loaded into a model."""
     with tc.Store.open(trained, mode="r") as store:
         assert store.commit is not None
-        name = store.commit.state_blocks()[0][:4]
-    flip_in_the_middle(trained, name)
+        name = store.commit.own.state.name
+    flip(*byte_of(trained, name), 0x10)
     assert "dense state" in verify(trained)["problems"][0]
     with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:
         with pytest.raises(CorruptStoreError, match="dense state") as caught:

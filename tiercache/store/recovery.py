@@ -188,6 +188,8 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
             wrong = "is missing"
         elif seen.size < need.size:
             wrong = f"is cut short: {seen.size:,} of its {need.size:,} bytes are there"
+        elif seen.size > need.size:
+            wrong = f"is described as having {seen.size:,} bytes, and {need.size:,} were written"
         elif seen.dropped > need.first_byte:
             wrong = f"lacks its first {seen.dropped:,} bytes, and those from {need.first_byte:,} on are needed"
         else:
