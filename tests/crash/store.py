@@ -62,7 +62,7 @@ class StoreWorkload:
 
     def __init__(self, engine: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # an engine that is none is a sentence of every child
-            for module in (f"tiercache.store.{engine}_engine", "numpy.ma"):  # once, and not in every child
+            for module in (f"tiercache.store.engines.{engine}_engine", "numpy.ma"):  # once, and not in every child
                 importlib.import_module(module)
         prepare()
         self.engine = engine
