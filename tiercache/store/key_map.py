@@ -8,14 +8,16 @@ read in place: a lookup reads one chunk of each of its three arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.kernels.cpu.key_map import bucket_counts, placed_entries
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from tiercache.store.layout import SegmentLayout
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     Numbers = NDArray[Any] | PagedArray
 
 MOST_ROWS = 1 << 26
-"""Of a layout with a map: 4 bytes of each are in memory while it is made, and 3 while it is written."""
-BUILD_BYTES = 7
+"""Of a layout with a map: 4 bytes of each are in memory while it is made, 3 of its entry, and what sorts a part."""
+BUILD_BYTES = 10
 """Of memory for each row while a segment with a map is written."""
 _BUCKET_KEYS = 4
 """At least, in a bucket on average; at most twice as many."""
@@ -36,6 +38,10 @@ _FEW = 4
 """Hashes."""
 _RUN = 64
 """Buckets with one start."""
+_PARTS = 16
+"""That are sorted one after another, each in a sixteenth of the memory."""
+_PART_ROWS = 1 << 16
+"""At least, of a part: smaller ones only take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -162,19 +168,53 @@ class KeyMapBuilder:
         bucket_bits = max(0, (rows // _BUCKET_KEYS).bit_length() - 1)
         range_bits = max(1, (self._layout.num_ranges - 1).bit_length())
         entry_bytes = -(-(range_bits + _LEAST_PRINT_BITS) // 8)
-        counts = bucket_counts(self._tops, bucket_bits)
-        if int(counts.max()) > 255:
-            return None
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
-        entries = placed_entries(
-            self._tops, self._layout.first_row_R, counts,
-            bucket_bits=bucket_bits, print_bits=print_bits, range_bits=range_bits, entry_bytes=entry_bytes,
-        )  # fmt: skip
+        counts = np.zeros(1 << bucket_bits, np.uint32)
+        data = np.empty((rows, entry_bytes), np.uint8)
+        done = 0
+        for part in self._parts(bucket_bits):
+            tops = self._tops[part].astype(np.int64)
+            buckets = tops >> (32 - bucket_bits)
+            first = int(buckets.min())
+            buckets -= first
+            found = np.bincount(buckets)
+            if int(found.max()) > 255:
+                return None
+            counts[first : first + found.size] = found
+            prints = (tops >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
+            of_range = np.diff(np.searchsorted(part, self._layout.first_row_R))
+            entries = (prints << range_bits) | np.repeat(np.arange(of_range.size), of_range)
+            entries = entries[_order_of(buckets)]
+            for byte in range(entry_bytes):
+                data[done : done + part.size, byte] = (entries >> (8 * byte)) & 255
+            done += part.size
         before = np.cumsum(counts, dtype=np.int64) - counts
         return KeyMap(
             bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes,
-            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=entries,
+            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=data.reshape(-1),
         )  # fmt: skip
+
+    def _parts(self, bucket_bits: int) -> Iterator[Int64s]:
+        """Yield the rows of a run of buckets, in order, then of the next run. A shard has only some of all hashes."""
+        parts = min(_PARTS, -(-self._tops.size // _PART_ROWS))
+        if parts == 1:
+            yield np.arange(self._tops.size)
+            return
+        shift = 32 - bucket_bits
+        first, last = (int(top) >> shift for top in (self._tops.min(), self._tops.max()))
+        bounds = [(first + (last + 1 - first) * part // parts) << shift for part in range(parts + 1)]
+        for low, high in pairwise(bounds):
+            rows = np.nonzero((self._tops >= low) & (self._tops <= high - 1))[0]
+            if rows.size:
+                yield rows
+
+
+def _order_of(numbers: Int64s) -> Int64s:
+    """Return the stable order of numbers from 0 on, below 2^32; NumPy sorts those of 16 bits by their digits."""
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")
+    if int(numbers.max()) >> 16:
+        order = order[np.argsort((numbers >> 16)[order].astype(np.uint16), kind="stable")]
+    return order
 
 
 def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:
