@@ -104,6 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.scheduled = True
         self.kept: dict[int, Kept] = {}
         """By id of the commit, the oldest first."""
+        self.pins: dict[str, int] = {}
         self.retention = retention
         self.inner = self.make(self.path)
         self.engine = FailingEngine(self.inner)
@@ -164,9 +165,28 @@ class StoreMachine(RuleBasedStateMachine):
         to = sorted(self.kept)[-1 - back % len(self.kept)]
         newest, kept = max(self.kept), self.kept[to]
         assert self.store.rollback(to).id == newest + 1
-        self.kept = {id_: commit for id_, commit in self.kept.items() if id_ <= to}
+        pinned = self.pins.values()
+        self.kept = {id_: commit for id_, commit in self.kept.items() if id_ <= to or id_ in pinned}
         self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
         self._keep(kept.cursor, id_=newest + 1)
+
+    @precondition(lambda self: self.kept)
+    @rule(name=st.sampled_from("ab"), back=st.integers(0, 3))
+    def pin(self, name: str, back: int) -> None:
+        """A commit is kept by name; what was dumped since the newest waits."""
+        to = sorted(self.kept)[-1 - back % len(self.kept)]
+        self.pins[name] = to
+        assert self.store.pin(name, to).pins == self.pins
+        self._keep_again()
+
+    @precondition(lambda self: self.pins)
+    @rule(back=st.integers(0, 1))
+    def unpin(self, back: int) -> None:
+        """A name keeps its commit no longer."""
+        name = sorted(self.pins)[back % len(self.pins)]
+        del self.pins[name]
+        assert self.store.unpin(name).pins == self.pins
+        self._keep_again()
 
     # -- failures ----------------------------------------------------------------------------------------
 
@@ -305,7 +325,20 @@ class StoreMachine(RuleBasedStateMachine):
         """Note a commit; from now on a crash leads here."""
         newest = max(self.kept, default=-1) + 1 if id_ is None else id_
         self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.scheduled)
-        self.kept = dict(list(self.kept.items())[-self.retention :])
+        self._give_up()
+
+    def _keep_again(self) -> None:
+        """Note a commit that takes the place of the newest."""
+        newest = max(self.kept)
+        self.kept[newest + 1] = self.kept[newest]
+        if newest not in self.pins.values():
+            del self.kept[newest]
+        self._give_up(more=newest in self.pins.values())
+
+    def _give_up(self, *, more: bool = False) -> None:
+        """Note which commits are kept: the newest, one ``more`` where one says what another does, and those by name."""
+        kept = {*list(self.kept)[-self.retention - more :], *self.pins.values()}
+        self.kept = {id_: commit for id_, commit in self.kept.items() if id_ in kept}
 
     def _step_back(self) -> None:
         """Be where the last commit was."""

@@ -1,6 +1,5 @@
 """A store on every engine is a dict: whatever is done to it, and whenever it fails or its process dies."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.store import test_engines as engines
 from tests.store.machine import StoreMachine
 from tiercache.store import Engine, MemoryEngine, StoreError
+from tiercache.store.engines.engine import Head
+from tiercache.store.engines.memory_engine import BlobBytes
 
 CONTRACTS = {"memory": engines.TestMemoryEngine, "lmdb": engines.TestLmdbEngine, "zarr": engines.TestZarrEngine}
 
@@ -33,24 +34,26 @@ def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, exa
 
 
 class Forgetful(MemoryEngine):
-    """Its newest commit is not durable: a process that dies loses it."""
+    """Its newest head is not durable: a process that dies loses it, and what was put for it."""
 
-    before: tuple[dict[str, bytes], Any] | None = None
+    before: tuple[Head | None, dict[str, BlobBytes]] = (None, {})
 
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Commit, and know how it was before."""
-        self.before = dict(self.by_name), dict(self.blocks)
-        super().commit(records)
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Publish, and know how it was before."""
+        if self.head is not None:
+            self.before = self.head, dict(self.blobs)
+        super().publish(head, before)
 
 
 class Eager(MemoryEngine):
-    """Frees a block that is still needed once it has many."""
+    """Drops a blob that is still needed once it has many."""
 
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Commit, and delete the first block too."""
-        super().commit(records)
-        if len(self.blocks) > 20:
-            del self.blocks[min(self.blocks)]
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Publish, and drop the first rows too."""
+        super().publish(head, before)
+        rows = sorted(name for name in self.blobs if name.endswith("/rows"))
+        if len(rows) > 6:
+            del self.blobs[rows[0]]
 
 
 def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
@@ -63,9 +66,9 @@ def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
 
         @classmethod
         def open(cls, path: Path, held: Any) -> Engine:
-            if isinstance(held, Forgetful) and held.before is not None:
-                held.by_name, held.blocks = held.before
-                held.before = None
+            if isinstance(held, Forgetful) and held.before[0] is not None:
+                held.head, held.blobs = held.before
+                held.before = None, {}
             return held
 
     return Broken
@@ -73,7 +76,7 @@ def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
 
 @pytest.mark.parametrize("engine", [Forgetful, Eager])
 def test_the_machine_finds_an_engine_that_is_wrong(engine: type[MemoryEngine]) -> None:
-    """A commit that a crash loses, a block that is freed too early."""
+    """A commit that a crash loses, a blob that is dropped too early."""
     generate = {"phases": [Phase.generate], "derandomize": True, "report_multiple_bugs": False}
     with pytest.raises((AssertionError, StoreError)):
         run(broken(engine), 200, **generate, database=None, suppress_health_check=[*HealthCheck])

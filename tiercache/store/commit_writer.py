@@ -273,10 +273,11 @@ class CommitWriter:
             else:
                 pins[name] = commit
             *older, newest = self._history.snapshots
-            changed = replace(before, id=before.id + 1, pins=pins)
+            changed = replace(before, id=before.id + 1, pins=pins, retention=self.retention)
             if self._next_id != before.own.next_segment:
                 changed = replace(changed, own=replace(before.own, next_segment=self._next_id), ranks=())
-            kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
+            stays = before.id in {*pins.values(), *(self.named or ())}
+            kept = self._kept(older, changed) + ([newest] if stays else [])
             return self._advance(kept, changed, appended=self.snapshot.appended)
 
     def keep(self, commits: Iterable[int]) -> None:

@@ -1,0 +1,182 @@
+"""Commits that are kept by name, whatever is committed after them."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from tests.store.conftest import Home, needed_bytes, small_tables, stored_bytes
+from tests.store.failing import FailingEngine
+from tests.store.test_rewrite import rows_of
+from tests.store.world import World
+from tiercache.store import CommitMissingError, MemoryEngine, Store, StoreError, info, verify
+from tiercache.store.verification import Verification
+
+
+def small_world() -> World:
+    """Return a world whose passes take a moment."""
+    return World(small_tables(), keys_per_pass=12, universe=30, block_rows=4, page_rows=2)
+
+
+def ids(store: Store) -> list[int]:
+    """Return the commits that a store keeps."""
+    return [commit.id for commit in store.commits]
+
+
+def check_pinned(store: Store, commit: int, world: World) -> None:
+    """Assert that a store has a commit as it was, and of its engine no byte that no commit needs."""
+    with store.at(commit) as older:
+        assert rows_of(older) == world.rows
+        assert older.state() == world.state
+    assert Verification(store).run()["problems"] == []
+    assert stored_bytes(store) == needed_bytes(store)
+
+
+def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_rollback(home: Home) -> None:
+    """With its rows and its state; and once it is unpinned, with the commit that says so, nothing of it is left."""
+    world = small_world()
+    store = home.open(world.tables)
+    world.run(store, 2)
+    best, commit = copy.deepcopy(world), store.pin("best")
+    assert (commit.id, commit.pins, commit.cursor) == (2, {"best": 1}, (2, 0))
+    world.run(store, 4)
+    assert ids(store) == [1, 6]
+    check_pinned(store, 1, best)
+    store = home.open()
+    assert store.commit.pins == {"best": 1}
+    check_pinned(store, 1, best)
+    world.follow(store, world.draw(9))
+    world.run(store, 1)
+    world.compact(store)
+    check_pinned(store, 1, best)
+    world.follow(store, world.draw(10))
+    store.pin("also")
+    store.rollback(1)
+    assert ids(store) == [1, 10, 12]
+    assert rows_of(store) == best.rows
+    check_pinned(store, 10, world)
+    store.rollback(10)
+    assert rows_of(store) == world.rows
+    assert store.commit.pins == {"best": 1, "also": 10}
+    best.check_changes(store.at(1), -1)
+    store.unpin("best")
+    store = home.open()
+    assert ids(store) == [10, 14]
+    with pytest.raises(CommitMissingError, match="has no commit 1: give one of 10, 14"):
+        store.at(1)
+    store.unpin("also")
+    assert ids(store) == [15]
+    assert stored_bytes(store) == needed_bytes(store)
+    assert rows_of(store) == world.rows
+
+
+def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(home: Home) -> None:
+    """Its rank and state are those of the commit before; of the commits of training as many are kept as before."""
+    world = small_world()
+    store = home.open(world.tables, retention=3)
+    world.run(store, 5)
+    before, written = store.commit, store.counters.meta_bytes_written
+    commit = store.pin("first", 2)
+    assert ids(store) == [2, 3, 5]
+    assert (commit.ranks, commit.own.state.name) == (before.ranks, before.own.state.name)
+    assert store.counters.meta_bytes_written - written == commit.head.size
+    assert store.counters.state_bytes_written == 5 * len(b"state at 1, 0")
+    assert store.pin("first", 3).pins == {"first": 3}
+    store.unpin("first")
+    assert ids(store) == [2, 3, 7]
+    world.run(store, 3)
+    assert ids(store) == [8, 9, 10]
+    assert stored_bytes(store) == needed_bytes(store)
+    world.check(store, after=world.pass_index - 1)
+
+
+def test_a_name_keeps_one_commit_and_a_commit_may_have_two_names(home: Home) -> None:
+    """A name that is given to another commit lets go of the one it kept."""
+    world = small_world()
+    store = home.open(world.tables)
+    world.run(store, 1)
+    store.pin("best")
+    world.run(store, 1)
+    store.pin("best")
+    store.pin("second", 2)
+    world.run(store, 1)
+    assert store.commit.pins == {"best": 2, "second": 2}
+    assert ids(store) == [2, 5]
+    store.unpin("best")
+    assert ids(store) == [2, 6]
+    store.unpin("second")
+    assert ids(store) == [7]
+
+
+def test_rows_that_no_commit_names_yet_wait_while_a_commit_is_pinned(home: Home) -> None:
+    """They are in the next commit, which the pin's is not; a crash before it loses them as ever."""
+    world = small_world()
+    store = home.open(world.tables)
+    world.run(store, 2)
+    world.train()
+    segment = world.append(store)
+    world.pass_index += 1
+    commit = store.pin("before")
+    assert segment.id not in commit.segment_ids
+    assert store.segments[-1] is segment
+    world.check(store, after=world.pass_index - 1)
+    world.publish(store)
+    world.check_changes(store, 2)
+    assert store.commit.named[segment.id] == 3
+    store = home.open()
+    assert ids(store) == [1, 3]
+    world.run(store, 1)
+    assert store.segments[-1].id == segment.id + 1
+    assert Verification(store).run()["problems"] == []
+
+
+def test_a_pin_keeps_the_retention_that_the_store_was_opened_with(home: Home) -> None:
+    """As any commit does."""
+    world = small_world()
+    world.run(home.open(world.tables), 2)
+    store = home.open(retention=3)
+    store.pin("best")
+    store = home.open()
+    assert store.retention == 3
+    world.run(store, 4)
+    assert ids(store) == [1, 4, 5, 6]
+
+
+def test_a_pin_that_fails_leaves_the_store_as_it_was() -> None:
+    """Whatever the engine fails at; what is tried again is done."""
+    world, engine = small_world(), FailingEngine(MemoryEngine(), verbs=("put", "publish"))
+    with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
+        world.run(store, 3)
+        for step in (lambda: store.pin("best"), lambda: store.unpin("best")):
+            before, kept = store.commit, ids(store)
+            for call in (1, 2):
+                engine.fail_in(call)
+                with pytest.raises(StoreError):
+                    step()
+                engine.fail_in(None)
+                assert store.commit is before
+                assert ids(store) == kept
+                assert stored_bytes(store) == needed_bytes(store)
+            step()
+        assert store.commit.pins == {}
+
+
+def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
+    """No commit, one that is not kept, names that are none, and a store that is only read."""
+    world = small_world()
+    with Store.open(tmp_path / "s", tables=world.tables) as store:
+        with pytest.raises(ValueError, match="has no commit yet: publish one first"):
+            store.pin("best")
+        world.run(store, 2)
+        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 1"):
+            store.pin("best", 0)
+        for name in ("", "a\nb", "x" * 201):
+            with pytest.raises(ValueError, match="cannot name a pinned commit: give 1 to 200 characters"):
+                store.pin(name)
+        store.pin("best", 1)
+        with pytest.raises(ValueError, match="has no pinned commit 'worst': it has 'best'"):
+            store.unpin("worst")
+    with Store.open(tmp_path / "s", mode="r") as store, pytest.raises(ValueError, match="open for reading"):
+        store.pin("best")
+    assert info(tmp_path / "s")["pins"] == {"best": 1}
+    assert verify(tmp_path / "s")["problems"] == []
