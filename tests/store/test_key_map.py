@@ -1,0 +1,156 @@
+"""Arrays that are read in place, and the map of keys that is made of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import CorruptStoreError, MemoryEngine, Range, SegmentLayout, Store
+from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder
+from tiercache.store.paged import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
+
+
+class Behind:
+    """Arrays behind a head, and what was read of them."""
+
+    def __init__(self, arrays: dict[str, NDArray[np.generic]], *, cache_bytes: int = 1 << 20) -> None:
+        described, parts, self.checksums = describe(arrays)
+        self.data = np.concatenate(parts)
+        self.reads: list[tuple[int, int]] = []
+        self.cache = ChunkCache(cache_bytes)
+        self.arrays = PagedArrays("blob", places_of(described), self.checksums, self._read, self.cache, "it")
+
+    def _read(self, begin: int, out: NDArray[np.uint8]) -> None:
+        self.reads.append((begin, out.size))
+        out[:] = self.data[begin : begin + out.size]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=4),
+    dtype=st.sampled_from(["|u1", "<u4", "<u8", "<i8"]),
+    parts=st.lists(st.tuples(st.integers(0, 3), st.integers(-9100, 9100), st.integers(-9100, 9100)), max_size=12),
+    cache_bytes=st.sampled_from([1, 2 * CHUNK_BYTES, 1 << 20]),
+)
+def test_slices_are_those_of_the_arrays(
+    sizes: list[int], dtype: str, parts: list[tuple[int, int, int]], cache_bytes: int
+) -> None:
+    """Whatever is kept of earlier reads: never more than the cache may have, or one chunk."""
+    rng = np.random.default_rng(sum(sizes))
+    arrays = {str(i): rng.integers(0, 255, size).astype(dtype) for i, size in enumerate(sizes)}
+    behind = Behind(arrays, cache_bytes=cache_bytes)
+    for which, low, high in parts:
+        name = str(which % len(sizes))
+        found = behind.arrays.array(name)
+        assert (len(found), found.dtype) == (arrays[name].size, arrays[name].dtype)
+        assert np.array_equal(found[low:high], arrays[name][low:high])
+        if -found.size <= low < found.size:
+            assert found.item(low) == arrays[name].item(low)
+        else:
+            with pytest.raises(IndexError):
+                found[low]
+        assert behind.cache.num_bytes <= max(cache_bytes, CHUNK_BYTES)
+
+
+def test_a_chunk_is_read_once_and_neighbors_by_one_read() -> None:
+    """As long as they are kept."""
+    behind = Behind({"a": np.arange(6, dtype=np.uint8), "b": np.arange(10_000, dtype=np.int64)})
+    array = behind.arrays.array("b")
+    assert array[3] == 3
+    assert behind.reads == [(8, CHUNK_BYTES)]
+    assert np.array_equal(array[:], np.arange(10_000))
+    assert behind.reads[1:] == [(8 + CHUNK_BYTES, 80_000 - CHUNK_BYTES)]
+    assert np.array_equal(array[2000:2100], np.arange(2000, 2100))
+    assert len(behind.reads) == 2
+
+
+def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
+    """In words that name it; it is not kept."""
+    behind = Behind({"a": np.arange(6000, dtype=np.int64)})
+    behind.data[CHUNK_BYTES + 5] ^= 1
+    array = behind.arrays.array("a")
+    assert array[2047] == 2047
+    for _ in range(2):
+        with pytest.raises(CorruptStoreError, match=r"chunk 1 of it has checksum .* was written: restore"):
+            array[2048:2050]
+    assert array[4096] == 4096
+
+
+def layout_of(rows: list[int]) -> SegmentLayout:
+    """Return a layout of one table with so many rows in each range."""
+    ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, 1))
+    return SegmentLayout.of(row_bytes=8, page_rows=8, block_bytes=800, ranges=ranges)
+
+
+def map_of(layout: SegmentLayout, hashes: NDArray[np.uint64]) -> KeyMap | None:
+    """Return the map of rows with hashes, which come block by block, the last one first."""
+    builder = KeyMapBuilder.of(layout)
+    assert builder is not None
+    for block in reversed(range(layout.num_blocks)):
+        low, high = layout.rows_of_block(block)
+        builder.add(low, hashes[low:high])
+    return builder.build()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), rows=st.lists(st.integers(0, 300), min_size=2, max_size=60))
+def test_a_map_finds_every_key_in_its_range(seed: int, rows: list[int]) -> None:
+    """Of any hashes, also of alike ones; read in place it says what it says in memory."""
+    if sum(n > 0 for n in rows) < 2:
+        return
+    layout, rng = layout_of(rows), np.random.default_rng(seed)
+    hashes = rng.integers(0, 1 << 64, layout.rows, dtype=np.uint64)
+    hashes[rng.random(layout.rows) < 0.1] &= np.uint64(0xFFFF)
+    made = map_of(layout, hashes)
+    if made is None:  # too many of them are alike
+        assert np.unique(hashes, return_counts=True)[0].size < layout.rows or layout.rows > 255
+        return
+    behind = Behind({f"{name}/0": array for name, array in made.arrays().items()})
+    stored = KeyMap.from_record(made.to_record(), behind.arrays, 0, layout)
+    ranges = np.searchsorted(layout.first_row_R, np.arange(layout.rows), side="right") - 1
+    order = np.argsort(hashes, kind="stable")
+    for found in (made, stored):
+        which, where = found.find(hashes[order])
+        assert np.all(np.diff(which) >= 0)
+        pairs = set(zip(which.tolist(), where.tolist(), strict=True))
+        assert {(i, int(ranges[row])) for i, row in enumerate(order)} <= pairs
+
+
+def test_a_map_is_small_and_rules_most_keys_out() -> None:
+    """At most 3.5 bytes a key, and of a hundred keys that are not there fewer than four are looked for."""
+    for num_ranges in (2, 50, 2000):
+        layout = layout_of([100_000 // num_ranges] * num_ranges)
+        rng = np.random.default_rng(num_ranges)
+        made = map_of(layout, rng.integers(0, 1 << 64, layout.rows, dtype=np.uint64))
+        assert made is not None
+        assert sum(array.nbytes for array in made.arrays().values()) <= 3.5 * layout.rows
+        others = np.sort(rng.integers(0, 1 << 64, 20_000, dtype=np.uint64))
+        assert made.find(others)[0].size < 0.04 * others.size
+
+
+def test_a_map_that_would_be_of_no_use_is_not_made() -> None:
+    """Of one range, of too many rows, and of keys whose hashes are alike."""
+    assert KeyMapBuilder.of(layout_of([70, 0])) is None
+    assert KeyMapBuilder.of(layout_of([MOST_ROWS, 1])) is None
+    assert map_of(layout_of([300, 300]), np.full(600, 7, np.uint64)) is None
+
+
+def test_one_key_of_25_segments_of_many_ranges_costs_about_a_page() -> None:
+    """The maps of 25 segments say in which range it may be; a lookup finds each key with its row."""
+    world = World(small_tables(), num_passes=25, keys_per_pass=150, universe=600, block_rows=40, page_rows=4)
+    engine = MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        world.run(store, 25)
+    with Store.open(None, engine=engine, mode="r") as store:
+        assert max(layout.num_ranges for segment in store.segments for layout in segment.layouts) > 15
+        name = store.tables[0].name
+        keys = np.array([key for table, key in world.rows if table == name])
+        before = store.counters.key_bytes_read
+        for key in keys[:40].tolist():
+            found = store.lookup(name, np.array([key]))
+            assert b"".join(values[0].tobytes() for values in found.values()) == world.rows[name, key]
+        pages = (store.counters.key_bytes_read - before) / (8 * world.block_rows)
+        assert pages <= 1.5 * 40
