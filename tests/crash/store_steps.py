@@ -81,7 +81,7 @@ class Step:
     broken: bool = False
     """Whether a dump fails half-way before."""
     reader: bool = False
-    """Whether a reader opens the store before, and reads all of its commit two commits later."""
+    """Whether a reader opens the store before, and reads all of its commit, which no name keeps, two commits later."""
     compact: bool = False
     """Whether nothing is dumped and the store is compacted, which is the commit: no pass comes after it."""
     pin: str = ""
@@ -110,13 +110,13 @@ STEPS = (
     Step(passes=(1,), sample=3),
     Step(passes=(1,), sample=9, state_bytes=9000),
     Step(pin="inside"),
-    Step(passes=(1,), reader=True),
-    Step(passes=(2,), forget=True, state_bytes=0),
+    Step(passes=(1,)),
+    Step(passes=(2,), forget=True, state_bytes=0, reader=True),
     Step(passes=(3, 4), stable=True),
     Step(passes=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
     Step(pin="best"),
-    Step(passes=(6,), stable=True, reader=True),
-    Step(passes=(7,), sample=5, reopen=True),
+    Step(passes=(6,), stable=True),
+    Step(passes=(7,), sample=5, reopen=True, reader=True),
     Step(rollback=8),
     Step(unpin="inside"),
     Step(passes=(6, 7), forget=True, state_bytes=300_000),
