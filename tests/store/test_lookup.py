@@ -125,7 +125,7 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     wanted = np.concatenate([np.arange(3, 9), np.arange(21, layout.rows - 5)])
     found = big.read_rows(segment, 0, wanted)
     assert max(size for size, _ in asked) > 256 << 10
-    assert {shift for _, shift in asked} == {0}
+    assert {shift for size, shift in asked if size > 8 << 10} == {0}  # what describes the segment is shorter
     alone = big.read_rows(segment, 0, wanted[7:8])
     assert found[0][7].tobytes() == alone[0][0].tobytes()
 
