@@ -97,7 +97,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
         retained = 0
         for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
             last = model
-            retained += len(store.commit.retained)
+            retained += len(store.commit.retained_ids)
         assert retained > 0
         assert_bits_of_memory(store, whole, last, case)
         assert store.commit.id == 10 * 2 + 9
@@ -158,7 +158,7 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
         retained, written = [], []
         for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
             last = model
-            retained.append(len(store.commit.retained))
+            retained.append(len(store.commit.retained_ids))
             written.append(store.counters.rows_written)
         assert retained[0] == 0
         assert retained[1] > 0
@@ -196,13 +196,13 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
             last = model
             if day == 1:
                 end = store.commit.id
-        assert store.commit.retained
+        assert store.commit.retained_ids
         store.rollback(end)
         passes = tc.PassDataset.open(tmp_path / "first" / "day2")
         tc.reorganize(store, passes, progress=False)
         with tiered(store, passes) as cache:
             last = train(cache, case, seed=77)
-        assert store.commit.retained
+        assert store.commit.retained_ids
         assert_bits_of_memory(store, whole, last, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
 

@@ -50,7 +50,7 @@ def held(path: Path, store: tc.Store) -> int:
     """Return what the disk keeps for a store, whose writer may be at work on a thread of its own."""
     if not store.closed:
         with store.commit_writer._lock:
-            store._opened.engine.shrink()
+            store._opened.engine.drop((), shrink=True)
     return file_bytes_of(path)
 
 
@@ -152,7 +152,7 @@ def test_what_a_reorganization_leaves_is_counted(
         with tiered(store, passes) as cache:
             train(cache, CASE, epochs=1)
         tc.reorganize(store, small, progress=False)
-        assert store.commit.retained
+        assert store.commit.retained_ids
         with tiered(store, small) as cache:
             budget = cache.store_plan(STATE_BYTES).needed
         assert needed(store, small) <= budget
@@ -180,11 +180,11 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
             cache.drain()
             needed = store.history.needed
             total = 0
-            for segment in needed.segments.values():
-                for group, layout in zip(store.groups, segment.layouts, strict=True):
+            for need in needed.segments.values():
+                for group, layout in zip(store.groups, need.segment.layouts, strict=True):
                     rows = min(layout.block_rows, layout.rows)
                     size = sum(-(-width * rows // 4096) * 4096 for width in (*(4 * f.width for f in group.fields), 8))
-                    total += (layout.num_blocks - needed.first_blocks[segment.id][group.index]) * size
+                    total += (layout.num_blocks - int(need.first_blocks_G[group.index])) * size
             live.append(total)
     assert max(live) == plan.live
 
@@ -219,7 +219,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, store: tc.Store) -> None:
         self.path, self.store, self.sizes, self.temporary = path, store, [0], [0]
         engine = type(store._opened.engine)
-        for owner, name in ((ScratchFile, "write"), (ScratchFile, "map"), (engine, "write"), (engine, "commit")):
+        for owner, name in ((ScratchFile, "write"), (ScratchFile, "map"), (engine, "put"), (engine, "publish")):
             monkeypatch.setattr(owner, name, self._then_measured(getattr(owner, name)))
         close = ScratchFile.close
 
