@@ -103,7 +103,7 @@ def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
     """Although it is read ahead, on another thread."""
     store, world = trained(0, 2)
     segment = store.segments[0]
-    segment.checksums[0][:] ^= 1
+    store._opened.engine.blobs[f"{segment.name}/0/rows"].data[:] ^= 1
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
         store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
     assert world.pass_index == 2
