@@ -53,7 +53,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
         before = copy.copy(store.counters.__dict__)
         commit = store.rewrite(WorldUses(store.tables, used, slice_keys=500), schedule_digest="new")
         done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
-        assert len(commit.retained) == (passes if spread else passes - 1)
+        assert len(commit.retained_ids) == (passes if spread else passes - 1)
         assert done["rows_written"] == rows + 50
         assert done["row_bytes_read"] == len(pages) * 8 * 256
         assert done["key_bytes_read"] == 8 * passes * rows + 8 * 64 * len(blocks)
@@ -74,7 +74,7 @@ from tiercache.store.files import ScratchFile
 from tests.store.world import World
 
 path, engine, stage = sys.argv[1:]
-write, left = ScratchFile.write, [60]
+write, left = ScratchFile.write, [2]
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -110,12 +110,12 @@ def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as memory:
         world.run(memory, 5)
     with Store.open(path) as store:
-        assert (store.commit.id, store.commit.retained) == (4, ())
+        assert (store.commit.id, store.commit.retained_ids) == (4, frozenset())
         check(store, world)
         assert not [*path.glob("tmp*"), *(tmp_path / "tmp").iterdir()]
         assert [entry.name for entry in tmp_path.iterdir() if entry.name != "tmp"] == ["s.tc"]
         world.keys_per_pass = 20
         world.follow(store, world.draw(1))
-        assert store.commit.retained
+        assert store.commit.retained_ids
         world.run(store, 1)
         check(store, world)

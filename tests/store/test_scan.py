@@ -13,6 +13,8 @@ from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Careless, Home, small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, Table, hash_keys
+from tiercache.store.runs import hash_slices
+from tiercache.store.scan import scan_segments
 
 
 def scanned(store: Store, name: str, **options: Any) -> dict[int, bytes]:
@@ -142,3 +144,34 @@ def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: i
         assert store.counters.key_bytes_read - before[1] <= stored // 4 + 8 * count
         sorted_rows = count if num_ranges == 300 else 0
         assert store.counters.spill_bytes_written == sorted_rows * (BIG.row_bytes + 8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    count=st.integers(1, 9),
+    memory_bytes=st.sampled_from([500, 1 << 20]),
+    retained=st.booleans(),
+)
+def test_slices_of_hashes_have_the_rows_of_the_whole(seed: int, count: int, memory_bytes: int, retained: bool) -> None:
+    """One after the other, each row once, in hash order; stale rows are left out of each."""
+    world = World(small_tables(), seed=seed, keys_per_pass=20)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 4)
+        if retained:
+            world.keys_per_pass = 5
+            world.follow(store, world.draw(seed + 1))
+            world.run(store, 1)
+        for table in store.tables:
+            options: Any = {"memory_bytes": memory_bytes, "chunk_rows": 7}
+            whole = [key for keys, _ in store.scan(table.name, **options) for key in keys.tolist()]
+            found: list[int] = []
+            for hashes in hash_slices(count):
+                for keys, fields in scan_segments(
+                    store.reader, store.snapshot, store.segments, table.name, hashes=hashes, as_words=True, **options
+                ):
+                    assert all(hashes[0] <= one < hashes[1] for one in hash_keys(keys, table.table_id).tolist())
+                    found += keys.tolist()
+                    rows = np.concatenate(fields, axis=1)
+                    assert [row.tobytes() for row in rows] == [world.rows[table.name, key] for key in keys.tolist()]
+            assert found == whole

@@ -31,7 +31,7 @@ from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.planning.pass_plan import segments_by_pass
-from tiercache.store import Cursor, MemoryEngine, load_rows, verify
+from tiercache.store import Cursor, MemoryEngine, external_sort, load_rows, verify
 from tiercache.store.segment import BASE_PASS, base_layout
 
 if TYPE_CHECKING:
@@ -81,13 +81,20 @@ def day_by_day(
             yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
 
 
-@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
-def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "slice_bytes"), [("memory", None), ("lmdb", None), ("zarr", None), ("memory", 2000), ("lmdb", 500)]
+)
+def test_ten_days_into_one_store_equal_one_training_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, slice_bytes: int | None
+) -> None:
     """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day.
 
     The count of steps goes on, and with it the rounding of rows of 16 bits.
-    And each row is known to have changed when it was last trained, however often it was moved.
+    And each row is known to have changed when it was last trained, however often it was moved. So it is if a rewrite
+    is cut into slices, each a segment of the base.
     """
+    if slice_bytes is not None:
+        monkeypatch.setattr(external_sort, "LEAST_SLICE_BYTES", slice_bytes)
     case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
     tables = *case.tables[:2], replace(case.tables[2], dtype="bfloat16"), table("city", 3, dtype="float16")
     case = replace(case, tables=tables, specs=(*case.specs, Spec(name="d", table="city")))
@@ -367,7 +374,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
         if large_pages:
             monkeypatch.setattr("tiercache.dist.reorganize._layout", lambda _: base_layout)
         tc.reorganize(store, passes, order_seed=5, progress=False)
-        (base,) = segments_by_pass(store).values()
+        ((base, *_),) = segments_by_pass(store).values()
         smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
         with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
             first = base.layouts[0].pages_of_range(0)

@@ -57,7 +57,8 @@ def reorganize(
     ``start`` only where it stands there. Returns None for a store without a commit, which any schedule may begin.
 
     One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
-    temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
+    temporary files of at most an eighth of what moves, or 2.5 GiB; itself one commit: killed at any moment, the store
+    stands before or after.
     ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile,
     with its temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether
     bars are shown; None: on a terminal. Unless it is False, a line on stderr says what may move.

@@ -20,8 +20,11 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
 from tiercache.store.bulk_load import load_sorted
+from tiercache.store.external_sort import slice_bytes
 from tiercache.store.files import scratch_in
-from tiercache.store.layout import CHANGED_BYTES
+from tiercache.store.rewrite import row_scratch_bytes
+from tiercache.store.row_order import entry_bytes
+from tiercache.store.runs import hash_slices
 from tiercache.store.shards.open_shards import open_shards
 from tiercache.store.table import find_table
 
@@ -67,9 +70,9 @@ def reshard(
     ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
     new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
     they are refused they are deleted at once, and the store has the bytes it had. Old shards are deleted after. Each
-    rank takes about 350 MiB of memory, and beside the old shards the bytes of its new one and about as many of a
-    temporary file in its folder: checked against the free bytes of its disk, and the shard against ``store_budget``,
-    before any row is written.
+    rank takes about 350 MiB of memory and, while the old shards are there, the bytes of its new one and temporary files
+    in its folder (as for ``Store.rewrite``): checked against the free bytes of its disk, and the shard against
+    ``store_budget``, before any row is written.
 
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
     have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
@@ -124,15 +127,21 @@ def copy_shard(
     if "learning_rates" in settings:
         settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
     scratch = scratch_in(store.path)
+    owned = {table.name: sharding.owned_hashes(table.name, rank) for table in store.tables}
+    most = {name: 0 if hashes is None else old.most_rows(name, hashes) for name, hashes in owned.items()}
+    sizes = {t.name: entry_bytes(t) * most[t.name] for t in store.tables}
+    part = slice_bytes(sum(sizes.values()))
 
     def rows(table: Table) -> Iterator[Chunk]:
-        hashes = sharding.owned_hashes(table.name, rank)
-        return iter(()) if hashes is None else old.rows(table, hashes, scratch=scratch)
+        if (hashes := owned[table.name]) is not None:
+            for low, high in hash_slices(max(1, -(-sizes[table.name] // part)), *hashes):
+                yield from old.rows(table, (low, high), scratch=scratch)
 
     options: dict[str, Any] = {} if layout is None else {"layout": layout}
     return load_sorted(
         store,
         rows,
+        most_rows=most,
         uses=uses,
         start=start,
         schedule_digest=schedule_digest,
@@ -171,7 +180,7 @@ class Need:
     shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
-    """A temporary file: rows, keys and last changes in their new order."""
+    """Temporary files: see ``row_scratch_bytes``."""
 
     @property
     def total(self) -> int:
@@ -184,6 +193,7 @@ class Need:
     ) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
+        of_tables = []
         for group in store.groups:
             for table in group.tables:
                 hashes = view.sharding.owned_hashes(table.name, view.rank)
@@ -191,11 +201,12 @@ class Need:
                 if cursor.pass_index < len(view):
                     mine += sum(uses.counts(table.name).values())
                 rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
+                of_tables.append((group.index, mine, entry_bytes(table)))
         positions = sum(one.rows(table.name) for one in view.passes for table in view.tables)
         return cls(
             rows=rows,
             shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(distance_bytes(positions)),
-            scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
+            scratch=row_scratch_bytes(of_tables),
         )
 
 

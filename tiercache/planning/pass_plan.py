@@ -42,6 +42,8 @@ class Load:
     store: PageRange
     store_rows: int
     store_bytes: int
+    part: int = 0
+    """Which of the base's segments has the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +124,9 @@ class Planner:
         within: bool,
         commit_every: int,
         end: int | None = None,
-        stored: Mapping[int, tuple[SegmentLayout, ...]],
+        stored: Mapping[int, Sequence[tuple[SegmentLayout, ...]]],
     ) -> None:
-        """Begin at pass ``start``; ``stored`` holds the layouts of the store's segments by pass.
+        """Begin at pass ``start``; ``stored`` has the layouts of what ``segments_by_pass`` returns.
 
         Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. Planners can share
         ``counts``. Raises BudgetError if the reserve of a pass exceeds the host budget.
@@ -132,8 +134,9 @@ class Planner:
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
-        self._layouts = dict(stored)
+        self._layouts = {pass_index: tuple(parts) for pass_index, parts in stored.items()}
         self._base = min([0, *self._layouts])  # below 0: the pass of the rows that the schedule was entered with
+        self._more_parts = max(0, len(self._layouts.get(self._base, ())) - 1)  # segments of the base, but the first
         self._cache = HostCache()
         self._counts = counts
         self._next = start
@@ -190,16 +193,14 @@ class Planner:
                 generated_G.append(0)
                 if rows_G[g]:
                     source = pass_index if pass_index in self._layouts else self._base
-                    loads.append(self._load(source, g, pass_index, rows_G[g]))
+                    loads += self._loads(source, g, pass_index, rows_G[g])
                 continue
-            loads += [
-                self._load(pass_index - distance, g, pass_index, rows)
-                for distance, rows in distances
-                if distance <= oldest and (first or distance > 1)
-            ]
+            for distance, rows in distances:
+                if distance <= oldest and (first or distance > 1):
+                    loads += self._loads(pass_index - distance, g, pass_index, rows)
             fresh = sum(rows for distance, rows in distances if distance > oldest)
             if fresh and self._base < 0:  # the store was put in order with the rows of all first uses
-                loads.append(self._load(self._base, g, pass_index, fresh))
+                loads += self._loads(self._base, g, pass_index, fresh)
                 fresh = 0
             generated_G.append(fresh)
         commits = (pass_index + 1) % self._commit_every == 0 or pass_index + 1 == self._end
@@ -212,23 +213,29 @@ class Planner:
             dumps=dumps, retained=retained, host_bytes=cached_bytes + self._reserve(pass_index), capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
-        self._layouts[pass_index] = dumps
+        self._layouts[pass_index] = (dumps,)
         for old in [v for v in self._layouts if 0 <= v < pass_index - self._schedule.longest_distance]:
             del self._layouts[old]
         return plan
 
-    def _load(self, source: int, group: int, pass_index: int, rows: int) -> Load:
-        layout = self._layouts[source][group] if source in self._layouts else None
-        index = layout.range_of_use(pass_index) if layout else None
-        if (
-            layout is None
-            or index is None
-            or layout.first_row_R.item(index + 1) - layout.first_row_R.item(index) != rows
-        ):
+    def _loads(self, source: int, group: int, pass_index: int, rows: int) -> list[Load]:
+        """Plan the load of all rows that wait for a pass in the segments of an earlier one, or of the base."""
+        counts = []
+        for layouts in self._layouts.get(source, ()):
+            index = layouts[group].range_of_use(pass_index)
+            low, high = (0, 0) if index is None else layouts[group].rows_of_range(index)
+            counts.append(high - low)
+        if sum(counts) != rows:
             raise DatasetError(
                 f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, and the store "
                 "has no such range: the dataset or its order is not the one the store was trained with"
             )
+        return [self._load(source, part, group, pass_index, count) for part, count in enumerate(counts) if count]
+
+    def _load(self, source: int, part: int, group: int, pass_index: int, rows: int) -> Load:
+        layout = self._layouts[source][part][group]
+        index = layout.range_of_use(pass_index)
+        assert index is not None, "its rows were counted"
         low, high = layout.pages_of_range(index)
         cached = self._cache.find(source, group)
         if source == pass_index - 2 and source >= self._start:
@@ -237,7 +244,7 @@ class Planner:
         store_rows = rows if middle == low else layout.row_of_page(high) - layout.row_of_page(middle)
         return Load(
             pass_index=source, group=group, rows=rows, host=PageRange(low, middle), store=PageRange(middle, high),
-            store_rows=store_rows, store_bytes=store_rows * layout.row_bytes,
+            store_rows=store_rows, store_bytes=store_rows * layout.row_bytes, part=part,
         )  # fmt: skip
 
     def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], PageRange], int, int]:
@@ -247,7 +254,7 @@ class Planner:
         """
         old = pass_index - 2
         if old >= self._start:
-            for g, layout in enumerate(self._layouts[old]):
+            for g, layout in enumerate(self._layouts[old][0]):
                 self._cache.enter(old, g, layout)
         capacity = self._budget.rows - self._reserve(pass_index)
         assert capacity >= 0, f"pass {pass_index} needs {-capacity} bytes more than was checked"
@@ -278,7 +285,7 @@ class Planner:
         """Return the bytes of staging all rows of the pass, without kept ones unless it is ``first``."""
         prev_G = self._counts.of(pass_index).prev_G
         runs_G = [rows_N1[0 if first else int(distance_N.searchsorted(2)) :, 0] for distance_N, rows_N1 in prev_G]
-        return self._loaded_bytes(runs_G, [runs.size for runs in runs_G])
+        return self._loaded_bytes(runs_G, [runs.size + self._more_parts for runs in runs_G])
 
     def _most_staging_bytes(self, sub_dataset: int) -> int:
         """Return the most bytes of staging a sub-dataset in any order: no row kept, as many distances as possible.
@@ -287,7 +294,8 @@ class Planner:
         """
         rows_G = [self._positions.num_rows(sub_dataset, g) for g in range(len(self._positions.groups))]
         return self._loaded_bytes(
-            [np.array([n]) for n in rows_G], [min(n, self._schedule.num_passes + 1) for n in rows_G]
+            [np.array([n]) for n in rows_G],
+            [min(n, self._schedule.num_passes + 1 + self._more_parts) for n in rows_G],
         )
 
     def _loaded_bytes(self, runs_G: Sequence[NDArray[np.integer]], num_runs_G: Sequence[int]) -> int:
@@ -372,28 +380,28 @@ class Plans:
     def planner(self, end: int | None = None) -> Planner:
         """Return the planner of a training up to pass ``end``."""
         pass_index, sample = self.cursor
-        stored = {v: segment.layouts for v, segment in segments_by_pass(self._store).items()}
+        stored = {v: [one.layouts for one in found] for v, found in segments_by_pass(self._store).items()}
         return Planner(
             self.schedule, self.positions, self._counts, self.host, start=pass_index, within=sample > 0,
             commit_every=self._budgets.commit_every, end=end, stored=stored,
         )  # fmt: skip
 
 
-def segments_by_pass(store: Store) -> dict[int, Segment]:
+def segments_by_pass(store: Store) -> dict[int, tuple[Segment, ...]]:
     """Return the newest segment of each pass: for a pass cut by a commit, the one the commit wrote.
 
+    Of the base, with which the schedule began, all segments: one after the other they have the order (table, hash).
     Retained segments belong to passes of other schedules, and are left out.
     """
-    found: dict[int, Segment] = {}
+    found: dict[int, tuple[Segment, ...]] = {}
     retained = frozenset[int]() if store.commit is None else store.commit.retained_ids
     for segment in store.segments:
-        if segment.id in retained:
-            continue
-        if segment.pass_index not in found or segment.id > found[segment.pass_index].id:
-            found[segment.pass_index] = segment
+        if segment.id not in retained:
+            before = found.get(segment.pass_index, ()) if segment.pass_index < 0 else ()
+            found[segment.pass_index] = (*before, segment)
     return found
 
 
 def live_layouts(store: Store) -> list[SegmentLayout]:
     """Return the layouts of the segments that passes will load."""
-    return [layout for segment in segments_by_pass(store).values() for layout in segment.layouts]
+    return [layout for found in segments_by_pass(store).values() for segment in found for layout in segment.layouts]

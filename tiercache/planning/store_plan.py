@@ -11,9 +11,8 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
-from tiercache.store import compaction_plan, external_sort, rewrite
+from tiercache.store import compaction_plan, rewrite
 from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
-from tiercache.store.segment import most_meta_bytes
 from tiercache.store.snapshot import History
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 RECORD_BYTES = 1 << 20
-"""Records, and what the engine adds."""
+"""Records and what describes arrays: 4 bytes for each page, and little else."""
 _KEY_BYTES = 8
 
 
@@ -46,8 +45,6 @@ class StorePlan:
     """Dense state of all kept commits, and of the next."""
     schedule: int
     """Files of next uses, next to the store."""
-    metadata: int = 0
-    """What describes the rows of segments, for as long as one of them is live."""
 
     @classmethod
     def of(
@@ -68,12 +65,8 @@ class StorePlan:
         ``use_files``: files with the next uses of one epoch each.
         """
         live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
-        described, most_described = np.zeros_like(live), 0
         for pass_index, segment in dumps.items():
-            num_bytes, meta = 0, paged(most_meta_bytes(segment))
-            most_described = max(most_described, meta)
-            last_use = max((int(layout.next_use_R[-1]) for layout in segment if layout.num_ranges), default=pass_index)
-            np.add.at(described, np.arange(pass_index + 1, last_use + 1) % live.size, meta)
+            num_bytes = 0
             for group, layout in zip(groups, segment, strict=True):
                 block = block_bytes(group, min(layout.block_rows, layout.rows))
                 num_bytes, rows = num_bytes + layout.num_blocks * block, rows + layout.rows
@@ -82,22 +75,19 @@ class StorePlan:
                 live_C = np.repeat(blocks_R * block, np.diff(layout.next_use_R, prepend=pass_index))
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, num_bytes)
-        unfreed, unfreed_meta = _unfreed_bytes(groups, history)
-        num_passes = 1 + commits * commit_every
         return cls(
-            live=int(live.max()) + unfreed,
+            live=int(live.max()) + _unfreed_bytes(groups, history),
             largest_pass=largest,
-            num_passes=num_passes,
+            num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in history.commits)])),
             schedule=sum(distance_bytes(rows)) * use_files,
-            metadata=int(described.max()) + unfreed_meta + num_passes * most_described,
         )
 
     @property
     def needed(self) -> int:
         """The most bytes of the store; 15 % are for partly live blocks and for gaps between blocks."""
         blocks = self.live + self.num_passes * self.largest_pass
-        return blocks + -(-15 * blocks // 100) + self.state + self.schedule + self.metadata + RECORD_BYTES
+        return blocks + -(-15 * blocks // 100) + self.state + self.schedule + RECORD_BYTES
 
     def check(self, allowed: int) -> None:
         """Raise BudgetError, with the numbers, if the store may need more bytes than are allowed."""
@@ -105,10 +95,9 @@ class StorePlan:
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but the store needs {format_bytes(self.needed)} at its "
                 f"fullest: {format_bytes(self.live)} of live rows, {self.num_passes} times the largest pass of "
-                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.metadata)} of metadata, "
-                f"{format_bytes(self.state)} of dense state and {format_bytes(self.schedule)} of next uses: "
-                f"raise store_budget to {self.needed} bytes, keep fewer commits (retention), commit more often "
-                "(commit_every), or extract smaller passes"
+                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.state)} of dense state and "
+                f"{format_bytes(self.schedule)} of next uses: raise store_budget to {self.needed} bytes, keep fewer "
+                "commits (retention), commit more often (commit_every), or extract smaller passes"
             )
 
 
@@ -117,15 +106,13 @@ def block_bytes(group: Group, rows: int) -> int:
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> tuple[int, int]:
-    """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and those
-    of the metadata of their segments.
-    """
+def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> int:
+    """Return the bytes of the blocks that no pass frees, and of all last changes, which dumps do not replace."""
     retained = history.newest.retained
     earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.segments
-    total = metadata = 0
+    total = 0
     for name, need in history.needed.segments.items():
-        segment, before = need.segment, total
+        segment = need.segment
         for group, layout in zip(groups, segment.layouts, strict=True):
             firsts, first_block = [layout.num_blocks], int(need.first_blocks_G[group.index])
             if name in earlier:
@@ -137,8 +124,7 @@ def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> tuple[int, in
             total += (layout.num_blocks - min(firsts)) * block_bytes(group, min(layout.block_rows, layout.rows))
             if segment.changed and segment.changed[group.index].stored:
                 total += (layout.num_blocks - first_block) * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
-        metadata += paged(segment.meta_bytes) if total > before else 0
-    return total, metadata
+    return total
 
 
 def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
@@ -150,8 +136,6 @@ def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
     return 0
 
 
-_MAP_ROW_BYTES = 3.5
-"""Of the key map, and of the checksums and hashes of key pages, for a row."""
 _MOST_GROWTH = 64 << 20
 """The most that a file of blocks grows by at once; a small one grows by a 32nd."""
 
@@ -163,13 +147,13 @@ class ReorganizePlan:
     present: int
     """Those before: they stay until the new order is committed."""
     sorting: int
-    """Temporary files: a mark for each live row, and keys, then rows, being sorted by hash."""
+    """Temporary files while keys are sorted: a mark for each live row, and keys."""
     ordered: int
-    """Temporary files: the rows that move, in their new order."""
+    """Temporary files while rows are sorted: the marks, and a slice of the rows."""
     segment: int
     """Blocks of these rows in the store, with gaps between them; not at the same time as ``sorting``."""
     other: int
-    """Next uses, the dense state, the metadata of the new segment, and records."""
+    """Next uses, the dense state and records."""
 
     @classmethod
     def of(
@@ -195,39 +179,42 @@ class ReorganizePlan:
             return math.ceil(sum(cost(one) * one.used for one in tables) + _highest_cost(tables, unused, cost))
 
         of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
-        blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block, _ in of_rows.values())
-        ordered = moved(lambda one: one.row_bytes + _KEY_BYTES + CHANGED_BYTES)
+        blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
         if present is None:
             present = _block_bytes_of(groups, history)
-        marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
-        keys, rows = _sorted_bytes(tables, unused)
+        sorting, marks = compaction_plan.key_scratch_bytes(
+            [sum(one.live for one in tables if one.group == g.index) for g in groups]
+        )
+        ordered = rewrite.row_scratch_bytes(
+            (one.group, min(one.live + one.used, one.used + -(-unused // one.row_bytes)), one.entry_bytes)
+            for one in tables
+        )
         commit = history.newest.commit
-        metadata = moved(lambda one: _MAP_ROW_BYTES + 4 / of_rows[one.group][2])
         return cls(
             present=present,
-            sorting=marks + max(keys - ordered, rows, 0),
-            ordered=ordered,
+            sorting=sorting,
+            ordered=marks + ordered,
             segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (present + blocks) // 32),
-            other=use_bytes + metadata + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
+            other=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
         )
 
     @property
     def needed(self) -> int:
         """The most bytes of the store's folder, with temporary files."""
-        return self.present + self.other + self.ordered + max(self.sorting, self.segment)
+        return self.present + self.other + max(self.sorting, self.ordered + self.segment)
 
     def check(self, allowed: int) -> None:
         """Raise BudgetError, with the numbers, if more bytes are needed than are allowed."""
         if self.needed > allowed:
-            present, ordered, other = map(format_bytes, (self.present, self.ordered, self.other))
-            last = f"{format_bytes(max(self.segment, self.sorting))} to " + (
-                "sort them" if self.sorting > self.segment else "write them to the store"
-            )
+            present, other = map(format_bytes, (self.present, self.other))
+            work = f"{format_bytes(self.ordered)} of temporary files and {format_bytes(self.segment)} of new segments"
+            if self.sorting > self.ordered + self.segment:
+                work = f"{format_bytes(self.sorting)} of temporary files to sort keys"
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
-                f"{format_bytes(self.needed)}: {present} that it takes now, {ordered} of temporary files for rows in "
-                f"their new order, {last}, and {other} of next uses, dense state and metadata: raise store_budget to "
-                f"{self.needed} bytes, keep fewer commits (retention), or extract passes with fewer keys"
+                f"{format_bytes(self.needed)}: {present} that it takes now, {work}, and {other} of next uses, dense "
+                f"state and records: raise store_budget to {self.needed} bytes, keep fewer commits (retention), or "
+                "extract passes with fewer keys"
             )
 
 
@@ -244,6 +231,11 @@ class _TableRows:
     stale: int
     within: int
     """Live rows of segments that a commit inside a pass wrote; these are not retained."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of a row, its key and its last change."""
+        return self.row_bytes + _KEY_BYTES + CHANGED_BYTES
 
     @classmethod
     def of(
@@ -283,36 +275,18 @@ def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[
     return total
 
 
-def _sorted_bytes(tables: Sequence[_TableRows], unused: int) -> tuple[int, int]:
-    """Return the most bytes of the files that sort the keys of a group, and the rows of a table."""
-    keys = {one.group: 0 for one in tables}
-    for one in tables:
-        keys[one.group] += one.live
-    rows = [(min(one.live, one.used + -(-unused // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
-    return (
-        max(
-            external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.COMPACTION_BYTES)
-            for n in keys.values()
-        ),
-        max(external_sort.file_bytes(n, row_bytes, rewrite.REWRITE_BYTES) for n, row_bytes in rows),
-    )
-
-
-def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int, int]:
-    """Return the bytes of a row in a full block, with its key and last change, those of the block, and the rows of a
-    page.
-    """
-    cut = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))])
-    block = block_bytes(group, cut.block_rows) + paged(CHANGED_BYTES * cut.block_rows)
-    return block / cut.block_rows, block, cut.page_rows
+def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
+    """Return the bytes of a row in a full block, with its key and last change, and those of the block."""
+    rows = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))]).block_rows
+    block = block_bytes(group, rows) + paged(CHANGED_BYTES * rows)
+    return block / rows, block
 
 
 def _block_bytes_of(groups: Sequence[Group], history: History) -> int:
-    """Return the bytes of all blocks that a commit needs, with the metadata of their segments."""
-    segments = history.needed.segments.values()
-    return sum(paged(need.segment.meta_bytes) for need in segments) + sum(
+    """Return the bytes of all blocks that a commit needs."""
+    return sum(
         (layout.num_blocks - int(need.first_blocks_G[group.index]))
         * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
-        for need in segments
+        for need in history.needed.segments.values()
         for group, layout in zip(groups, need.segment.layouts, strict=True)
     )

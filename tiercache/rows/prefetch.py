@@ -133,7 +133,7 @@ class RowPrefetcher:
         memory: PinnedArena,
         positions: RowOffsets,
         keys_of: KeysOf,
-        segments: Mapping[int, Segment],
+        segments: Mapping[int, tuple[Segment, ...]],
     ) -> None:
         self._store, self._backend, self._memory, self._segments = store, backend, memory, segments
         self._positions, self._keys_of = positions, keys_of
@@ -158,7 +158,8 @@ class RowPrefetcher:
         for load in plan.loads:
             if load.store.first < load.store.last:
                 first_row = first_G[load.group] + load.rows - load.store_rows
-                requests += self._place_pages(staged, load.pass_index, load.group, load.store, first_row)
+                segment = self._segments[load.pass_index][load.part]
+                requests += self._place_pages(staged, segment, load.group, load.store, first_row)
             first_G[load.group] += load.rows
         self._store.load(requests, at_once=1)  # each thread more takes the interpreter from the training more often
         staged.read_span = begun, time.perf_counter()
@@ -186,10 +187,9 @@ class RowPrefetcher:
         return buffer
 
     def _place_pages(
-        self, staged: Staged, pass_index: int, group: int, pages: PageRange, first_row: int
+        self, staged: Staged, segment: Segment, group: int, pages: PageRange, first_row: int
     ) -> Iterator[Pages]:
         """Find memory for pages of the store, and yield the reads that fill it."""
-        segment = self._segments[pass_index]
         layout = segment.layouts[group]
         page, begin, pages_end = pages.first, layout.byte_of_page(pages.first), layout.byte_of_page(pages.last)
         first_byte = begin

@@ -109,7 +109,7 @@ class PassSwitcher:
         store.write_within(budget.transaction)
         self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, tuple[Segment, ...]] = {}
         self._prefetcher = RowPrefetcher(store, backend, memory, positions, keys_of, self._segments)
         self._pass_planner: PassPlanner | None = None
         self._to_prepare = 0
@@ -321,7 +321,7 @@ class PassSwitcher:
             ),
             stable=True,
         )
-        self._segments[plan.pass_index] = segment
+        self._segments[plan.pass_index] = (segment,)
         if plan.commits:
             self._publish(Cursor(pass_index=plan.pass_index + 1, sample=0), state)
         oldest = plan.pass_index - longest_distance(self._positions.num_passes)
@@ -389,8 +389,8 @@ class PassSwitcher:
 
     def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a page in host memory, None if it is not there."""
-        for pass_index, segment in self._segments.items():
-            if segment.id == segment_id and not segment.within:
+        for pass_index, segments in self._segments.items():
+            if any(segment.id == segment_id and not segment.within for segment in segments):
                 return self.host.page(pass_index, group, page)
         return None
 

@@ -88,6 +88,7 @@ def load_sorted(
     store: Store,
     rows: Callable[[Table], Iterator[Chunk]],
     *,
+    most_rows: Mapping[str, int] | None = None,
     uses: FirstUses | None = None,
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
@@ -101,8 +102,10 @@ def load_sorted(
     """Make commit 0 of an empty store, at ``start`` of a schedule, of rows from elsewhere, and return it.
 
     ``rows(table)`` yields keys (n,), each once and in hash order over all chunks, and all fields (n, width), float32,
-    which keep their bits. ``uses``, ``first_rows``, ``layout``, ``progress`` and what is taken of memory and disk are
-    as for ``Store.rewrite``; rows that ``uses`` does not have are there with next use ``NEVER``. All rows count as
+    which keep their bits. ``most_rows``: by table name, the most rows that it yields; with it, temporary files take the
+    stated fraction of all rows, without it that of rows that ``uses`` has. ``uses``, ``first_rows``, ``layout``,
+    ``progress`` and what is taken of memory and disk are as for ``Store.rewrite``; rows that ``uses`` does not have
+    are there with next use ``NEVER``. All rows count as
     changed at this commit.
 
     Raises ValueError for a store that is not empty, StoreFullError, and what ``rows`` raises; after any error, and
@@ -126,10 +129,11 @@ def load_sorted(
             layout=layout,
             retain_segments=False,
             stored=words,
+            most_rows=most_rows,
         ) as rewrite:
-            layouts = rewrite.read()
-            blocks = (block[:4] for block in rewrite.blocks(layouts))
-            store.append(base_pass(begin.pass_index), layouts, blocks, within=begin.sample > 0)
+            for one in rewrite.segments():
+                blocks = (block[:4] for block in one.blocks)
+                store.append(base_pass(begin.pass_index), one.layouts, blocks, within=begin.sample > 0)
         return store.publish(
             begin, state=state, schedule_digest=schedule_digest, settings=settings or {}, environment=environment or {}
         )

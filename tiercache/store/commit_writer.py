@@ -217,22 +217,19 @@ class CommitWriter:
             return self._advance(self._kept(before, commit), commit)
 
     def rewrite(self, rewrite: Rewrite, checksums: Checksums, schedule_digest: str, start: Cursor) -> Commit:
-        """Make a commit at ``start`` of a schedule, with one segment in place of all that are not retained."""
+        """Make a commit at ``start`` of a schedule, with new segments in place of all that are not retained."""
         with self._lock:
-            before, layouts = self.snapshot.commit, rewrite.read()
+            before = self.snapshot.commit
+            new: list[Segment] = []
             assert before is not None, "an empty store has nothing to put in another order"
             interrupts = not schedule_digest and start == before.cursor
             try:
-                segment = self.append(
-                    base_pass(start.pass_index),
-                    layouts,
-                    rewrite.blocks(layouts),
-                    checksums,
-                    within=start.sample > 0,
-                    stable=False,
-                    moved=rewrite.moved(),
-                )
-                new = [segment] if segment.rows or segment.within else []
+                for one in rewrite.segments():
+                    segment = self.append(
+                        base_pass(start.pass_index), one.layouts, one.blocks, checksums,
+                        within=start.sample > 0, stable=False, moved=one.moved,
+                    )  # fmt: skip
+                    new += [segment] if segment.rows or segment.within else []
                 commit = self._retaining(
                     before, rewrite.retained, new,
                     cursor=start, schedule_digest=schedule_digest,

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
+from tiercache.store import external_sort
 from tiercache.store.bits import hash_keys
-from tiercache.store.external_sort import ExternalSorter, flush_largest
-from tiercache.store.files import ScratchFile
+from tiercache.store.external_sort import HASH_BYTES, SLICES, ExternalSorter, file_bytes, flush_largest
+from tiercache.store.files import paged
+from tiercache.store.layout import KEY_PAGE_ROWS
 from tiercache.store.live_keys import KEY_THREADS, live_keys
-from tiercache.store.runs import SortedCursor, hashed, merged
+from tiercache.store.reading import read_ahead
+from tiercache.store.row_marks import ROWS_PER_BYTE, STALE, USED, RowMarks, mark_codes
+from tiercache.store.runs import HASHES, SortedCursor, below, hash_slices, hashed, merged, runs_of
 from tiercache.store.segment import RetainedSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,9 +34,7 @@ MOST_RETAINED = 256
 COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Of what stands beside a key while keys are sorted: the number of its row."""
-_IDLE, _STALE, _USED = 0, 1, 2
-"""What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
-it does."""
+_WHAT = "finding the rows that a schedule uses"
 
 
 class FirstUses(Protocol):
@@ -67,8 +68,8 @@ class CompactionPlan:
     Everything else moves: the used rows of retained segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
-    Takes ``COMPACTION_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
-    and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
+    Takes ``COMPACTION_BYTES`` and a slice of ``uses``. Temporary files: see ``key_scratch_bytes``; keys that fit the
+    memory need none beside the marks.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CompactionPlan:
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._files = ExitStack()
         try:
-            self._groups = [_GroupRows(snapshot, group, reader.scratch, self._files) for group in reader.groups]
+            self._groups = [_GroupRows(reader, snapshot, group, self._files) for group in reader.groups]
         except BaseException:
             self._files.close()
             raise
@@ -89,8 +90,6 @@ class CompactionPlan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for rows in self._groups:
-            rows.forget()
         self._files.close()
 
     def sort(self, *, overlay: bool = False) -> None:
@@ -99,7 +98,7 @@ class CompactionPlan:
         ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
         """
         for rows in self._groups:
-            rows.sort(self._reader, self._snapshot, self._uses, self._progress)
+            rows.sort(self._uses, self._progress)
         segments = self._snapshot.segments
         needed_S, live_S = (np.zeros(len(segments), dtype=np.int64) for _ in range(2))
         for rows in self._groups:
@@ -122,14 +121,14 @@ class CompactionPlan:
         )
         self._retained_ids = frozenset(one.segment_id for one in self.retained)
 
-    def idle_rows(self, group: int) -> int:
-        """Return how many rows of a group move although the schedule does not use them."""
-        return self._groups[group].idle_rows(but=self._retained_ids)
+    def idle_rows(self, group: int, place: int) -> int:
+        """Return how many rows of a table move although the schedule does not use them."""
+        return self._groups[group].idle_rows(place, but=self._retained_ids)
 
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the live rows [low, high) of a layout move: (high - low,)."""
         marks = self._groups[group].marks_of(segment, low, high)
-        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._retained_ids else marks != _STALE
+        moved: NDArray[np.bool_] = marks == USED if segment.id in self._retained_ids else marks != STALE
         return moved
 
 
@@ -140,8 +139,8 @@ class _GroupRows:
     greater number is newer.
     """
 
-    def __init__(self, snapshot: Snapshot, group: Group, scratch: Path, files: ExitStack) -> None:
-        self.group = group
+    def __init__(self, reader: BlockReader, snapshot: Snapshot, group: Group, files: ExitStack) -> None:
+        self.group, self._reader, self._snapshot = group, reader, snapshot
         counts, self._dead = [], {}
         for segment in snapshot.segments:
             layout, first = segment.layouts[group.index], snapshot.first_range(segment, group.index)
@@ -154,59 +153,156 @@ class _GroupRows:
         self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
         """(S + 1,): the number of each segment's first live row."""
         self._index = {segment.id: i for i, segment in enumerate(snapshot.segments)}
-        size = max(1, int(self._starts_S[-1]))
-        file = files.enter_context(ScratchFile(scratch, "sorting out the rows that a schedule uses"))
-        self._marks: NDArray[np.uint8] = file.map(size)
-
-    def forget(self) -> None:
-        """Give up the marks."""
-        self._marks = np.empty(0, dtype=np.uint8)
+        self._marks = files.enter_context(RowMarks(int(self._starts_S[-1]), reader.scratch, _WHAT))
 
     def marks_of(self, segment: Segment, low: int, high: int) -> NDArray[np.uint8]:
         """Return the marks of live rows [low, high) of a layout."""
-        start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
-        return self._marks[start + low : start + high]
+        start = self._first_number(segment)
+        return self._marks.read(start + low, start + high)
 
-    def idle_rows(self, *, but: Collection[int]) -> int:
-        """Return how many rows in all segments but those of these ids are neither used nor stale; after ``sort``."""
-        return sum(int(self.needed_ST[i].sum()) for id_, i in self._index.items() if id_ not in but)
+    def idle_rows(self, place: int, *, but: Collection[int]) -> int:
+        """Return how many rows of a table are neither used nor stale in all segments but these; after ``sort``."""
+        return sum(int(self.needed_ST[i, place]) for id_, i in self._index.items() if id_ not in but)
 
-    def sort(
-        self, reader: BlockReader, snapshot: Snapshot, uses: FirstUses, progress: Callable[[str, int], None]
-    ) -> None:
+    def sort(self, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
+        with ThreadPoolExecutor(KEY_THREADS) as readers:
+            for sweep in _sweeps(self.live_ST.sum(axis=0).tolist()):
+                if isinstance(sweep, range):
+                    self._sort_tables(sweep, uses, progress, readers)
+                else:
+                    self._sort_slices(*sweep, uses, progress, readers)
+        self._marks.flush()
+
+    def _sort_tables(
+        self, places: range, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
+    ) -> None:
+        """Mark the rows of whole tables: their keys are read together, as a key page may have several tables'."""
+        reader, snapshot = self._reader, self._snapshot
         with ExitStack() as stack:
-            sorters = [
-                stack.enter_context(
-                    ExternalSorter(
-                        ["<i8"], reader.scratch, f"sorting the keys of table {table.name!r}", COMPACTION_BYTES,
-                        reader.counters, copies=max(2, len(snapshot.segments)), total_rows=total,
-                    )
-                )
-                for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
-            ]  # fmt: skip
-            readers = stack.enter_context(ThreadPoolExecutor(KEY_THREADS))
-            every = dict.fromkeys(range(len(sorters)), None)
+            sorters = {place: stack.enter_context(self._sorter(place)) for place in places}
+            codes = stack.enter_context(self._codes())
+            every = dict.fromkeys(places, None)
             for segment, place, keys, rows in live_keys(
                 reader, snapshot, snapshot.segments, self.group, every, readers, after=-1
             ):
-                start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
-                sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)
-                flush_largest(sorters)
+                hashes = hash_keys(keys, self.group.tables[place].table_id)
+                sorters[place].add(hashes, self._first_number(segment) + rows)
+                flush_largest(sorters.values())
                 progress("sort", keys.size)
-            for place, (table, sorter) in enumerate(zip(self.group.tables, sorters, strict=True)):
-                self._mark(place, table, SortedCursor(sorter.sorted(), np.int64), uses)
+            for place, sorter in sorters.items():
+                table = self.group.tables[place]
+                schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
+                self._join(place, SortedCursor(sorter.sorted(), np.int64), schedule, codes)
                 sorter.close()
+            self._set(codes)
 
-    def _mark(self, place: int, table: Table, stored: SortedCursor, uses: FirstUses) -> None:
-        """Mark the rows of one table: ``stored`` has their numbers by hash, those of a key in the order of age."""
+    def _sort_slices(
+        self, place: int, count: int, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
+    ) -> None:
+        """Mark the rows of one table, a ``count``-th of all hashes after the other."""
+        table = self.group.tables[place]
         schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
+        for hashes in hash_slices(count):
+            with self._sorter(place) as sorter, self._codes() as codes:
+                for segment, keys, rows in self._keys_in(table, hashes, readers):
+                    sorter.add(hash_keys(keys, table.table_id), self._first_number(segment) + rows)
+                    progress("sort", keys.size)
+                of_slice = SortedCursor(below(schedule, hashes[1]), np.int64, np.int64)
+                self._join(place, SortedCursor(sorter.sorted(), np.int64), of_slice, codes)
+                sorter.close()
+                self._set(codes)
+
+    def _keys_in(
+        self, table: Table, hashes: tuple[int, int], readers: ThreadPoolExecutor
+    ) -> Iterator[tuple[Segment, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield (segment, keys, rows) of the live rows of a table whose hashes are in a range, by segment and row."""
+        group, reader = self.group, self._reader
+
+        def read(segment: Segment, low: int, high: int) -> NDArray[np.int64]:
+            layout = segment.layouts[group.index]
+            block, first = divmod(int(layout.key_pages_of_rows(np.array([low]))[0]), layout.key_pages)
+            last = int(layout.key_pages_of_rows(np.array([high - 1]))[0]) - block * layout.key_pages + 1
+            start = block * layout.block_rows + first * KEY_PAGE_ROWS
+            return reader.keys(segment, group.index, block, first, last)[low - start : high - start]
+
+        def parts() -> Iterator[tuple[Segment, int, int]]:
+            for run in runs_of(reader, self._snapshot, self._snapshot.segments, group, table, hashes=hashes):
+                low = run.low
+                while low < run.high:
+                    high = min(run.high, (low // run.block_rows + 1) * run.block_rows)
+                    yield run.segment, low, high
+                    low = high
+
+        for (segment, low, high), keys in read_ahead(readers, read, parts(), most=2 * KEY_THREADS):
+            yield segment, keys, np.arange(low, high)
+
+    def _join(self, place: int, stored: SortedCursor, schedule: SortedCursor, codes: ExternalSorter) -> None:
+        """Find the marks of rows of one table: ``stored`` has their numbers by hash, those of a key by age."""
         for (hashes, numbers), (used_hashes, _, _) in merged(stored, schedule):
             if not hashes.size:
                 continue
             newest = np.append(hashes[1:] != hashes[:-1], True)
             used = np.isin(hashes, used_hashes)
-            self._marks[numbers[~newest]] = _STALE
-            self._marks[numbers[newest & used]] = _USED
+            for mark, rows in ((STALE, numbers[~newest]), (USED, numbers[newest & used])):
+                codes.add(mark_codes(rows, mark) << self._code_shift)
             idle = np.searchsorted(self._starts_S, numbers[newest & ~used], side="right") - 1
             self.needed_ST[:, place] += np.bincount(idle, minlength=self.needed_ST.shape[0])
+
+    def _set(self, codes: ExternalSorter) -> None:
+        """Write the marks in the order of rows."""
+        for (found,) in codes.sorted():
+            self._marks.set(found >> self._code_shift)
+
+    def _sorter(self, place: int) -> ExternalSorter:
+        what = f"sorting the keys of table {self.group.tables[place].name!r}"
+        copies, memory = max(2, len(self._snapshot.segments)), COMPACTION_BYTES * 3 // 4
+        return ExternalSorter(["<i8"], self._reader.scratch, what, memory, self._reader.counters, copies=copies)
+
+    def _codes(self) -> ExternalSorter:
+        return ExternalSorter([], self._reader.scratch, _WHAT, COMPACTION_BYTES // 4, self._reader.counters)
+
+    @property
+    def _code_shift(self) -> np.uint64:
+        """What brings the codes of all rows to the highest bits, by which a sorter cuts them."""
+        return np.uint64(HASHES.bit_length() - 1 - int(2 * self._starts_S[-1]).bit_length())
+
+    def _first_number(self, segment: Segment) -> int:
+        """Return what is to be added to a row of a layout for the number of a live row."""
+        return int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
+
+
+def _sweeps(rows_T: Sequence[int]) -> Iterator[range | tuple[int, int]]:
+    """Cut the tables of a group, of so many live rows each, into what is sorted at once.
+
+    Yields neighboring tables, or a table that is too large and into how many slices its hashes are cut.
+    """
+    most, first, total = _sweep_rows(sum(rows_T)), 0, 0
+    for place, rows in enumerate([*rows_T, most]):
+        total += rows
+        if total > most or place == len(rows_T):
+            if first < place:
+                yield range(first, place)
+            first, total = place, rows
+        if rows > most:
+            yield place, -(-rows // most)
+            first, total = place + 1, 0
+
+
+def _sweep_rows(rows: int) -> int:
+    """Return how many of a group's live rows are sorted at once."""
+    return max(external_sort.LEAST_SLICE_BYTES // (2 * HASH_BYTES + NUMBER_BYTES), -(-rows // SLICES))
+
+
+def key_scratch_bytes(rows: Sequence[int]) -> tuple[int, int]:
+    """Return the most bytes of temporary files while ``rows`` live rows of each group are marked, and of the marks.
+
+    The latter, a quarter of a byte a row, stay while rows are moved. The former are the marks and, of as many rows as
+    are sorted at once, the keys with a number each, 16 bytes, and the marks in the order of keys, 8 bytes: of at most a
+    24th of a group, or 44 million rows if that is more.
+    """
+    marks = sum(paged(-(-one // ROWS_PER_BYTE)) for one in rows)
+    most = [min(one, _sweep_rows(one)) for one in rows]
+    keys = max((file_bytes(one, NUMBER_BYTES, COMPACTION_BYTES // 2) for one in most), default=0)
+    codes = max((file_bytes(one, 0, COMPACTION_BYTES // 4) for one in most), default=0)
+    return marks + paged(keys) + paged(codes), marks

@@ -22,6 +22,10 @@ ROW_COST = 32
 """Bytes that sorting takes for each row beside its payload: its hash, its digit, its place, and a spare."""
 HASH_COST = 20
 """Bytes that sorting takes for each hash without a payload: the hash, half of one for merges, and a spare."""
+SLICES = 24
+"""Parts of a sort that is done part after part, so that its files take a fraction of what is sorted."""
+LEAST_SLICE_BYTES = 1 << 30
+"""Less than that is never cut into parts."""
 _DIGIT_BITS = 8
 _HASH_BITS = 64
 _BUFFER_BYTES = 1 << 20
@@ -166,7 +170,7 @@ class ExternalSorter:
         firsts = np.array([first + (digit << shift) for digit in range(1 << _DIGIT_BITS)], np.uint64)
         cuts = np.append(np.searchsorted(records["hash"], firsts), records.size) + self._file_rows
         self._file_rows += records.size
-        self._counters.add(spill_bytes_written=records.nbytes)
+        self._counters.add(spill_bytes_written=records.nbytes, spill_writes=1)
         return cuts
 
     def _read(self, runs: list[tuple[int, int]], most: int, skipped: int) -> Iterator[NDArray[np.void]]:
@@ -219,3 +223,8 @@ def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
     while remaining > most:
         times, remaining = times + 1, remaining >> _DIGIT_BITS
     return times * rows * (payload_bytes + HASH_BYTES)
+
+
+def slice_bytes(total_bytes: int) -> int:
+    """Return the bytes of a part of a sort of so many bytes that is done part after part."""
+    return max(LEAST_SLICE_BYTES, -(-total_bytes // SLICES))

@@ -448,6 +448,10 @@ class ScratchFile:
         with suppress(OSError):  # it comes back with the whole file
             punch_hole(self._file.fileno(), offset, num_bytes)
 
+    def extend(self, num_bytes: int) -> None:
+        """Make the file so many bytes of zeros, which take room on the disk when they are written."""
+        os.ftruncate(self._file.fileno(), num_bytes)
+
     def map(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return so many zeros, mapped: what is written there needs no memory. Raises StoreFullError."""
         with room_for(num_bytes, self._folder, self._what):

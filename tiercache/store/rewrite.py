@@ -1,6 +1,9 @@
-"""Live rows of a store in a new order, as one segment: one streaming read, one sort on disk, one streaming write.
+"""Rewrite of a store's live rows in a new order: streaming reads, sequential temporary files, streaming writes.
 
-So a store follows a new schedule (its keys by first use, the others never, or where they are) or serves (all by hash).
+So a store follows a new schedule (keys by first use; the others last, or where they are) or serves (all by hash). Rows
+are read in the order (table, hash). If no pass uses any, that is the new order, and they are written as they are read.
+Else a slice of them at a time is sorted, in temporary files that have one slice, and becomes a segment of its own. Rows
+of up to ``LEAST_SLICE_BYTES`` are one slice.
 """
 
 from __future__ import annotations
@@ -12,17 +15,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.compaction_plan import CompactionPlan
-from tiercache.store.files import ScratchFile, check_room, room_for
+from tiercache.store.external_sort import HASH_BYTES, file_bytes, part_rows, slice_bytes
+from tiercache.store.files import check_room, paged, room_for
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
+from tiercache.store.layout import NEVER, Range
 from tiercache.store.row_codec import moved_blocks_of, row_words
-from tiercache.store.runs import SortedCursor, hashed, merged
+from tiercache.store.row_order import NUMBER_BYTES, NewSegment, RowOrder, Slice
+from tiercache.store.runs import SortedCursor, hash_slices, hashed, merged
 from tiercache.store.scan import scan_segments
-from tiercache.store.store_errors import StoreError
+from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -42,17 +46,20 @@ if TYPE_CHECKING:
     """Keys (n,) in hash order, and rows (n, W + 1): every field as words side by side, and the last change."""
 
 REWRITE_BYTES = 256 << 20
-_WHAT = "a new order of the store's rows"
+_WHAT = "a new order of the store's rows, with temporary files of at most an eighth of their bytes or 2.5 GiB,"
 
 
 class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
-    With ``retain_segments`` rows that the schedule does not use stay where they are, as ``CompactionPlan`` decides. The
-    others lie in temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and
-    last changes take. Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change;
-    that of the others is the commit that this becomes. ``stored`` gives the rows of a table that come from elsewhere,
-    for a store without a commit; None: its own.
+    With ``retain_segments`` rows that the schedule does not use stay where they are, as ``CompactionPlan`` decides.
+    Rows that were stored keep their last change; the last change of the others is the commit that this becomes.
+    ``stored`` yields the rows of a table that come from elsewhere, for a store without a commit; None: its own.
+    ``most_rows``: by table, the most rows that ``stored`` yields, if known.
+
+    Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Temporary files without a name in the store's folder: none for
+    rows that fit the memory; else what ``row_scratch_bytes`` says, at most an eighth of the bytes of the rows, their
+    keys and last changes, or 2.5 GiB if that is more (twice as much on a file system that cannot free parts of files).
     """
 
     def __init__(
@@ -66,84 +73,153 @@ class Rewrite:
         layout: Layout,
         retain_segments: bool,
         stored: Callable[[Table], RowChunks] | None = None,
+        most_rows: Mapping[str, int] | None = None,
     ) -> None:
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
-        self._retain_segments = retain_segments
-        self._stored = stored
+        self._retain_segments, self._layout = retain_segments, layout
+        self._stored, self._most_rows = stored, most_rows
         self._first_rows = first_rows or initial_rows
-        self._groups = [_Sorted(group, uses, layout, reader.scratch) for group in reader.groups]
+        self._files = ExitStack()
+        self._moves: RowFilter | None = None
+        self._orders = [RowOrder(group, uses) for group in reader.groups]
         self.retained: tuple[RetainedSegment, ...] = ()
-        """The segments that stay; known after ``read``."""
+        """The segments that stay; known when ``segments`` has yielded one."""
 
     def __enter__(self) -> Rewrite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group in self._groups:
-            group.close()
+        self._files.close()
 
-    def read(self) -> tuple[SegmentLayout, ...]:
-        """Read rows into their order, make those that are missing, and return the layout of the new segment.
+    def segments(self) -> Iterator[NewSegment]:
+        """Yield the new segments, at least one: one after the other they are in the order (table, hash).
 
-        Raises StoreFullError, before a row is read where it is known by then.
+        Raises StoreFullError, before a row is read if it is known by then, and CorruptStoreError.
         """
-        with ExitStack() as stack:
-            moves: RowFilter | None = None
-            compaction: CompactionPlan | None = None
-            if self._retain_segments:
-                compaction = stack.enter_context(
-                    CompactionPlan(self._reader, self._snapshot, self._uses, self._progress)
-                )
-                compaction.sort()
-                self.retained, moves = compaction.retained, compaction.moves
-            self._check_room(compaction)
-            for ordered in self._groups:
-                for place, table in enumerate(ordered.group.tables):
-                    for keys, rows, uses in self._merged(table, moves):
-                        ordered.put(place, keys, rows, uses)
-                        self._progress("read", keys.size)
-        return tuple(ordered.layout() for ordered in self._groups)
+        idle: dict[str, int] | None = None
+        if self._retain_segments:
+            compaction = CompactionPlan(self._reader, self._snapshot, self._uses, self._progress)
+            self._files.enter_context(compaction).sort()
+            self.retained, self._moves = compaction.retained, compaction.moves
+            idle = {
+                table.name: compaction.idle_rows(order.group.index, place) for order, place, table in self._tables()
+            }
+        self._check_room(idle)
+        most = {table.name: self._most_rows_of(order, place, idle) for order, place, table in self._tables()}
+        slice_size = slice_bytes(sum(self._least_rows(order, idle) * order.entry_bytes for order in self._orders))
+        if self._stored is None and idle is None and not any(order.used for order in self._orders):
+            yield self._in_hash_order(slice_size)
+            return
+        rows = [slice_size // order.entry_bytes + 1 for order in self._orders]
+        if self._stored is None or self._most_rows is not None:
+            totals = (sum(most[table.name] for table in order.group.tables) for order in self._orders)
+            rows = [min(pair) for pair in zip(rows, totals, strict=True)]
+        part = self._slice(rows, slice_size)
+        for order, place, table in self._tables():
+            group = order.group.index
+            for keys, words, uses in self._merged(table, most[table.name] * order.entry_bytes, slice_size):
+                self._progress("read", keys.size)
+                done = 0
+                while done < keys.size:
+                    if not (room := part.room(group)):
+                        yield part.segment(self._layout, self._progress)
+                        part.close()
+                        part = self._slice(rows, slice_size)
+                        room = max(1, part.room(group))
+                    end = min(keys.size, done + room)
+                    part.put(group, place, keys[done:end], words[done:end], uses[done:end])
+                    done = end
+            order.check(place)
+        yield part.segment(self._layout, self._progress)
 
-    def moved(self) -> list[bool]:
-        """Return of which groups the last changes are to be stored: those that have several. Known after ``read``."""
-        return [ordered.oldest < ordered.newest for ordered in self._groups]
+    def _tables(self) -> Iterator[tuple[RowOrder, int, Table]]:
+        """Yield every table, with the order of its group and its place there."""
+        return ((order, place, table) for order in self._orders for place, table in enumerate(order.group.tables))
 
-    def blocks(self, layouts: Sequence[SegmentLayout]) -> Iterator[MovedBlock]:
-        """Yield the blocks of the new segment, rows and keys of all in the same two arrays."""
-        for ordered, layout in zip(self._groups, layouts, strict=True):
-            for block in moved_blocks_of(ordered.group, layout, ordered.chunks(layout.block_rows)):
-                self._progress("write", block[3].size)
-                yield block
+    def _slice(self, rows: Sequence[int], num_bytes: int) -> Slice:
+        scratch, counters = self._reader.scratch, self._reader.counters
+        return self._files.enter_context(
+            Slice(self._orders, rows, num_bytes, scratch, _WHAT, REWRITE_BYTES // 2, counters)
+        )
 
-    def _check_room(self, compaction: CompactionPlan | None) -> None:
-        """Raise StoreFullError where there is less room than temporary files will take, as far as that is known."""
-        exact = compaction is not None or (self._stored is None and not any(group.used for group in self._groups))
-        num_bytes = 0
-        for ordered in self._groups:
-            rows = ordered.used
-            if compaction is not None:
-                rows += compaction.idle_rows(ordered.group.index)
-            elif self._stored is None:  # of the rows that are used some are stored, nobody knows which
-                rows = max(rows, sum(self._snapshot.live_rows(ordered.group, table) for table in ordered.group.tables))
-            num_bytes += rows * ordered.entry_bytes
-        with room_for(num_bytes, self._reader.scratch, _WHAT, at_least=not exact):
+    def _in_hash_order(self, slice_size: int) -> NewSegment:
+        """Return the one segment of all rows that are stored, each table in hash order, written as they are read."""
+        layouts, moved = [], []
+        for group in self._reader.groups:
+            rows = tuple(self._snapshot.live_rows(group, table) for table in group.tables)
+            layouts.append(self._layout(group, [Range(next_use=NEVER, table_rows=rows)] if any(rows) else []))
+            moved.append(_have_several_changes(self._snapshot, group))
+
+        def blocks() -> Iterator[MovedBlock]:
+            for order, layout in zip(self._orders, layouts, strict=True):
+                for block in moved_blocks_of(order.group, layout, self._chunks(order, layout, slice_size)):
+                    self._progress("write", block[3].size)
+                    yield block
+
+        return NewSegment(tuple(layouts), moved, blocks())
+
+    def _chunks(self, order: RowOrder, layout: SegmentLayout, slice_size: int) -> RowChunks:
+        """Yield the live rows of all tables of a group. Raises CorruptStoreError for others than the commit says."""
+        remaining = layout.rows
+        for table in order.group.tables:
+            rows = self._snapshot.rows_in(self._snapshot.segments, order.group, table)
+            for keys, words in self._moved(table, rows * order.entry_bytes, slice_size):
+                self._progress("read", keys.size)
+                remaining -= keys.size
+                yield keys, words
+        if remaining:
+            raise CorruptStoreError(
+                f"group {order.group.index} of {self._reader.label} has {layout.rows - remaining:,} rows, but its "
+                f"commit says {layout.rows:,}: restore the store from a copy"
+            )
+
+    def _check_room(self, idle: Mapping[str, int] | None) -> None:
+        """Raise StoreFullError if there is less room than temporary files will take, as far as that is known."""
+        total = usage = 0.0
+        streamed = self._stored is None and idle is None and not any(order.used for order in self._orders)
+        for order in [] if streamed else self._orders:
+            rows = self._least_rows(order, idle)
+            total += rows * (order.entry_bytes + NUMBER_BYTES)
+            usage += rows / part_rows(order.entry_bytes, REWRITE_BYTES // 2)
+        num_bytes = 0 if usage <= 1 else min(int(total), slice_bytes(int(total)))
+        with room_for(num_bytes, self._reader.scratch, _WHAT, at_least=True):
             check_room(self._reader.scratch, num_bytes)
 
-    def _moved(self, table: Table, moves: RowFilter | None) -> RowChunks:
-        """Yield the store's own rows that move."""
-        chunks = scan_segments(
-            self._reader, self._snapshot, self._snapshot.segments, table.name,
-            choice=moves, memory_bytes=REWRITE_BYTES, as_words=True, changed=True,
-        )  # fmt: skip
-        return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)
+    def _least_rows(self, order: RowOrder, idle: Mapping[str, int] | None) -> int:
+        """Return the least rows of a group that are written; all of them, if ``idle`` says how many are not used."""
+        tables = order.group.tables
+        if idle is not None:
+            return order.used + sum(idle[table.name] for table in tables)
+        if self._stored is None:  # of the rows that are used some are stored, nobody knows which
+            return max(order.used, sum(self._snapshot.live_rows(order.group, table) for table in tables))
+        return max(order.used, sum((self._most_rows or {}).get(table.name, 0) for table in tables))
 
-    def _merged(self, table: Table, moves: RowFilter | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
+    def _most_rows_of(self, order: RowOrder, place: int, idle: Mapping[str, int] | None) -> int:
+        """Return the most rows of a table that are written."""
+        table, used = order.group.tables[place], int(order.counts_RT[:, place].sum())
+        if idle is not None:
+            return used + idle[table.name]
+        if self._stored is None:
+            return used + self._snapshot.rows_in(self._snapshot.segments, order.group, table)
+        return used + (0 if self._most_rows is None else self._most_rows[table.name])
+
+    def _moved(self, table: Table, num_bytes: int, slice_size: int) -> RowChunks:
+        """Yield the store's own rows that move, at most ``num_bytes``, in hash order, sorted a slice at a time."""
+        for hashes in hash_slices(-(-num_bytes // slice_size)) if num_bytes > slice_size else [None]:
+            chunks = scan_segments(
+                self._reader, self._snapshot, self._snapshot.segments, table.name, hashes=hashes,
+                choice=self._moves, memory_bytes=REWRITE_BYTES // 2, as_words=True, changed=True,
+            )  # fmt: skip
+            for keys, fields in chunks:
+                yield keys, np.concatenate(fields, axis=1)
+
+    def _merged(self, table: Table, num_bytes: int, slice_size: int) -> Iterator[tuple[Int64s, Floats, Int64s]]:
         """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order.
 
         Rows are words, and last their last change.
         """
         id_ = 0 if self._snapshot.commit is None else self._snapshot.commit.id + 1
-        rows_of_store = self._moved(table, moves) if self._stored is None else self._stored(table)
+        rows_of_store = self._stored(table) if self._stored is not None else self._moved(table, num_bytes, slice_size)
         stored = SortedCursor(hashed(table, rows_of_store), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
         used = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)
         for (hashes, *kept), (used_hashes, used_keys, first_uses) in merged(stored, used):
@@ -162,79 +238,36 @@ class Rewrite:
                 yield keys, rows, uses
 
 
-class _Sorted:
-    """The rows of one group, each written where it belongs in the order (first use, table, arrival)."""
+def _have_several_changes(snapshot: Snapshot, group: Group) -> bool:
+    """Return whether live rows of a group may have several last changes; reads nothing."""
+    firsts = {} if snapshot.commit is None else snapshot.commit.named
+    bounds = []
+    for segment in snapshot.segments:
+        layout = segment.layouts[group.index]
+        first = layout.first_row_R.item(snapshot.first_range(segment, group.index))
+        if first < layout.rows and segment.changed:
+            changed, block = segment.changed[group.index], first // layout.block_rows
+            bounds += [int(changed.oldest_B[block:].min()), int(changed.newest_B[block:].max())]
+        elif first < layout.rows:
+            bounds.append(firsts[segment.id])
+    return len(set(bounds)) > 1
 
-    def __init__(self, group: Group, uses: FirstUses, layout: Layout, scratch: Path) -> None:
-        self.group, self._layout = group, layout
-        counts = [Counter(uses.counts(table.name)) for table in group.tables]
-        self._uses = sorted({use for of_table in counts for use in of_table})
-        self._counts = {(use, i): counts[i][use] for use in self._uses for i in range(len(counts))}
-        self._next, row = {}, 0
-        for place, count in self._counts.items():
-            self._next[place] = row
-            row += count
-        self.used = row
-        """How many rows are used first at some pass."""
-        self._never = [0] * len(counts)
-        self._row_bytes = group.row_bytes + CHANGED_BYTES
-        self.entry_bytes = 8 + self._row_bytes
-        """What the files take for a row."""
-        self.oldest, self.newest = (1 << 32) - 1, 0
-        """The least and the greatest last change."""
-        self._keys, self._rows = (ScratchFile(scratch, _WHAT) for _ in range(2))
 
-    def close(self) -> None:
-        """Give up the files."""
-        self._keys.close()
-        self._rows.close()
+def row_scratch_bytes(tables: Iterable[tuple[int, int, int]]) -> int:
+    """Return the most bytes of temporary files while rows are put in a new order.
 
-    def put(self, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:
-        """Write rows of one table; its NEVER rows must come after those of the tables before. Raises StoreFullError.
-
-        Rows are (n, W + 1) words, the last of them their last change.
-        """
-        changed = rows[:, -1].view(np.uint32)
-        self.oldest, self.newest = min(self.oldest, int(changed.min())), max(self.newest, int(changed.max()))
-        order = np.argsort(uses, kind="stable")
-        ends = np.append(np.nonzero(np.diff(uses[order]))[0] + 1, order.size).tolist()
-        begin = 0
-        for end in ends:
-            rows_of_store, use = order[begin:end], int(uses[order[begin]])
-            if use == NEVER:
-                row = self.used + sum(self._never)
-                self._never[place] += end - begin
-            else:
-                row = self._next[use, place]
-                self._next[use, place] += end - begin
-            self._keys.write(keys[rows_of_store], 8 * row)
-            self._rows.write(rows[rows_of_store], self._row_bytes * row)
-            begin = end
-
-    def layout(self) -> SegmentLayout:
-        """Return the layout of all rows. Raises StoreError where others came than were counted."""
-        row = 0
-        for place, count in self._counts.items():
-            row += count
-            if self._next[place] != row:
-                name = self.group.tables[place[1]].name
-                raise StoreError(
-                    f"pass {place[0]} was said to use {count:,} keys of table {name!r} first, and others came: "
-                    "the key sets changed meanwhile"
-                )
-        tables = range(len(self.group.tables))
-        ranges = [Range(next_use=use, table_rows=tuple(self._counts[use, i] for i in tables)) for use in self._uses]
-        if any(self._never):
-            ranges.append(Range(next_use=NEVER, table_rows=tuple(self._never)))
-        return self._layout(self.group, ranges)
-
-    def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
-        """Yield all rows in order, so many at a time."""
-        total = self.used + sum(self._never)
-        for row in range(0, total, chunk_rows):
-            count = min(chunk_rows, total - row)
-            keys = np.empty(count, dtype=np.int64)
-            rows = np.empty((count, self._row_bytes // 4), dtype=np.float32)
-            self._keys.read(keys, 8 * row)
-            self._rows.read(rows, self._row_bytes * row)
-            yield keys, rows
+    ``tables`` yields the group, the rows and the bytes of an entry (row, key and last change) of each table. Rows that
+    fit the memory take none. Of others a slice is sorted by hash, if its ranges are too many to merge, then by place: a
+    file shrinks while it is read, so both have about as much as one. A slice is a 24th of all entries, or
+    ``LEAST_SLICE_BYTES`` if that is more.
+    """
+    tables = list(tables)
+    total = sum(rows * entry for _, rows, entry in tables)
+    most, memory = slice_bytes(total), REWRITE_BYTES // 2
+    groups: Counter[tuple[int, int]] = Counter()
+    for group, rows, entry in tables:
+        groups[group, entry] += rows
+    by_hash = max((file_bytes(min(rows, most // one), one - HASH_BYTES, memory) for _, rows, one in tables), default=0)
+    share = memory // max(1, 2 * len(groups))
+    by_place = sum(paged(file_bytes(min(rows, most // one), one, share)) for (_, one), rows in groups.items())
+    return paged(by_hash) + by_place

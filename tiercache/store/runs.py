@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     """Keys (n,) and rows (n, W): every field of a row side by side, as words."""
     RowFilter = Callable[[Segment, int, int, int], NDArray[np.bool_]]
     """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
+
+
+HASHES = 1 << 64
+"""All hashes are below it."""
 
 
 class SortedCursor:
@@ -78,6 +83,12 @@ def merged(*cursors: SortedCursor) -> Iterator[tuple[Columns, ...]]:
         ends = [cursor.end for cursor in filled if not cursor.ended]
         bound = min(ends) if ends else max(cursor.end for cursor in filled)
         yield tuple(cursor.take(bound) for cursor in cursors)
+
+
+def below(cursor: SortedCursor, bound: int) -> Iterator[Columns]:
+    """Yield the next rows of a cursor as long as their hashes are below ``bound``."""
+    while cursor.fill() and (rows := cursor.take(min(cursor.end, bound - 1)))[0].size:
+        yield rows
 
 
 def hashed(table: Table, parts: Iterable[Columns]) -> Iterator[Columns]:
@@ -250,18 +261,49 @@ def runs_of(
     table: Table,
     choice: RowFilter | None = None,
     changed: Callable[[], VersionReader] | None = None,
+    hashes: tuple[int, int] | None = None,
 ) -> list[SortedRun]:
     """Return the runs of a table in live ranges of ``segments``, which are of ``snapshot``, by segment and place.
 
-    ``changed`` makes for each what remembers one block: they may be read by turns.
+    ``changed`` makes for each what remembers one block: they may be read by turns. ``hashes``: only the rows whose
+    hash is at least the first and below the second; reads at most two key pages of each run to find them.
     """
     place, runs = group.place(table.name), []
     for segment in segments:
         layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
-        for low, high in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
-            last = None if changed is None else changed()
-            runs.append(SortedRun(reader, segment, group, low, high, choice, last))
+        for whole in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
+            low, high = whole if hashes is None else _rows_within(reader, segment, group, table, whole, hashes)
+            if low < high:
+                last = None if changed is None else changed()
+                runs.append(SortedRun(reader, segment, group, low, high, choice, last))
     return [run for run in runs if run.remaining]
+
+
+def _rows_within(
+    reader: BlockReader, segment: Segment, group: Group, table: Table, run: tuple[int, int], hashes: tuple[int, int]
+) -> tuple[int, int]:
+    """Return which rows of a run of a table, (first, last + 1), have hashes in a range."""
+    layout, (low, high), found = segment.layouts[group.index], run, []
+    first, last = layout.key_pages_of_rows(np.array([low, high - 1])).tolist()
+    begins = segment.first_hashes[group.index][first + 1 : last + 1]
+    for bound in hashes:
+        if not 0 < bound < HASHES:
+            found.append(low if bound <= 0 else high)
+            continue
+        page = first + int(begins.searchsorted(np.uint64(bound)))  # its row is in here, or the first of the next one
+        start, end = (int(rows[0]) for rows in layout.rows_of_key_pages(np.array([page])))
+        block, in_block = divmod(page, layout.key_pages)
+        keys = reader.keys(segment, group.index, block, in_block, in_block + 1)
+        begin = max(low, start)
+        in_page = hash_keys(keys[begin - start : min(high, end) - start], table.table_id)
+        found.append(begin + int(in_page.searchsorted(np.uint64(bound))))
+    return found[0], found[1]
+
+
+def hash_slices(count: int, low: int = 0, high: int = HASHES) -> list[tuple[int, int]]:
+    """Cut the hashes [low, high) into ``count`` neighboring ranges of about the same size."""
+    bounds = [low + i * (high - low) // count for i in range(count + 1)]
+    return list(pairwise(bounds))
 
 
 def join_runs(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:

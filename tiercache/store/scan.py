@@ -49,6 +49,7 @@ def scan_segments(
     *,
     choice: RowFilter | None = None,
     alone: bool = True,
+    hashes: tuple[int, int] | None = None,
     chunk_rows: int | None = None,
     memory_bytes: int = SCAN_BYTES,
     scratch: Path | None = None,
@@ -68,19 +69,20 @@ def scan_segments(
     Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
     of a layout which are wanted; pages without one are not read. Where it may have several of a key, not
     ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
-    (n, words); then with ``changed`` the last one, (n, 1), has the last changes.
+    (n, words); then with ``changed`` the last one, (n, 1), has the last changes. ``hashes``: only rows whose hash is at
+    least the first and below the second; pages at either end of a run are then read for the rows on both sides.
 
     Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
     """
     group, table = check_scan(reader, snapshot, table_name, chunk_rows)
     firsts = {} if snapshot.commit is None else snapshot.commit.named
     last = (lambda: VersionReader(reader, firsts)) if changed else None
-    runs = runs_of(reader, snapshot, segments, group, table, choice, last)
+    runs = runs_of(reader, snapshot, segments, group, table, choice, last, hashes)
     chunks = _chunks(reader, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
     label = f"table {table.name!r} of {reader.label}"
     stale = 0 if choice is not None and alone else snapshot.stale_rows(segments, group, table)
     if stale:
-        chunks = _newest(chunks, stale, label, all_rows=choice is None)
+        chunks = _newest(chunks, stale, label, all_rows=choice is None and hashes is None)
     return _checked(table, label, as_words, chunks)
 
 

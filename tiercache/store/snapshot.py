@@ -98,24 +98,28 @@ class Snapshot:
         """Return the segments with rows that are live at ``cursor``, and what is live in each.
 
         A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-        segment that is within pass v, which holds the whole key set of v. Of segments of earlier schedules what was
-        live stays live.
+        segment that is within pass v, which holds the whole key set of v, or in all segments of the base if that is
+        one. Of segments of earlier schedules what was live stays live.
         """
         pass_index, sample = cursor
-        written = [s.id for s in self.segments if s.within_pass == pass_index and s.id not in self.retained]
+        written = [s for s in self.segments if s.within_pass == pass_index and s.id not in self.retained]
         if sample and not written:
             raise ValueError(
                 f"a commit at sample {sample} of pass {pass_index} needs its rows: append them with within=True first"
             )
-        whole_pass = max(written) if sample else None
+        whole_pass = frozenset[int]()
+        if sample:
+            newest = written[-1]
+            base = newest.pass_index if newest.pass_index < 0 else None
+            whole_pass = frozenset(s.id for s in written if s is newest or s.pass_index == base)
         live = self.live.taken(range(len(self.segments)))
         for row, segment in enumerate(self.segments):
             if segment.id not in self.retained:
-                first_use = pass_index + (whole_pass is not None and segment.id != whole_pass)
+                first_use = pass_index + (bool(whole_pass) and segment.id not in whole_pass)
                 if np.any(live.next_uses_SG[row] < first_use):
                     live.set_from(row, segment, first_use)
         rows_S = live.live_ST.sum(axis=1).tolist()
-        rows = [i for i, one in enumerate(self.segments) if rows_S[i] or one.id == whole_pass]
+        rows = [i for i, one in enumerate(self.segments) if rows_S[i] or one.id in whole_pass]
         return [self.segments[row] for row in rows], live.taken(rows)
 
     def _sum(self, counts_ST: Int64s, segments: Iterable[Segment], group: Group, table: Table) -> int:

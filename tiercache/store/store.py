@@ -304,18 +304,18 @@ class Store:
         layout: Layout = base_layout,
         start: Cursor | None = None,
     ) -> Commit:
-        """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
+        """Make a commit that begins a schedule: its rows in the order (first use, table, hash).
 
         ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. An empty
         ``schedule_digest`` begins none: a commit at the position keeps the schedule in ``overlaid``. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
-        ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
+        ``layout`` cuts segments into pages. Rows of other keys stay where they are, in segments of which they are
         at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
         with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but
-        for what readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
-        ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done since then. Raises ValueError without a
-        commit and for one inside a pass without ``start``, StoreFullError and CorruptStoreError, after which the store
-        stands where it stood; what was appended since is dropped.
+        for what readers see. Takes 256 MiB and a slice of ``uses``. More than 1 GiB of rows become several segments.
+        Temporary files take an eighth of the rows' bytes at most, or 2.5 GiB. ``progress(what, rows)``: "sort" (keys),
+        "read", "write" and rows done since then. Raises ValueError without a commit and for one inside a pass without
+        ``start``, StoreFullError and CorruptStoreError; the store then stands where it did, without appended rows.
         """
         writer = self.commit_writer
         if self.commit is None or (self.commit.cursor.sample and start is None):

@@ -82,7 +82,7 @@ class Engine(Protocol):
     ``MemoryEngine`` is the executable definition. Blobs belong to whoever put them until ``drop`` gives them back: the
     engine never decides what is needed. ``put``, ``drop`` and ``publish`` come from one thread at a time and, where
     they raise, have changed nothing, unless they say otherwise; ``read``, ``list`` and ``newest`` may be called by
-    other threads meanwhile.
+    other threads meanwhile, and by what yields the parts of a ``put``.
     """
 
     label: str
@@ -170,6 +170,8 @@ class Counters:
         self.spill_bytes_written = 0
         """To temporary files, by scans and fills that exceed their memory."""
         self.spill_bytes_read = 0
+        self.spill_writes = 0
+        """Writes of temporary files, each of what was sorted in memory at once."""
         self._lock = threading.Lock()
 
     @property

@@ -16,7 +16,6 @@ from tiercache.store.engines.engine import Counters
 from tiercache.store.files import local_path
 from tiercache.store.lookup import check_keys, missing_keys
 from tiercache.store.opening import label_of
-from tiercache.store.runs import LastKeys
 from tiercache.store.scan import SCAN_BYTES, scan_segments
 from tiercache.store.shards.shard_manifest import GlobalCommit, ShardCommit, ShardManifest
 from tiercache.store.shards.sharding import HASHES, Slice, TableSharding, hash_bounds
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.locks import WriterLock
     from tiercache.store.lookup import Fields
-    from tiercache.store.reading import BlockReader
     from tiercache.store.scan import Chunk
-    from tiercache.store.segment import Segment
     from tiercache.store.table import Table
 
 
@@ -401,31 +398,11 @@ def _scan(
     store: Store, table: Table, hashes: tuple[int, int] | None, *, chunk_rows: int | None, memory_bytes: int,
     scratch: Path | None,
 ) -> Iterator[Chunk]:  # fmt: skip
-    choice = None if hashes is None else _InRange(store.reader, table, hashes)
     with store.pinned() as snapshot:
         yield from scan_segments(
             store.reader, snapshot, snapshot.committed, table.name,
-            choice=choice, alone=False, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
+            hashes=hashes, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
         )  # fmt: skip
-
-
-class _InRange:
-    """Chooses the rows of one table whose keys have hashes in a range."""
-
-    def __init__(self, reader: BlockReader, table: Table, hashes: tuple[int, int]) -> None:
-        self._keys, self._table_id = LastKeys(reader), table.table_id
-        self._first, self._last = np.uint64(hashes[0]), np.uint64(hashes[1] - 1)
-
-    def __call__(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
-        """Return which of the rows [low, high) of a layout are wanted."""
-        layout, chosen = segment.layouts[group], np.empty(high - low, dtype=np.bool_)
-        for block in range(low // layout.block_rows, -(-high // layout.block_rows)):
-            start, end = layout.rows_of_block(block)
-            first, last = max(low, start), min(high, end)
-            keys = self._keys(segment, group, block)[first - start : last - start]
-            hashes = hash_keys(keys, self._table_id)
-            chosen[first - low : last - low] = (hashes >= self._first) & (hashes <= self._last)
-        return chosen
 
 
 def _columns(
