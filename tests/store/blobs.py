@@ -12,10 +12,13 @@ from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
 from tiercache.store.files import paged
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad, Zeros
+from tiercache.store.store_errors import StoreError
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from tiercache.store.engines.engine import Engine, Part
 
@@ -128,3 +131,16 @@ def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> lis
             rest.append(one)
     engine.drop(gone)
     return rest
+
+
+def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection[Any, Any]) -> None:
+    """Open an engine for reading; each time that blobs are sent answer with its head, and what is wrong with them."""
+    engine = open_reader(path)
+    while (contents := pipe.recv()) is not None:
+        head, problem = engine.newest(), ""
+        try:
+            check(engine, contents)
+        except (AssertionError, StoreError) as error:
+            problem = repr(error)
+        pipe.send((head, problem))
+    engine.close()

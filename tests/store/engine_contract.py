@@ -25,6 +25,7 @@ from tests.store.blobs import (
     publish,
     put,
     segment,
+    serve,
     some_bytes,
 )
 from tiercache.store.engines.engine import PAGE_BYTES, Blob, BlobRows, ReadRequest
@@ -33,7 +34,6 @@ from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullEr
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from tiercache.store.engines.engine import Engine, Part
@@ -197,6 +197,21 @@ class EngineContract:
             for data in pieces.values():
                 data[:] = 99
         check(engine, copies)
+
+    def test_parts_may_be_read_from_the_engine_that_they_are_put_into(self, engine: Engine) -> None:
+        """As those of a compaction are: from blobs that are published, and from those that wait."""
+        sources = put(engine, segment(self.layout((40,)), 1))
+        publish(engine, 0)
+        sources += put(engine, [plain("states/0.0", some_bytes(300_000))])
+        copies = [one._replace(blob=one.blob._replace(name=one.blob.name.replace("/0.", "/0.9"))) for one in sources]
+
+        def parts() -> Iterator[Part]:
+            for index, at, data in parts_of(sources):
+                found = bytes_of(engine, sources[index].blob, at, at + data.size)
+                yield index, at, np.frombuffer(found, np.uint8)
+
+        engine.put([one.blob for one in copies], parts())
+        check(engine, [*sources, *copies])
 
     def test_a_put_whose_source_fails_changes_nothing(self, tmp_path: Path) -> None:
         """The error is the source's own, what was there stays, no room is lost, and the put can be done again."""
@@ -460,7 +475,7 @@ class EngineContract:
         kept = put(engine, [*segment(layout, 1), plain("states/0.0", some_bytes(5000))])
         publish(engine, 0)
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(type(self), tmp_path, theirs))
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(self.open_reader, tmp_path, theirs))
         process.start()
         commits = [plain("commits/0", np.frombuffer(b"commit 0" * 9, np.uint8))]
         for i in range(1, 6):
@@ -479,16 +494,3 @@ class EngineContract:
         process.join()
         assert process.exitcode == 0
         engine.close()
-
-
-def _serve(contract: type[EngineContract], path: Path, pipe: Connection[Any, Any]) -> None:
-    """Open the engine for reading; each time that blobs are sent answer with its head, and what is wrong with them."""
-    engine = contract.open_reader(path)
-    while (contents := pipe.recv()) is not None:
-        head, problem = engine.newest(), ""
-        try:
-            check(engine, contents)
-        except (AssertionError, StoreError) as error:
-            problem = repr(error)
-        pipe.send((head, problem))
-    engine.close()

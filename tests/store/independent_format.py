@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     def of(cls, values: Values, arrays: Arrays, group: int) -> "Layout":
         """Return that of a group, from the record of a segment."""
         tables = values["tables"]
-        counts = arrays[f"table_rows/{group}"].reshape(-1, len(tables))
+        counts = arrays[f"table_rows/{group}"].astype(np.int64).reshape(-1, len(tables))
         fields = [(name, width, DTYPES[dtype]) for name, dtype, width in values["fields"]]
         block_rows = values["block_bytes"] // values["row_bytes"]
         layout = cls(

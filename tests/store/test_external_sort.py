@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import Store, StoreError, StoreFullError, files, key_invariants
-from tiercache.store.commit import Snapshot
 from tiercache.store.engines.engine import Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.files import ScratchFile, check_room
+from tiercache.store.snapshot import Snapshot
 from tiercache.store.verification import Verification
 
 
