@@ -82,4 +82,4 @@ test-gpu: $(VENV)/.dev
 	$(BIN)/python -m tests.gpu
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo
+	rm -rf $(VENV) build dist *.egg-info demo tiercache/kernels/cpu/__pycache__

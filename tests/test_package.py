@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import shutil
@@ -17,7 +18,7 @@ import pytest
 
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
-from tiercache.kernels.cpu.jit import cache_folder
+from tiercache.kernels.cpu.compile import cache_folder
 
 pytestmark = pytest.mark.disk
 
@@ -84,8 +85,11 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     wheel = next(built.glob("*.whl"))
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel))
-    for compiled in (cache_folder() or tmp_path).glob("*.nb?"):  # taken only for the very sources that it is of
-        shutil.copy(compiled, site / "tiercache" / "kernels" / "cpu" / "__pycache__")
+    kernels, compiled = site / "tiercache" / "kernels" / "cpu", cache_folder()
+    if compiled is not None:  # used only if the sources are the same
+        copy = shutil.copytree(compiled, kernels / "__pycache__" / compiled.name)
+        for folder in copy.glob("cpu_*"):  # numba names it by the folder of the sources
+            folder.rename(copy / f"cpu_{hashlib.sha1(str(kernels).encode()).hexdigest()}")
     script = TINY_TRAINING.replace("tiercache.FROM_ARRAYS", write_dataset.__module__)
     script = script.replace("tiercache.KEYBATCH", RawBatch.__module__)
     program = tmp_path / "tiny.py"

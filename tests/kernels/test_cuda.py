@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.kernels.cubin import kernels_of
-from tiercache.kernels.cpu.jit import KERNELS, cache_folder
 from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 
@@ -220,9 +219,3 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, c
     with pytest.raises(RuntimeError, match="does not compile"):
         cuda.cached_code(tmp_path, "rows.sm_90.cuda", "other", fails)
     assert not (tmp_path / "rows.sm_90.cuda").exists()
-
-
-def test_it_lies_where_numba_keeps_its_code() -> None:
-    """So one folder holds all that is compiled, and NUMBA_CACHE_DIR moves both."""
-    importlib.import_module("tiercache.kernels.cpu.hashing")
-    assert cache_folder() == Path(KERNELS[0].compiler._cache.cache_path)

@@ -14,7 +14,7 @@ from tests.kernels.cases import same_bits
 from tests.kernels.machines import Cpu
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import rule_of, stepped
-from tiercache.kernels.cpu import jit
+from tiercache.kernels.cpu import compile as compiling
 from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 from tiercache.kernels.cuda.gathering import Gathered, gather
@@ -182,7 +182,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
     fake = Cupy(capability)
     monkeypatch.setattr(cuda, "_import_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nvrtc", lambda: fake.nvrtc)
-    monkeypatch.setattr(jit, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiling, "cache_folder", lambda: None)
     monkeypatch.setattr(cuda, "_IN_MEMORY", {})
     return fake
 

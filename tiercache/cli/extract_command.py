@@ -89,7 +89,7 @@ def warmup(
 
     The compiled code stays on disk for this version and CPU, next to the package or in your cache folder.
     """
-    from tiercache.kernels.cpu.jit import cache_folder
+    from tiercache.kernels.cpu.compile import cache_folder
     from tiercache.reporting.progress import prepare_kernels
     from tiercache.rows.backends.open_backend import open_backend
 

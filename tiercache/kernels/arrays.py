@@ -1,32 +1,33 @@
-"""The arrays of kernels: the names of their annotations, and checks of arguments.
+"""The arguments of kernels: annotations, and checks of arrays.
 
 An array is C-contiguous and aligned and has one axis: `I4` is one of int32. `Matrix[I4]` has two axes, and
-`Written[I4]` is written to. A `Rows` array has float32 or the bits of 16-bit numbers. `Word` and `Single` are numbers
-that a kernel takes as uint64 and float32.
+`Written[I4]` is written to. A `Rows` array has float32 or the bits of 16-bit numbers. A kernel takes `Word` and
+`Single` as uint64 and float32, and other numbers as their own types.
 """
 
 import contextlib
 import math
 import mmap
-from collections.abc import Collection
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _Array = TypeVar("_Array")
-B1 = NDArray[np.bool_]
-I1 = NDArray[np.int8]
-I2 = NDArray[np.int16]
-I4 = NDArray[np.int32]
-I8 = NDArray[np.int64]
-U1 = NDArray[np.uint8]
-U4 = NDArray[np.uint32]
-U8 = NDArray[np.uint64]
-F4 = NDArray[np.float32]
-Rows = F4 | NDArray[np.uint16]
-Matrix = Annotated[_Array, "two axes"]
-Written = Annotated[_Array, "written"]
+B1 = Annotated[NDArray[np.bool_], np.bool_]
+I1 = Annotated[NDArray[np.int8], np.int8]
+I2 = Annotated[NDArray[np.int16], np.int16]
+I4 = Annotated[NDArray[np.int32], np.int32]
+I8 = Annotated[NDArray[np.int64], np.int64]
+U1 = Annotated[NDArray[np.uint8], np.uint8]
+U4 = Annotated[NDArray[np.uint32], np.uint32]
+U8 = Annotated[NDArray[np.uint64], np.uint64]
+F4 = Annotated[NDArray[np.float32], np.float32]
+Rows = Annotated[NDArray[np.float32] | NDArray[np.uint16], np.float32, np.uint16]
+_TWO_AXES, _WRITTEN = "two axes", "written"
+Matrix = Annotated[_Array, _TWO_AXES]
+Written = Annotated[_Array, _WRITTEN]
 Word = Annotated[int, np.uint64]
 Single = Annotated[float, np.float32]
 
@@ -104,3 +105,25 @@ def same_length(**arrays: NDArray[Any]) -> int:
     if len(set(lengths.values())) != 1:
         raise ValueError(f"arrays must have one length, but have {lengths}.")
     return int(next(iter(lengths.values())))
+
+
+class Parameter(NamedTuple):
+    """One parameter of a kernel."""
+
+    name: str
+    dtypes: Sequence["np.dtype[Any]"]
+    """One; for rows two, float32 and that of the bits of 16-bit numbers."""
+    ndim: int
+    """0: a number."""
+    written: bool
+
+
+def parameters_of(kernel: Callable[..., Any]) -> list[Parameter]:
+    """Return the parameters of a function that has the annotations of this module."""
+    found = []
+    for name, hint in get_type_hints(kernel, include_extras=True).items():
+        kind, *marks = get_args(hint) or (hint,)
+        dtypes = [np.dtype(mark) for mark in marks if mark not in {_TWO_AXES, _WRITTEN}] or [np.dtype(kind)]
+        ndim = 0 if kind in {bool, int, float} else 1 + (_TWO_AXES in marks)
+        found.append(Parameter(name, dtypes, ndim, _WRITTEN in marks))
+    return [parameter for parameter in found if parameter.name != "return"]

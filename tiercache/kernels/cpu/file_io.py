@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba import types
 
 from tiercache.kernels.arrays import I8, U1, U4, Matrix, Written, address_of, expect
-from tiercache.kernels.cpu.jit import inlined, intrinsic, serial_where
+from tiercache.kernels.cpu.compile import inlined, intrinsic, serial
 from tiercache.kernels.cpu.simd import call, element_address
 
 _LONG, _INT = ir.IntType(64), ir.IntType(32)
@@ -216,7 +216,7 @@ def _checksums(memory, places, sizes, out):  # type: ignore[no-untyped-def]
         out[run] = _finish(start, memory, places[run], sizes[run])
 
 
-@serial_where(has_crc32c)
+@serial
 def _crc32c(memory: U1, places: I8, sizes: I8, out: Written[U4]) -> None:
     _checksums(memory, places, sizes, out)
 
@@ -235,7 +235,7 @@ def crc32c(parts: Sequence[Part]) -> U4:
     return out
 
 
-@serial_where(has_reads)
+@serial
 def _read_checked(
     memory: U1,
     requests: Matrix[I8],
@@ -332,7 +332,7 @@ def _fill(memory, origin, buffer, handles, files, row_bytes, widest, in_pages, p
     return 0
 
 
-@serial_where(has_reads)
+@serial
 def _read_fields(
     memory: U1,
     names: U1,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba import types
 
 from tiercache.kernels.arrays import I2, I8, U1, U8, Matrix, Word, Written, same_length
-from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
+from tiercache.kernels.cpu.compile import inlined, intrinsic, serial
 
 MOST_OWNERS = 1024
 _U64 = (1 << 64) - 1

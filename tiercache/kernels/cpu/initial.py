@@ -6,8 +6,8 @@ Serial and without the GIL: the reader thread makes rows that are used for the f
 import numpy as np
 
 from tiercache.kernels.arrays import F4, I8, Matrix, Single, Word, Written, same_length
+from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix
-from tiercache.kernels.cpu.jit import inlined, serial
 
 __all__ = ["CONSTANT", "NORMAL", "UNIFORM", "ZEROS", "initial_rows"]
 

@@ -16,9 +16,10 @@ import numpy as np
 from numba import prange
 
 from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written, expect, same_length
+from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.hashing import mix_word
-from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.simd import prefetch
+from tiercache.kernels.cpu.threads import threads
 
 EMPTY = -(1 << 63)
 MOST_POSITIONS = (1 << 31) - 1

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, Word, Written, same_length
+from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix_word
-from tiercache.kernels.cpu.jit import inlined, serial
 from tiercache.kernels.cpu.simd import prefetch
 
 _AHEAD = 8  # queries between asking for memory and using it

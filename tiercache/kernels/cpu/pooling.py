@@ -7,6 +7,7 @@ import numpy as np
 from numba import prange
 
 from tiercache.kernels.arrays import F4, I1, I4, I8, Matrix, Rows, Written, same_length
+from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.gathering import (
     AHEAD,
     BLOCK,
@@ -17,7 +18,6 @@ from tiercache.kernels.cpu.gathering import (
     num_parts,
     write,
 )
-from tiercache.kernels.cpu.jit import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.simd import atomic_next, fence, load, splat, total
 from tiercache.kernels.cpu.vectors import element, prefetch_row, read, shape_of
 from tiercache.kernels.step import Vectors

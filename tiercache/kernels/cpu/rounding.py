@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
+from numba import types
 
 from tiercache.kernels.arrays import I4, I8, U8, same_length
+from tiercache.kernels.cpu.compile import inlined, intrinsic
 from tiercache.kernels.cpu.hashing import mix
-from tiercache.kernels.cpu.jit import inlined, intrinsic
 from tiercache.kernels.cpu.simd import element_address
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

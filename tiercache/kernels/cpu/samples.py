@@ -7,8 +7,8 @@ Legend: n samples asked for, N samples of the sub-dataset, W words of a sample, 
 import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written
+from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix_word
-from tiercache.kernels.cpu.jit import inlined, serial
 
 
 @serial

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import lower_builtin, models, register_model, type_callable
 
-from tiercache.kernels.cpu.jit import inlined, intrinsic
+from tiercache.kernels.cpu.compile import inlined, intrinsic
 
 WIDTH = 16
 

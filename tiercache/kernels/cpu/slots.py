@@ -3,7 +3,7 @@
 import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, Written
-from tiercache.kernels.cpu.jit import serial
+from tiercache.kernels.cpu.compile import serial
 
 
 @serial

@@ -11,8 +11,8 @@ import mmap
 import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, same_length
+from tiercache.kernels.cpu.compile import inlined, serial, worker
 from tiercache.kernels.cpu.hashing import mix_word
-from tiercache.kernels.cpu.jit import inlined, serial, worker
 from tiercache.kernels.cpu.simd import prefetch
 
 _AHEAD = 24  # keys between asking for a slot and using it

@@ -12,9 +12,9 @@ from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
-from numba.core import types
+from numba import types
 
-from tiercache.kernels.cpu.jit import inlined, intrinsic
+from tiercache.kernels.cpu.compile import inlined, intrinsic
 from tiercache.kernels.cpu.simd import WIDTH, element_address, lanes, masked_load, masked_store, prefetch, prefetch_span
 
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()

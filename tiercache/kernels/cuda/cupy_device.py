@@ -165,7 +165,7 @@ def _compiler(nvrtc: Any) -> str:
 
 def _cached_source(name: str, architecture: str) -> bytes:
     """Return the code of `compile_source`, cached next to numba's."""
-    from tiercache.kernels.cpu.jit import cache_folder
+    from tiercache.kernels.cpu.compile import cache_folder
 
     inputs = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
     file = f"{name}.{architecture}.cuda"
