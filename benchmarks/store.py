@@ -1,7 +1,7 @@
 """The store against the bare disk and against one key per row: python -m benchmarks.store [--quick] [--json FILE].
 
 Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pages and
-blocks as the planner cuts them, checksums by the kernel; but that a load reads two to eight runs at a time, where
+blocks as the planner cuts them, checksums by the kernel; but that a load reads two to four runs at a time, where
 staging, beside a training, reads one. The bare disk moves the same bytes and ranges
 with plain pread and pwrite, one request at a time, from and to the same memory; its commit is an fdatasync and
 the two small writes of LMDB's, also beside Zarr, which needs more of them. Both go past the page cache (O_DIRECT)

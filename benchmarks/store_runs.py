@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
-from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_checked, read_fields
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
@@ -196,13 +196,9 @@ def drop_store(path: Path) -> None:
 
 
 def warm_checksums() -> None:
-    """Compile the checksum, and the reads with it, before anything is timed."""
+    """Compile the checksum before anything is timed."""
     if has_crc32c():
         crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
-    if has_reads():
-        part = (np.zeros(64, np.uint8), np.array([0, 64]))
-        read_checked([(-1, False, 0)], [part])
-        read_fields([(False, [("", 64, 0, 64)])], [part])
 
 
 def publish(store: Store, pass_index: int) -> None:
@@ -244,8 +240,6 @@ class StoreRun:
         if has_crc32c():
             self.store.reader.checksums = crc32c
         self.store.write_within(case.budget.transaction)
-        if has_reads():
-            self.store.read_with(read_checked, read_fields)
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:

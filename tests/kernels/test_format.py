@@ -1,13 +1,11 @@
-"""Hashes, random words and checksums whose bits must not drift: those of docs/format/bits.md, and published ones."""
+"""Hashes and random words whose bits must not drift: those of docs/format/bits.md, and published ones."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from itertools import pairwise
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ import tiercache as tc
 from tests.kernels.machines import Cpu
 from tests.kernels.stochastic import philox, random_bits, rounded, sample_at
 from tiercache.data.keyset import write_key_set
-from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_strings, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
@@ -25,7 +22,6 @@ from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
 from tiercache.planning.schedule import Schedule
 from tiercache.store import bits as hashing
 from tiercache.store.bits import to_bits
-from tiercache.store.layout import page_checksums
 from tiercache.train.batches import sample_order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format" / "bits.md").read_text(encoding="utf-8")
@@ -266,49 +262,3 @@ def test_a_keys_hash_is_mix_of_key_and_table(keys: list[int], table_id: int) -> 
     array = np.array(keys, np.int64)
     array.flags.writeable = False
     assert hash_keys(array, table_id).tolist() == [mix((key & BITS) ^ table_id) for key in keys]
-
-
-needs_crc32c = pytest.mark.skipif(not has_crc32c(), reason="this CPU has no instruction for CRC32C")
-
-VECTORS = {
-    b"123456789": 0xE3069283,
-    bytes(32): 0x8A9136AA,
-    b"\xff" * 32: 0x62A8AB43,
-    bytes(range(32)): 0x46DD794E,
-    bytes(range(31, -1, -1)): 0x113FDB5C,
-}
-
-
-@needs_crc32c
-@pytest.mark.parametrize(("data", "expected"), VECTORS.items())
-def test_the_published_vectors(data: bytes, expected: int) -> None:
-    """RFC 3720, appendix B.4, and the check value of the polynomial's catalog."""
-    assert crc32c([(np.frombuffer(data, np.uint8), np.array([0, len(data)]))]).tolist() == [expected]
-
-
-@needs_crc32c
-@given(
-    sizes=st.lists(st.lists(st.integers(0, 70), max_size=9), max_size=4),
-    first=st.integers(0, 9),
-    seed=st.integers(0, 9),
-)
-def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
-    sizes: list[list[int]], first: int, seed: int
-) -> None:
-    """Four at a time or one, empty ones too, from any address on; the store's own way gives the same."""
-    rng, parts, expected = np.random.default_rng(seed), [], []
-    for lengths in sizes:
-        bounds = np.cumsum([first, *lengths]).astype(np.int64)
-        data = rng.integers(0, 256, int(bounds[-1]) + 3, dtype=np.uint8)
-        parts.append((data, bounds))
-        expected += [google_crc32c.value(data[a:b].tobytes()) for a, b in pairwise(bounds.tolist())]
-    assert crc32c(parts).tolist() == expected
-    assert page_checksums(parts).tolist() == expected
-
-
-@needs_crc32c
-@pytest.mark.parametrize("bounds", [[], [-1, 4], [0, 11], [4, 2], [5, 20, 9]])
-def test_bounds_outside_the_data_are_refused(bounds: list[int]) -> None:
-    """Nothing beyond an array is read."""
-    with pytest.raises(ValueError, match="bounds must rise from 0 or more to at most 10"):
-        crc32c([(np.zeros(10, np.uint8), np.array(bounds, np.int64))])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import TierCacheError
-from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import CHECKED_BYTES, distance_bytes
 from tiercache.planning.next_use import NextUses, find_next_uses, views_of
 from tiercache.planning.row_offsets import KEYS_PER_RANGE

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
+from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import paged
 from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
