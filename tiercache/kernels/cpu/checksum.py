@@ -12,10 +12,10 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
 from tiercache.kernels.arrays import I8, U1, U4, Written, address_of, expect
-from tiercache.kernels.cpu.compile import inlined, intrinsic, serial
-from tiercache.kernels.cpu.simd import call, element_address
+from tiercache.kernels.cpu.compile import inlined, serial
+from tiercache.kernels.cpu.simd import Elements, call, emitted
 
-_LONG = ir.IntType(64)
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
 _ORIGIN = np.zeros(1, np.uint8)  # the kernel takes all arrays as one, which begins here
 
 Part = tuple[U1, I8]
@@ -28,29 +28,18 @@ def has_crc32c() -> bool:
     return bool(binding.get_host_cpu_features().get("sse4.2", False))
 
 
-@intrinsic
-def _add_word(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
+@emitted(types.uint64, types.uint64, Elements, types.intp)
+def _add_word(builder: Any, crc: Any, data: Elements, offset: Any) -> Any:
     """Return the checksum after eight more bytes."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = element_address(context, builder, array, arguments[1], arguments[2])
-        word = builder.load(builder.bitcast(address, _LONG.as_pointer()), align=1)
-        return call(builder, "llvm.x86.sse42.crc32.64.64", _LONG, [arguments[0], word])
-
-    return types.uint64(types.uint64, array, types.intp), emit
+    address = builder.bitcast(data.address(builder, offset), _LONG.as_pointer())
+    return call(builder, "llvm.x86.sse42.crc32.64.64", _LONG, [crc, builder.load(address, align=1)])
 
 
-@intrinsic
-def _add_byte(_typing: Any, crc: Any, array: Any, offset: Any) -> Any:
+@emitted(types.uint64, types.uint64, Elements, types.intp)
+def _add_byte(builder: Any, crc: Any, data: Elements, offset: Any) -> Any:
     """Return the checksum after one more byte."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = element_address(context, builder, array, arguments[1], arguments[2])
-        low = builder.trunc(arguments[0], ir.IntType(32))
-        added = call(builder, "llvm.x86.sse42.crc32.32.8", ir.IntType(32), [low, builder.load(address)])
-        return builder.zext(added, _LONG)
-
-    return types.uint64(types.uint64, array, types.intp), emit
+    inputs = [builder.trunc(crc, _INT), builder.load(data.address(builder, offset))]
+    return builder.zext(call(builder, "llvm.x86.sse42.crc32.32.8", _INT, inputs), _LONG)
 
 
 @inlined

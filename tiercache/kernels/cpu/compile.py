@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding  # type: ignore[import-untyped]
-from numba import extending
 
 from tiercache.kernels.arrays import expect, parameters_of
 from tiercache.kernels.cpu import threads  # which chooses the threading layer before numba does
@@ -28,8 +27,6 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 # Without counting references to arrays: the counts are shared by all threads, and dearer than an inner loop.
 _UNCOUNTED = {**_OPTIONS, "_nrt": False}
 
-intrinsic: Any = extending.intrinsic
-"""Decorator of a function that emits LLVM instructions itself."""
 inlined: Any = _njit(forceinline=True, **_UNCOUNTED)
 """Decorator of a piece that is merged into its callers, so that constant arguments become constants."""
 worker: Any = _njit(**_UNCOUNTED)

@@ -11,7 +11,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from tiercache.kernels.arrays import I2, I8, U1, U8, Matrix, Word, Written, same_length
-from tiercache.kernels.cpu.compile import inlined, intrinsic, serial
+from tiercache.kernels.cpu.compile import inlined, serial
+from tiercache.kernels.cpu.simd import Elements, emitted
 
 MOST_OWNERS = 1024
 _U64 = (1 << 64) - 1
@@ -46,23 +47,21 @@ def hash_keys(keys: I8, table_id: int) -> U8:
     return out
 
 
-def _reader(bits: int) -> Any:
-    integer = ir.IntType(bits)
-
-    @intrinsic
-    def read(_typing: Any, data: Any, offset: Any) -> Any:
-        def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            start = context.make_array(data)(context, builder, arguments[0]).data
-            address = builder.bitcast(builder.gep(start, [arguments[1]]), integer.as_pointer())
-            word = builder.load(address, align=1)
-            return builder.zext(word, ir.IntType(64)) if bits < 64 else word
-
-        return types.uint64(data, types.intp), emit
-
-    return read
+def _word_at(builder: Any, data: Elements, offset: Any, bits: int) -> Any:
+    address = builder.bitcast(data.address(builder, offset), ir.IntType(bits).as_pointer())
+    word = builder.load(address, align=1)
+    return builder.zext(word, ir.IntType(64)) if bits < 64 else word
 
 
-_read_u64, _read_u32 = _reader(64), _reader(32)
+@emitted(types.uint64, Elements, types.intp)
+def _read_u64(builder: Any, data: Elements, offset: Any) -> Any:
+    return _word_at(builder, data, offset, 64)
+
+
+@emitted(types.uint64, Elements, types.intp)
+def _read_u32(builder: Any, data: Elements, offset: Any) -> Any:
+    return _word_at(builder, data, offset, 32)
+
 
 _P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
 _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)

@@ -11,9 +11,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from tiercache.kernels.arrays import I4, I8, U8, same_length
-from tiercache.kernels.cpu.compile import inlined, intrinsic
+from tiercache.kernels.cpu.compile import inlined
 from tiercache.kernels.cpu.hashing import mix
-from tiercache.kernels.cpu.simd import element_address
+from tiercache.kernels.cpu.simd import Elements, emitted
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _WORD = ir.IntType(32)
@@ -37,33 +37,28 @@ def _eight(number: Any) -> Any:
     return ir.Constant(_WORDS, [number] * 8)
 
 
-@intrinsic
-def _draw_eight(_typing: Any, noise: Any, at: Any, low: Any, high: Any, block: Any, key_low: Any, key_high: Any) -> Any:
+@emitted(types.void, Elements, types.intp, *[types.uint64] * 5)
+def _draw_eight(
+    builder: Any, noise: Elements, at: Any, low: Any, high: Any, block: Any, key_low: Any, key_high: Any
+) -> None:
     """Write the 32 words of eight blocks, from `block` on, to `noise` from word `at` on."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, place, *numbers = arguments
-        low, high, first, k0, k1 = (builder.trunc(number, _WORD) for number in numbers)
-        every = functools.partial(_spread, builder)
-        c0, c1, c3 = every(low), every(high), _eight(1 << 31)
-        c2 = builder.add(every(first), ir.Constant(_WORDS, list(range(8))))
-        for _ in range(10):
-            high0, low0 = _product(builder, c0, 0xD2511F53)
-            high1, low1 = _product(builder, c2, 0xCD9E8D57)
-            c0, c1 = builder.xor(builder.xor(high1, c1), every(k0)), low1
-            c2, c3 = builder.xor(builder.xor(high0, c3), every(k1)), low0
-            k0, k1 = builder.add(k0, _WORD(0x9E3779B9)), builder.add(k1, _WORD(0xBB67AE85))
-        pairs = [
-            builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_WORD, 16), list(range(16))))
-            for one, other in ((c0, c1), (c2, c3))
-        ]
-        order = ir.Constant(ir.VectorType(_WORD, 32), [8 * word + lane for lane in range(8) for word in range(4)])
-        words = builder.shuffle_vector(*pairs, order)
-        address = element_address(context, builder, noise, array, place)
-        builder.store(words, builder.bitcast(address, words.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(noise, types.intp, *[types.uint64] * 5), emit
+    low, high, first, k0, k1 = (builder.trunc(number, _WORD) for number in (low, high, block, key_low, key_high))
+    every = functools.partial(_spread, builder)
+    c0, c1, c3 = every(low), every(high), _eight(1 << 31)
+    c2 = builder.add(every(first), ir.Constant(_WORDS, list(range(8))))
+    for _ in range(10):
+        high0, low0 = _product(builder, c0, 0xD2511F53)
+        high1, low1 = _product(builder, c2, 0xCD9E8D57)
+        c0, c1 = builder.xor(builder.xor(high1, c1), every(k0)), low1
+        c2, c3 = builder.xor(builder.xor(high0, c3), every(k1)), low0
+        k0, k1 = builder.add(k0, _WORD(0x9E3779B9)), builder.add(k1, _WORD(0xBB67AE85))
+    pairs = [
+        builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_WORD, 16), list(range(16))))
+        for one, other in ((c0, c1), (c2, c3))
+    ]
+    order = ir.Constant(ir.VectorType(_WORD, 32), [8 * word + lane for lane in range(8) for word in range(4)])
+    words = builder.shuffle_vector(*pairs, order)
+    builder.store(words, builder.bitcast(noise.address(builder, at), words.type.as_pointer()), align=4)
 
 
 def _spread(builder: Any, word: Any) -> Any:

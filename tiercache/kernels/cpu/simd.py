@@ -5,21 +5,22 @@
 written. LLVM lowers everything to whatever the CPU has. No operation is fused with another.
 """
 
+import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
-from numba.extending import lower_builtin, models, register_model, type_callable
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-from tiercache.kernels.cpu.compile import inlined, intrinsic
+from tiercache.kernels.cpu.compile import inlined
 
 WIDTH = 16
 
 _FLOAT = ir.FloatType()
-_INT = ir.IntType(32)
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, WIDTH)
 _MASK = ir.VectorType(ir.IntType(1), WIDTH)
 
@@ -62,22 +63,51 @@ for _function, _instruction in (
     _operator(_function, _instruction)
 
 
-def element_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    """Return the address of an element: for code that emits instructions."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [offset])
+class Elements(NamedTuple):
+    """An array in a function that emits instructions."""
+
+    context: Any
+    type: Any
+    value: Any
+
+    def address(self, builder: Any, offset: Any) -> Any:
+        """Return the address of an element."""
+        data = self.context.make_array(self.type)(self.context, builder, self.value).data
+        return builder.gep(data, [offset])
+
+    @property
+    def vector(self) -> tuple[Any, str, int]:
+        """The vector type of the elements, its name in LLVM, and the alignment."""
+        if self.type.dtype == types.uint16:
+            return ir.VectorType(ir.IntType(16), WIDTH), "v16i16", 2
+        return _VECTOR, "v16f32", 4
+
+    def vector_address(self, builder: Any, offset: Any) -> Any:
+        """Return the address of sixteen elements."""
+        return builder.bitcast(self.address(builder, offset), self.vector[0].as_pointer())
 
 
-def _kind(array_type: Any) -> tuple[Any, str, int]:
-    """Return the vector type of an array's elements, what LLVM calls it, and its alignment."""
-    if array_type.dtype == types.uint16:
-        return ir.VectorType(ir.IntType(16), WIDTH), "v16i16", 2
-    return _VECTOR, "v16f32", 4
+def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function that emits the LLVM instructions of a call: it gets the builder, then the arguments.
 
+    result, parameters: numba's types; `Elements` for an array of any type.
+    """
 
-def _vector_address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    address = element_address(context, builder, array_type, array, offset)
-    return builder.bitcast(address, _kind(array_type)[0].as_pointer())
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typed(_context: Any, *given: Any) -> Any:
+            known = [one if kind is Elements else kind for kind, one in zip(parameters, given, strict=True)]
+
+            def lower(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                pairs = zip(parameters, known, arguments, strict=True)
+                value = emit(builder, *(Elements(context, t, a) if kind is Elements else a for kind, t, a in pairs))
+                return context.get_dummy_value() if value is None else value
+
+            return result(*known), lower
+
+        return intrinsic(typed)
+
+    return decorate
 
 
 def _repeat(builder: Any, value: Any, kind: Any) -> Any:
@@ -104,10 +134,9 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
-def masked_load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, count: Any) -> Any:
+def masked_load(builder: Any, array: Elements, offset: Any, count: Any) -> Any:
     """Emit a load of `count` elements of float32 or uint16; the others are zero."""
-    kind, name, align = _kind(array_type)
-    address = _vector_address(context, builder, array_type, array, offset)
+    (kind, name, align), address = array.vector, array.vector_address(builder, offset)
     with builder.if_else(_all_lanes(builder, count), likely=True) as (all_of_them, some_of_them):
         with all_of_them:
             plain, plain_block = builder.load(address, align=align), builder.block
@@ -120,10 +149,9 @@ def masked_load(context: Any, builder: Any, array_type: Any, array: Any, offset:
     return value
 
 
-def masked_store(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, value: Any, count: Any) -> None:
+def masked_store(builder: Any, array: Elements, offset: Any, value: Any, count: Any) -> None:
     """Emit a store of the first `count` lanes to an array of float32 or uint16."""
-    _, name, align = _kind(array_type)
-    address = _vector_address(context, builder, array_type, array, offset)
+    (_, name, align), address = array.vector, array.vector_address(builder, offset)
     with builder.if_else(_all_lanes(builder, count), likely=True) as (all_of_them, some_of_them):
         with all_of_them:
             builder.store(value, address, align=align)
@@ -132,98 +160,60 @@ def masked_store(context: Any, builder: Any, array_type: Any, array: Any, offset
             call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
 
 
-@intrinsic
-def load(_typing: Any, array: Any, offset: Any, count: Any) -> Any:
+@emitted(lanes, Elements, types.intp, types.intp)
+def load(builder: Any, array: Elements, offset: Any, count: Any) -> Any:
     """Return `count` elements of a float32 array from `offset` on."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return masked_load(context, builder, array, *arguments)
-
-    return lanes(array, types.intp, types.intp), emit
+    return masked_load(builder, array, offset, count)
 
 
-@intrinsic
-def store(_typing: Any, array: Any, offset: Any, value: Any, count: Any) -> Any:
+@emitted(types.void, Elements, types.intp, lanes, types.intp)
+def store(builder: Any, array: Elements, offset: Any, value: Any, count: Any) -> None:
     """Write the first `count` lanes of `value` to a float32 array from `offset` on."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        masked_store(context, builder, array, *arguments)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, lanes, types.intp), emit
+    masked_store(builder, array, offset, value, count)
 
 
-@intrinsic
-def stream(_typing: Any, array: Any, offset: Any, value: Any) -> Any:
+@emitted(types.void, Elements, types.intp, lanes)
+def stream(builder: Any, array: Elements, offset: Any, value: Any) -> None:
     """Write sixteen lanes past the caches, to an address that is a multiple of 64 bytes; `fence` makes them visible."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = _vector_address(context, builder, array, arguments[0], arguments[1])
-        written = builder.store(arguments[2], address, align=4 * WIDTH)
-        written.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, lanes), emit
+    written = builder.store(value, array.vector_address(builder, offset), align=4 * WIDTH)
+    written.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
 
 
-@intrinsic
-def splat(_typing: Any, value: Any) -> Any:
+@emitted(lanes, types.float32)
+def splat(builder: Any, value: Any) -> Any:
     """Return sixteen times one float32."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return _repeat(builder, arguments[0], _VECTOR)
-
-    return lanes(types.float32), emit
+    return _repeat(builder, value, _VECTOR)
 
 
-@intrinsic
-def sqrt(_typing: Any, value: Any) -> Any:
+@emitted(lanes, lanes)
+def sqrt(builder: Any, value: Any) -> Any:
     """Return the correctly rounded square roots."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return call(builder, "llvm.sqrt.v16f32", _VECTOR, [arguments[0]])
-
-    return lanes(lanes), emit
+    return call(builder, "llvm.sqrt.v16f32", _VECTOR, [value])
 
 
-@intrinsic
-def total(_typing: Any, value: Any) -> Any:
+@emitted(types.float32, lanes)
+def total(builder: Any, value: Any) -> Any:
     """Return the sum of all lanes, by halves: lane i + lane i+8, then +4, +2, +1."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        value, half = arguments[0], WIDTH // 2
-        while half:
-            order = ir.Constant(ir.VectorType(_INT, WIDTH), [(lane + half) % WIDTH for lane in range(WIDTH)])
-            value = builder.fadd(value, builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), order))
-            half //= 2
-        return builder.extract_element(value, _INT(0))
-
-    return types.float32(lanes), emit
+    half = WIDTH // 2
+    while half:
+        order = ir.Constant(ir.VectorType(_INT, WIDTH), [(lane + half) % WIDTH for lane in range(WIDTH)])
+        value = builder.fadd(value, builder.shuffle_vector(value, ir.Constant(_VECTOR, ir.Undefined), order))
+        half //= 2
+    return builder.extract_element(value, _INT(0))
 
 
-@intrinsic
-def fence(_typing: Any) -> Any:
+@emitted(types.void)
+def fence(builder: Any) -> None:
     """Make everything this thread wrote, streamed writes too, visible to the others."""
-
-    def emit(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
+@emitted(types.void, Elements, types.intp)
+def prefetch(builder: Any, array: Elements, offset: Any) -> None:
     """Prefetch the cache line of the element at `offset` of the flattened array; never faults."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = element_address(context, builder, array, arguments[0], arguments[1])
-        # for reading, into the second-level cache: more of them can be under way than of those into the first
-        inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), emit
+    # for reading, into the second-level cache: more of them can be under way than of those into the first
+    inputs = [builder.bitcast(array.address(builder, offset), cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
 
 
 @inlined
@@ -246,12 +236,7 @@ def prefetch_span(array, offset, count):  # type: ignore[no-untyped-def]
         prefetch(array, offset + min(112, count - 1))
 
 
-@intrinsic
-def atomic_next(_typing: Any, counter: Any) -> Any:
+@emitted(types.int64, Elements)
+def atomic_next(builder: Any, counter: Elements) -> Any:
     """Return the first element of an int64 array and add one to it, as one step for all threads."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address = element_address(context, builder, counter, arguments[0], ir.IntType(64)(0))
-        return builder.atomic_rmw("add", address, ir.IntType(64)(1), "monotonic")
-
-    return types.int64(counter), emit
+    return builder.atomic_rmw("add", counter.address(builder, _LONG(0)), _LONG(1), "monotonic")

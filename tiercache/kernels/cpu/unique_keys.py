@@ -6,11 +6,9 @@ the key, both in one cache line. Numbers are given in the order of appearance; n
 Legend: n keys given, C slots of a part (a power of two), K unique keys of a part.
 """
 
-import mmap
-
 import numpy as np
 
-from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, same_length
+from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, aligned_zeros, same_length
 from tiercache.kernels.cpu.compile import inlined, serial, worker
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.simd import prefetch
@@ -23,7 +21,6 @@ _FULL = _NUMBER << _HALF
 _BLOCK = 1024  # keys whose hashes are computed at once
 _SMALL = 1 << 15  # words of a table that stays in the second-level cache
 _MOST = (1 << 31) - 1
-_HUGE = 1 << 22
 _FINE_BITS = 10
 _FINE = 1 << _FINE_BITS
 _INVERSES = np.array([0x319642B2D24D8EC3, 0x96DE1B173F119089], np.uint64)  # of the factors of mix_word, modulo 2^64
@@ -333,9 +330,5 @@ class UniqueKeys:
 
 
 def _slots(pairs: int) -> U8:
-    """Return zeros for so many slots. A large table is in huge pages, as keys are scattered over it."""
-    if 16 * pairs < 2 * _HUGE:
-        return np.zeros(2 * pairs, np.uint64)
-    memory = mmap.mmap(-1, 16 * pairs, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint64)
+    """Return zeros for so many slots."""
+    return aligned_zeros(4 * pairs, 1).reshape(-1).view(np.uint64)

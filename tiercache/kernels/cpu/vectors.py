@@ -14,24 +14,29 @@ import llvmlite.binding as llvm  # type: ignore[import-untyped]
 from llvmlite import ir
 from numba import types
 
-from tiercache.kernels.cpu.compile import inlined, intrinsic
-from tiercache.kernels.cpu.simd import WIDTH, element_address, lanes, masked_load, masked_store, prefetch, prefetch_span
+from tiercache.kernels.cpu.compile import inlined
+from tiercache.kernels.cpu.simd import (
+    WIDTH,
+    Elements,
+    emitted,
+    lanes,
+    masked_load,
+    masked_store,
+    prefetch,
+    prefetch_span,
+)
 
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 
 
-def _is_16_bits(array: Any) -> bool:
-    return bool(array.dtype == types.uint16)
+def _is_16_bits(array: Elements) -> bool:
+    return bool(array.type.dtype == types.uint16)
 
 
-@intrinsic
-def is_narrow(_typing: Any, values: Any) -> Any:
+@emitted(types.boolean, Elements)
+def is_narrow(_builder: Any, values: Elements) -> Any:
     """Return True if an array has 16-bit numbers: a constant, so that branches on it are not in the machine code."""
-
-    def emit(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), int(_is_16_bits(values)))
-
-    return types.boolean(values), emit
+    return ir.Constant(ir.IntType(1), int(_is_16_bits(values)))
 
 
 def _wide(kind: Any, width: int) -> Any:
@@ -102,47 +107,31 @@ def _round(builder: Any, value: Any, noise: Any, is_half: Any) -> Any:
     return builder.trunc(builder.or_(chosen, sign), _wide(_SHORT, WIDTH))
 
 
-@intrinsic
-def _load_lanes(_typing: Any, values: Any, is_half: Any, offset: Any, count: Any) -> Any:
+@emitted(lanes, Elements, types.intp, types.intp, types.intp)
+def _load_lanes(builder: Any, values: Elements, is_half: Any, offset: Any, count: Any) -> Any:
     """Return `count` numbers from `offset` on as float32; the others are zero."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, half, at, some = arguments
-        bits = masked_load(context, builder, values, array, at, some)
-        return _widen(builder, bits, half, WIDTH) if _is_16_bits(values) else bits
-
-    return lanes(values, types.intp, types.intp, types.intp), emit
+    bits = masked_load(builder, values, offset, count)
+    return _widen(builder, bits, is_half, WIDTH) if _is_16_bits(values) else bits
 
 
-@intrinsic
-def _load_one(_typing: Any, values: Any, is_half: Any, offset: Any) -> Any:
+@emitted(types.float32, Elements, types.intp, types.intp)
+def _load_one(builder: Any, values: Elements, is_half: Any, offset: Any) -> Any:
     """Return one number as float32."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, half, at = arguments
-        number = builder.load(element_address(context, builder, values, array, at))
-        return _widen(builder, number, half, 1) if _is_16_bits(values) else number
-
-    return types.float32(values, types.intp, types.intp), emit
+    number = builder.load(values.address(builder, offset))
+    return _widen(builder, number, is_half, 1) if _is_16_bits(values) else number
 
 
-@intrinsic
+@emitted(types.void, Elements, types.intp, types.intp, lanes, types.intp, Elements, types.intp)
 def _store_rounded(
-    _typing: Any, values: Any, is_half: Any, offset: Any, value: Any, count: Any, noise: Any, noise_at: Any
-) -> Any:
+    builder: Any, values: Elements, is_half: Any, offset: Any, value: Any, count: Any, noise: Elements, noise_at: Any
+) -> None:
     """Round sixteen float32, each by the 16-bit number of `noise` at its place from `noise_at` on; write `count`."""
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        array, half, at, row, some, random, random_at = arguments
-        if _is_16_bits(values):
-            first = builder.bitcast(element_address(context, builder, noise, random, _LONG(0)), _SHORT.as_pointer())
-            address = builder.bitcast(builder.gep(first, [random_at]), _wide(_SHORT, WIDTH).as_pointer())
-            drawn = builder.zext(builder.load(address, align=2), _wide(_WORD, WIDTH))
-            row = _round(builder, row, drawn, half)
-        masked_store(context, builder, values, array, at, row, some)
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp, types.intp, lanes, types.intp, noise, types.intp), emit
+    if _is_16_bits(values):
+        first = builder.bitcast(noise.address(builder, _LONG(0)), _SHORT.as_pointer())
+        address = builder.bitcast(builder.gep(first, [noise_at]), _wide(_SHORT, WIDTH).as_pointer())
+        drawn = builder.zext(builder.load(address, align=2), _wide(_WORD, WIDTH))
+        value = _round(builder, value, drawn, is_half)
+    masked_store(builder, values, offset, value, count)
 
 
 @inlined
