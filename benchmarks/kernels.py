@@ -43,8 +43,8 @@ from benchmarks.embedding_contenders import Shape, TorchBags
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
 from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
+from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda import cupy_device as cuda
-from tiercache.kernels.pieces import Memory
 from tiercache.kernels.step import Step, Vectors
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def over_link(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, A
     memory, pieces = {}, {}
     for way in ("to_host", "from_host"):
         memory[way], pieces[way] = machine.pinned(4 * num_floats), machine.kernels.pieces(dim)
-        there = Memory(memory[way].ptr, num_floats, memory[way])
+        there = View(memory[way].ptr, (num_floats,), np.dtype(np.float32))
         pieces[way].add(0, np.diff(first_row), first_row[:-1] * dim, there)
 
     def pack() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.kernels.arrays import NONE_I8
+from tiercache.kernels.arrays import NONE_I8, View
 from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
 from tiercache.kernels.cuda import gathering as cuda_gathering
 from tiercache.kernels.cuda import initial as cuda_initial
@@ -15,7 +15,7 @@ from tiercache.kernels.cuda import rows as cuda_rows
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import STRETCH, Runs, sort_groups
 from tiercache.kernels.cuda.update import update_many
-from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Gradients, Vectors
 from tiercache.store.bits import from_bits, to_bits
 
@@ -208,14 +208,14 @@ class Cuda(Machine):
         update_many(self.device, steps)
 
     def pieces(self, row_floats: int) -> Pieces:
-        """Return no pieces yet: they come in arrays of the device, or where a `Memory` says."""
+        """Return no pieces yet: they come in arrays of the device, or where a `View` says."""
 
-        def locate(data: Any) -> Memory:
-            if isinstance(data, Memory):
+        def locate(data: Any) -> View:
+            if isinstance(data, View):
                 return data
-            seen = self.device.describe(data)
+            seen: View = self.device.describe(data)
             seen.check("data", (F4,), 1, written=False)
-            return Memory(seen.address, seen.size, data, seen.writable)
+            return seen
 
         return Pieces(row_floats, locate)
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.kernels.cases import DIMS, every_machine, machine, machines
 from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import KernelError, ShimDevice
+from tiercache.kernels.arrays import View
 from tiercache.kernels.cpu.rows import pack
-from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.pieces import Pieces
 
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -27,8 +28,7 @@ def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
     """Give an array to a device by its address, as pinned host memory is given."""
     if m.kind != "cuda":
         return array
-    seen = m.device.describe(array)
-    return Memory(seen.address, seen.size, array, writable)
+    return m.device.describe(array)._replace(writable=writable)
 
 
 def frozen(m: Any, array: Any) -> Any:
@@ -203,7 +203,7 @@ def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="begin at place -1"):
         pieces.add(-1, of_three, np.array([0]), np.zeros(12, np.float32))
     with pytest.raises(ValueError, match="a multiple of 4"):
-        Pieces(4, lambda _: Memory(1026, 99, None)).add(0, of_three, np.array([0]), None)
+        Pieces(4, lambda _: View(1026, (99,), np.dtype(np.float32))).add(0, of_three, np.array([0]), None)
     two = [np.zeros(12, np.float32), np.zeros(11, np.float32)]
     for first, rows, cuts, said in (
         (places, [1, 2, 3], [0, 2, 3], "piece 2 does not lie within the 11 floats"),

@@ -90,13 +90,16 @@ class View(NamedTuple):
             raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
 
 
+def view_of(array: NDArray[Any]) -> View:
+    """Return the view of a NumPy array."""
+    return View(address_of(array), array.shape, array.dtype, array.flags.c_contiguous, array.flags.writeable)
+
+
 def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> None:
     """Raise ValueError unless a NumPy array fits the kernel, as `View.check`."""
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name} is of type {type(array).__name__}: give an array of NumPy.")  # noqa: TRY004 - as others
-    flags = array.flags
-    seen = View(address_of(array), array.shape, array.dtype, flags.c_contiguous, flags.writeable)
-    seen.check(name, dtypes, ndim, written=written)
+    view_of(array).check(name, dtypes, ndim, written=written)
 
 
 def same_length(**arrays: NDArray[Any]) -> int:

@@ -4,38 +4,29 @@ Legend: P pieces, A arrays. A piece is field-major: all its vectors, then all of
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tiercache.kernels.arrays import F4, I8, address_of, expect
+from tiercache.kernels.arrays import F4, I8, View, expect, view_of
 
 _LEAST = np.minimum.reduce  # `min` goes by way of Python, with the interpreter's lock
 
 
-class Memory(NamedTuple):
-    """Floats one after another, where the kernel sees them; `owner` keeps them alive."""
-
-    address: int
-    num_floats: int
-    owner: Any
-    writable: bool = True
-
-
-def host_memory(data: F4) -> Memory:
-    """Return the memory of a float32 array. Raises ValueError for any other."""
+def host_floats(data: F4) -> View:
+    """Return the view of a float32 array. Raises ValueError for any other."""
     expect("data", data, np.float32)
-    return Memory(address_of(data), data.size, data, data.flags.writeable)
+    return view_of(data)
 
 
 class Pieces:
     """Pieces in any number of arrays, which one launch moves: it costs as much as the rows of many pieces.
 
-    row_floats: floats of a row, all fields that are moved. locate: says where arrays lie for the kernels. Arrays are
-    held until this object goes.
+    row_floats: floats of a row, all fields that are moved. locate: returns the view that kernels have of an array.
+    Arrays are held until this object goes.
     """
 
-    def __init__(self, row_floats: int, locate: Callable[[Any], Memory] = host_memory) -> None:
+    def __init__(self, row_floats: int, locate: Callable[[Any], View] = host_floats) -> None:
         self.row_floats, self.num_rows, self.writable, self.highest = row_floats, 0, True, 0
         self._locate = locate
         self._address, self._rows, self._first = list[I8](), list[I8](), list[I8]()
@@ -52,16 +43,11 @@ class Pieces:
         rows of array a stand from place `first[a]` (A) on, piece after piece.
         Raises ValueError, and adds nothing, where they do not lie within their arrays.
         """
-        memories = [self._locate(one) for one in data]
+        views = [self._locate(one) for one in data]
         if rows.size != offset.size:
             raise ValueError(f"{rows.size} pieces need {rows.size} offsets, not {offset.size}.")
         counts = cuts[1:] - cuts[:-1]
-        if (
-            not first.size == cuts.size - 1 == len(memories)
-            or cuts[0] != 0
-            or cuts[-1] != rows.size
-            or (counts < 0).any()
-        ):
+        if not first.size == cuts.size - 1 == len(views) or cuts[0] != 0 or cuts[-1] != rows.size or (counts < 0).any():
             raise ValueError(
                 f"{len(data)} arrays, {first.size} first places and cuts {cuts.tolist()} do not fit {rows.size} pieces."
             )
@@ -69,12 +55,12 @@ class Pieces:
             return
         if _LEAST(first) < 0:
             raise ValueError(f"the pieces begin at place {_LEAST(first)}: places are counted from 0.")
-        address = np.array([memory.address for memory in memories])
+        address = np.array([one.address for one in views])
         if (address % 4).any():
             raise ValueError(
                 f"data lies at address {address[(address % 4).argmax()]:#x}: give an address that is a multiple of 4."
             )
-        size = np.array([memory.num_floats for memory in memories]).repeat(counts)
+        size = np.array([one.size for one in views]).repeat(counts)
         left = size - offset - rows * self.row_floats
         if min(_LEAST(rows), _LEAST(offset), _LEAST(left)) < 0:
             bad = int(np.argmax((rows < 0) | (offset < 0) | (left < 0)))
@@ -85,8 +71,8 @@ class Pieces:
         self._address.append(address.repeat(counts) + 4 * offset)
         self._rows.append(rows.copy())
         self._first.append(place)
-        self._owners += [memory.owner for memory in memories]
-        self.writable &= all(memory.writable for memory in memories)
+        self._owners += data
+        self.writable &= all(one.writable for one in views)
         self.num_rows += int(so_far[-1])
         self.highest = max(self.highest, int((place + rows).max()))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tiercache.errors import BudgetError
-from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, view_of
 from tiercache.kernels.cpu.pooling import MAX
 from tiercache.kernels.cuda import rows as cuda_rows
 from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
@@ -20,7 +20,7 @@ from tiercache.kernels.cuda.initial import fill_rows, initial_rows, set_streams
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
 from tiercache.kernels.cuda.update import update_many
-from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import SGD, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedUpload, index_bytes
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.kernels.arrays import View
     from tiercache.kernels.cuda.sorting import Runs
     from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.cuda_runtime import CudaRuntime
@@ -315,8 +316,8 @@ class CudaBackend:
         """Return none yet; pieces are in pinned host memory, which kernels access over the link."""
         return Pieces(row_floats, self._pinned_memory)
 
-    def _pinned_memory(self, data: NDArray[np.float32]) -> Memory:
-        return Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
+    def _pinned_memory(self, data: NDArray[np.float32]) -> View:
+        return view_of(data)._replace(address=self._runtime.address_of(data))
 
     def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
         """Launch it once for all fields and pieces."""
