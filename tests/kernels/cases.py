@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import ORDERS, device_for
+from tiercache.kernels.cpu.kernel_threads import set_threads, threads
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cpu.threads import set_threads, threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

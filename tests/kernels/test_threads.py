@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiercache.kernels.cpu import threads
+from tiercache.kernels.cpu import kernel_threads
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PROGRAM = """
 import torch
 torch.set_num_threads(1)
-from tiercache.kernels.cpu.threads import set_threads, threads
+from tiercache.kernels.cpu.kernel_threads import set_threads, threads
 threads()
 set_threads(1)
 print(torch.get_num_threads())
@@ -44,7 +44,7 @@ def test_starting_the_threads_of_kernels_leaves_the_thread_count_of_torch() -> N
 
 SHARED = """
 import torch
-from tiercache.kernels.cpu.threads import threads
+from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.rows.threads import share_threads
 share_threads()
 print(torch.get_num_threads(), threads())
@@ -117,16 +117,16 @@ def test_nobody_works_on_when_the_call_has_ended(what: str) -> None:
     """Memory that it writes to may be another's by then; what went wrong on any thread is raised."""
     work = Work()
     if what == "all is well":
-        threads.on_all_cores(work, 3, [(what,), (what,)])
+        kernel_threads.on_all_cores(work, 3, [(what,), (what,)])
     else:
         with pytest.raises(ArithmeticError, match="of a helper" if what == "helper fails" else "of the caller"):
-            threads.on_all_cores(work, 3, [(what,)])
+            kernel_threads.on_all_cores(work, 3, [(what,)])
     work.assert_over()
 
 
 def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system refuses the second: the first has ended before that is raised."""
-    work, pool = Work(), threads._helpers(os.getpid())
+    work, pool = Work(), kernel_threads._helpers(os.getpid())
 
     class OneThread:
         """Takes one thing to do."""
@@ -141,15 +141,15 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
             return pool.submit(*what)  # type: ignore[arg-type]
 
     one: ThreadPoolExecutor = OneThread()  # type: ignore[assignment]
-    monkeypatch.setattr(threads, "_helpers", lambda _: one)
+    monkeypatch.setattr(kernel_threads, "_helpers", lambda _: one)
     with pytest.raises(RuntimeError, match="new thread"):
-        threads.on_all_cores(work, 3, [("",)])
+        kernel_threads.on_all_cores(work, 3, [("",)])
     work.assert_over()
 
 
 def test_a_process_that_was_forked_off_has_helpers_of_its_own() -> None:
     """Its parent's threads are not there, and work given to them would never be done."""
-    threads.on_all_cores(Work(), 3, [("",)])
+    kernel_threads.on_all_cores(Work(), 3, [("",)])
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of forks beside threads
         child = os.fork()
     if not child:
@@ -157,7 +157,7 @@ def test_a_process_that_was_forked_off_has_helpers_of_its_own() -> None:
         try:
             signal.alarm(60)
             work = Work()
-            threads.on_all_cores(work, 3, [("",)])
+            kernel_threads.on_all_cores(work, 3, [("",)])
             status = 0 if work.ended else 2
         finally:
             os._exit(status)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray  # noqa: TC002
 from tests.kernels.cases import use_threads
 from tiercache.kernels.cpu import unique_keys
 from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
-from tiercache.kernels.cpu.threads import threads
 from tiercache.kernels.cpu.unique import lay_out, mark_slots, unique_positions, unique_slots
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 

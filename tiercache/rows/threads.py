@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiercache.kernels.cpu.threads import most_threads, set_threads
+from tiercache.kernels.cpu.kernel_threads import most_threads, set_threads
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

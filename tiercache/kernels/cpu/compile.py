@@ -1,7 +1,7 @@
 """Compilation of kernels: for the types of their annotations, without the GIL, cached on disk.
 
-Any thread may call `serial` kernels; `kernels.cpu.threads` says which threads may call `parallel` ones. Kernels that
-read or step rows are compiled again for 16-bit dtypes if a table has such a dtype.
+Any thread may call `serial` kernels; `kernel_threads` says which threads may call `parallel` ones. Kernels that read or
+step rows are compiled again for 16-bit dtypes if a table has such a dtype.
 """
 
 import functools
@@ -19,7 +19,7 @@ import numba
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from tiercache.kernels.arrays import expect, parameters_of
-from tiercache.kernels.cpu import threads  # which chooses the threading layer before numba does
+from tiercache.kernels.cpu import kernel_threads  # which chooses the threading layer before numba does
 
 _njit: Any = numba.njit
 _config: Any = numba.config  # numba makes its attributes at import
@@ -135,7 +135,7 @@ def prepare(notify: Callable[[str, int, int], None] | None = None, *, narrow: bo
     """
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         importlib.import_module(f"tiercache.kernels.cpu.{path.stem}")
-    threads.threads()
+    kernel_threads.threads()
     tell = notify or (lambda *_: None)
     kernels = [(kernel, False) for kernel in KERNELS] + [(kernel, True) for kernel in KERNELS if kernel.rows and narrow]
     for done, (kernel, is_narrow) in enumerate(kernels):

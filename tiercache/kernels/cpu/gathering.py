@@ -11,8 +11,8 @@ from numba import prange
 
 from tiercache.kernels.arrays import F4, I4, I8, U8, Matrix, Rows, Written, address_of, same_length
 from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
+from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.kernels.cpu.simd import atomic_next, fence, store, stream
-from tiercache.kernels.cpu.threads import threads
 from tiercache.kernels.cpu.vectors import prefetch_row, read, shape_of
 from tiercache.kernels.step import Vectors
 

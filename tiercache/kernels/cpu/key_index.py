@@ -18,8 +18,8 @@ from numba import prange
 from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written, expect, same_length
 from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.hashing import mix_word
+from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.kernels.cpu.simd import prefetch
-from tiercache.kernels.cpu.threads import threads
 
 EMPTY = -(1 << 63)
 MOST_POSITIONS = (1 << 31) - 1

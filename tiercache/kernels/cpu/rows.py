@@ -9,8 +9,8 @@ import numpy as np
 
 from tiercache.kernels.arrays import F4, I4, I8, NONE_I4, Matrix, Written, address_of, aligned_zeros
 from tiercache.kernels.cpu.compile import inlined, serial, worker
+from tiercache.kernels.cpu.kernel_threads import on_all_cores
 from tiercache.kernels.cpu.simd import atomic_next, fence, load, prefetch_span, store, stream
-from tiercache.kernels.cpu.threads import on_all_cores
 from tiercache.kernels.pieces import Pieces
 
 _TASK = 512  # rows a thread takes at a time

@@ -9,7 +9,7 @@ from numba import prange
 
 from tiercache.kernels.arrays import I4, I8, U8, Matrix, Written
 from tiercache.kernels.cpu.compile import inlined, parallel, worker
-from tiercache.kernels.cpu.threads import threads
+from tiercache.kernels.cpu.kernel_threads import threads
 
 _DIGIT_BITS = 13
 _HALF = np.uint64(32)

@@ -9,7 +9,7 @@ from numba import prange
 
 from tiercache.kernels.arrays import B1, I4, I8, U8, Written, same_length
 from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
-from tiercache.kernels.cpu.threads import threads
+from tiercache.kernels.cpu.kernel_threads import threads
 
 BITS_PER_ENTRY = 64
 """`unique_positions` is faster than a sort up to about this many positions for each entry."""

@@ -13,9 +13,9 @@ from numba import prange
 
 from tiercache.kernels.arrays import F4, I4, I8, U4, U8, Matrix, Rows, Single, Word, Written
 from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
+from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.kernels.cpu.rounding import draw
 from tiercache.kernels.cpu.simd import atomic_next, load, prefetch_span, splat, sqrt, store, total
-from tiercache.kernels.cpu.threads import threads
 from tiercache.kernels.cpu.vectors import is_narrow, prefetch_row, read, shape_of, write_rounded
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SUM, Gradients, Rule, Step, check_step
 
