@@ -18,7 +18,7 @@ from tests.store.big import publish as publish_big
 from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, Store
-from tiercache.store.engines import extents, lmdb_records
+from tiercache.store.engines import extents, lmdb_engine, lmdb_records
 from tiercache.store.engines.engine import Blob, ReadRequest, Stored
 from tiercache.store.engines.lmdb_records import Slot, extents_of
 from tiercache.store.engines.lmdb_tree import LmdbFile
@@ -232,6 +232,35 @@ def test_an_interrupt_in_a_publish_leaves_what_is_durable(
     reader.close()
 
 
+def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written over what the newest head may need; opening the store again finds out which it is."""
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0, [plain("states/0.0", some_bytes(5000))])
+
+    def broken(*_: Any) -> None:
+        raise CorruptStoreError("the disk broke: mend it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_engine, "read_head", broken)
+        with pytest.raises(CorruptStoreError, match="the disk broke"):
+            publish(engine, 1)
+    for call in (
+        engine.newest,
+        lambda: put(engine, [plain("states/0.1", some_bytes(5000))]),
+        lambda: drop_all(engine, kept),
+        lambda: engine.publish(head_of(1), head_of(0)),
+    ):
+        with pytest.raises(StoreError, match=r"could not be read after a publish: .* open the store again"):
+            call()
+    engine.close()
+    engine = LmdbEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(1)
+    check(engine, kept)
+    kept += publish(engine, 2)
+    check(engine, kept)
+    engine.close()
+
+
 # -- files that are damaged, cut short or something else -----------------------------------------------------
 
 
@@ -393,10 +422,10 @@ def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
     whole = path.read_bytes()
     usual = LmdbEngine._environment
 
-    def environment(self: LmdbEngine, folder: Path) -> Any:
+    def environment(self: LmdbEngine, folder: Path, map_bytes: int) -> Any:
         if folder.name == "fresh":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return usual(self, folder)
+        return usual(self, folder, map_bytes)
 
     with monkeypatch.context() as patched:
         patched.setattr(LmdbEngine, "_environment", environment)

@@ -90,12 +90,14 @@ def test_a_map_that_is_too_small_grows_and_loses_nothing(
 
 
 def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
-    """As large as it really is: of 22,000 blobs two times."""
-    engine, kept = LmdbEngine(tmp_path, create=True), []
-    for number in range(2):
+    """As large as it really is, of 22,000 blobs two times: the publish copies all entries into a larger one."""
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0)
+    assert engine._env.info()["map_size"] < 17 << 20
+    for number in range(1, 3):
         blobs = [plain(f"segments/{number}.{i:0400d}/0/rows", some_bytes(0)) for i in range(22_000)]
         kept += publish(engine, number, blobs)
-    assert engine._env.info()["map_size"] > lmdb_engine._MAP_BYTES
+    assert engine._env.info()["map_size"] > 64 << 20
     engine.close()
     reader = LmdbEngine(tmp_path, create=False, readonly=True)
     assert reader.list().keys() == {one.blob.name for one in kept}
@@ -103,11 +105,10 @@ def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> No
     reader.close()
 
 
-def test_a_map_that_cannot_grow_is_said_and_the_next_publish_opens_another(
+def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no full disk: nothing changed, and what is asked for then is done."""
-    monkeypatch.setattr(lmdb_engine, "_MAP_BYTES", 1 << 46)
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
 
@@ -115,6 +116,7 @@ def test_a_map_that_cannot_grow_is_said_and_the_next_publish_opens_another(
         raise lmdb.MapFullError("full")
 
     with monkeypatch.context() as patched:
+        patched.setattr(lmdb_engine, "_MAP_BYTES", 1 << 50)
         patched.setattr(lmdb_engine.HeadRecord, "to_bytes", full)
         with pytest.raises(StoreError, match=r"cannot be mapped .*: raise ulimit -v") as caught:
             publish(engine, 1)
@@ -124,6 +126,35 @@ def test_a_map_that_cannot_grow_is_said_and_the_next_publish_opens_another(
     engine.publish(head_of(1), head_of(0))
     kept += publish(engine, 2)
     check(engine, kept)
+    engine.close()
+
+
+def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, the sum of checksums that the head names is that of the entries."""
+    checksum_of, calls = lmdb_engine.checksum_of, 0
+
+    def interrupted(entry: bytes) -> int:
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise KeyboardInterrupt
+        return checksum_of(entry)
+
+    engine = LmdbEngine(tmp_path, create=True)
+    publish(engine, 0)
+    for number in range(1, 9):
+        blobs = put(engine, [plain(f"states/{number}.{i}", some_bytes(5000)) for i in range(4)])
+        with monkeypatch.context() as patched:
+            patched.setattr(lmdb_engine, "checksum_of", interrupted)
+            calls = number
+            with pytest.raises(KeyboardInterrupt):
+                engine.drop([*((one.blob.name, 4096) for one in blobs), *((one.blob.name, None) for one in blobs)])
+        publish(engine, number)
+        reader = LmdbEngine(tmp_path, create=False, readonly=True)
+        assert reader.list() == engine.list()
+        reader.close()
     engine.close()
 
 

@@ -116,6 +116,29 @@ def full_disk(
     )
 
 
+def unwritable(
+    place: Path | str, error: OSError, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0
+) -> StoreError:
+    """Return the error of ``place`` that could not take ``needed_bytes`` more, and keep ``kept_bytes`` free.
+
+    ``place`` is a path that exists, or an object store in the words of a message.
+    """
+    if error.errno not in FULL:
+        return StoreError(f"{place} cannot be written ({error}): fix that and open the store again")
+    if isinstance(place, str):
+        return StoreFullError(needed_bytes=needed_bytes, limit=f"{place} is full ({error})", advice="free some")
+    return full_disk(place, error, needed_bytes, kept_bytes=kept_bytes)
+
+
+@contextmanager
+def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0) -> Iterator[None]:
+    """Raise the error of ``unwritable`` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(place, error, needed_bytes, kept_bytes=kept_bytes) from error
+
+
 @contextmanager
 def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False) -> Iterator[None]:
     """Raise StoreFullError, which says that ``what`` needed so many bytes, in place of an OSError of a full disk.

@@ -21,14 +21,15 @@ from tiercache.store.files import (
     PAGE_BYTES,
     ROOM_FOR_RECORDS,
     check_room,
-    full_disk,
     open_file,
     paged,
     punch_hole,
     read_cached,
     read_direct,
+    unwritable,
+    writing,
 )
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -172,10 +173,8 @@ class BlockFile:
 
     def sync(self) -> None:
         """Return when all that was put and flushed is durable. Raises StoreError."""
-        try:
+        with writing(self.path):
             os.fdatasync(self._handle)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def give(self, runs: Iterable[Run]) -> None:
         """Free runs; what lies beyond the end of the file is no room."""
@@ -197,24 +196,20 @@ class BlockFile:
         """Give what is free at the end back to the file system. Raises StoreError."""
         self.space.cut_tail()
         if self.space.end < self.size:
-            try:
+            with writing(self.path):
                 os.ftruncate(self._handle, self.space.end)
-            except OSError as error:
-                raise self._failed(error) from error
 
     def shrink(self) -> None:
         """Give all that is free back: the end leaves the file, the rest becomes holes where there can be some.
 
         Nothing that is free may be needed after a crash. Raises StoreError.
         """
-        try:
-            self.trim()
+        self.trim()
+        with writing(self.path):
             for low, high in self.space.runs:
                 if not punch_hole(self._handle, low, high - low):
                     return
                 self._sparse = True
-        except OSError as error:
-            raise self._failed(error) from error
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -258,14 +253,10 @@ class BlockFile:
         if lacking <= 0:
             self._sparse = False
             return
-        try:
+        with writing(self.path, num_bytes, kept_bytes=ROOM_FOR_RECORDS):
             check_room(self.path, min(sum(count for _, count in runs), lacking) + ROOM_FOR_RECORDS)
             for low, count in runs:
                 os.posix_fallocate(self._handle, low, count)
-        except OSError as error:
-            if error.errno in FULL:
-                raise full_disk(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
-            raise self._failed(error) from error
 
     def _grow(self, run_bytes: int, num_bytes: int) -> None:
         """Have a run of so many bytes at the end, for a put of ``num_bytes``; more at once where the file is large."""
@@ -284,31 +275,25 @@ class BlockFile:
                 os.posix_fallocate(self._handle, self.space.end, growth)
             except OSError as error:
                 os.ftruncate(self._handle, self.space.end)
-                if error.errno not in FULL:
-                    raise self._failed(error) from error
-                if growth == least:
-                    raise full_disk(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
+                if error.errno not in FULL or growth == least:
+                    raise unwritable(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
             else:
                 self.space.grow(growth)
                 return
 
-    def _failed(self, error: OSError) -> StoreError:
-        return StoreError(f"{self.path} cannot be written ({error}): mend that and open the store again")
-
     def _write(self, views: list[memoryview], offset: int) -> int:
         """Write whole pages at a page; returns how many bytes of them were written. Several threads may be here."""
         direct = self._direct
-        try:
-            count = os.pwritev(self._handle if direct is None else direct, views, offset)
-        except OSError as error:
-            if error.errno in FULL:
-                raise full_disk(self.path, error, sum(map(len, views))) from error
-            if direct is None or error.errno != errno.EINVAL:
-                raise self._failed(error) from error
-            self._direct = None  # the file system took the flag and cannot do it
-            return 0
-        if count < PAGE_BYTES:
-            raise self._failed(OSError(errno.EIO, "it took less than a page"))
+        with writing(self.path, sum(map(len, views))):
+            try:
+                count = os.pwritev(self._handle if direct is None else direct, views, offset)
+            except OSError as error:
+                if direct is None or error.errno != errno.EINVAL:
+                    raise
+                self._direct = None  # the file system took the flag and cannot do it
+                return 0
+            if count < PAGE_BYTES:
+                raise OSError(errno.EIO, "it took less than a page")
         return count // PAGE_BYTES * PAGE_BYTES
 
 

@@ -29,7 +29,7 @@ import errno
 import os
 import shutil
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -37,13 +37,13 @@ import numpy as np
 
 from tiercache.store.engines.block_file import BlockFile
 from tiercache.store.engines.engine import WRITE_BYTES, Stored
+from tiercache.store.engines.head_record import HeadRecord
 from tiercache.store.engines.lmdb_records import (
     DATA,
     HEAD,
     HEAD_KEY,
     NOTHING,
     EntryArrays,
-    HeadRecord,
     MissingEntryError,
     Slot,
     checksum_of,
@@ -63,19 +63,23 @@ from tiercache.store.files import (
     local_path,
     sync,
     unreadable,
+    writing,
 )
 from tiercache.store.locks import WriterLock
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
 _MAP_BYTES = 16 << 20
-"""Of a map to begin with: LMDB takes more for what is there, and it grows with the entries."""
+"""The size of the map of a store with few blobs."""
+_BYTES_PER_BYTE = 8
+"""Bytes of the map for each byte of an entry: LMDB fills half of a page, and the store may grow fourfold."""
 _KEY_BYTES = 511
 """Of a key of LMDB."""
 
@@ -103,6 +107,8 @@ class LmdbEngine:
         path = self.path = local_path(path, "a store of engine 'lmdb'")
         self.label = f"the store at {path}"
         self._readonly, self._unsynced, self._written, self._settled = readonly, False, False, False
+        self._unknown = False
+        """Whether nobody knows if the last publish is durable: then nothing is written or freed."""
         self.lease_folder: Path | None = path / "leases"
         self._env: lmdb.Environment | None = None
         self._files = ExitStack()
@@ -129,6 +135,8 @@ class LmdbEngine:
             if not readonly:
                 self._slot, self._record, self._entries, arrays = read_map(path, self.label)
                 self._file.occupy(arrays.low_R, arrays.bytes_R)
+            self._checksums: int | None = None
+            """The sum of the entries' checksums; None where it is to be counted."""
         except BaseException:
             self.close()
             raise
@@ -158,9 +166,7 @@ class LmdbEngine:
             self._file.discard(rooms)
             raise
         added = {blob.name: entry_of(blob.name, room) for blob, room in zip(blobs, rooms, strict=True)}
-        with self._changing:
-            self._changed |= added.keys()
-            self._entries |= added
+        self._change(added.keys(), added)
 
     def read(self, request: ReadRequest) -> None:
         """Read from the file where the blob is."""
@@ -174,22 +180,14 @@ class LmdbEngine:
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free runs of the file; what is free may leave it, as its end or as holes."""
         self._settle()
-        self._check_head()
-        try:
+        with writing(self.path / HEAD):
             self._slot.write(self.path, other=True)
-        except OSError as error:
-            raise self._unwritable(self.path / HEAD, error) from error
         for name, upto in [*blobs]:
             if (entry := self._entries.get(name)) is None:
                 continue
             extents = extents_of(entry)
             rest, freed = extents.drop(extents.size if upto is None else upto)
-            with self._changing:
-                self._changed.add(name)
-                if upto is None:
-                    del self._entries[name]
-                else:
-                    self._entries[name] = entry_of(name, rest)
+            self._change({name}, {} if upto is None else {name: entry_of(name, rest)})
             self._file.give(freed)
         if shrink:
             self._file.shrink()
@@ -214,6 +212,8 @@ class LmdbEngine:
         with self._changing:
             if self._readonly and Slot.read(self.path) != self._slot:
                 (self._slot, self._record), self._entries = read_head(self.path, self.label), {}
+            if self._unknown:
+                raise self._lost()
             return None if self._record is None else self._record.head
 
     def publish(self, head: Head, before: Head | None) -> None:
@@ -226,20 +226,18 @@ class LmdbEngine:
             )
         if head.name not in self._entries:
             raise ValueError(f"{self.label} has no blob {head.name!r}: put it before it is published")
-        self._check_head()
         if self._unsynced:  # where that failed once, later success says nothing of what was lost
-            raise StoreError(f"{self.path / BLOCKS} could not be synced: mend that and open the store again")
+            raise StoreError(f"{self.path / BLOCKS} could not be synced: fix that and open the store again")
         if self._written:
             self._unsynced = True
             self._file.sync()
             self._unsynced = self._written = False
-        number, digest = (0, NOTHING) if self._record is None else self._record.slot
-        record = HeadRecord(number + 1, head, digest, len(self._entries), sum(map(checksum_of, self._entries.values())))
+            self._check_head()
+        number, digest = (0, NOTHING) if self._record is None else Slot.of(self._record)
+        record = HeadRecord(number + 1, head, digest, len(self._entries), self._sum())
         try:
-            if self._env is None:
+            if self._env is None or not self._transact(self._env, record, self._changed):
                 self._replace(record)
-            else:
-                self._transact(self._env, record, self._changed)
             self._note(record)
         except BaseException:
             with contextlib.suppress(StoreError):
@@ -250,9 +248,7 @@ class LmdbEngine:
     def close(self) -> None:
         """Close environment and file, and give up the right to write."""
         self._files.close()
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        self._close_environment()
         if self._lock is not None:
             self._lock.release()
 
@@ -260,77 +256,70 @@ class LmdbEngine:
 
     def _note(self, record: HeadRecord) -> None:
         """Be at a head if LMDB shows it: an error may come when the transaction is done, or when nothing of it is."""
-        if read_head(self.path, self.label)[1] != record:
+        self._unknown = True
+        shown = read_head(self.path, self.label)[1]
+        self._unknown = shown not in (record, self._record)
+        if shown != record:
             raise CorruptStoreError(f"{self.path / DATA} does not have what was written: restore the store from a copy")
         self._record = record
         self._changed.clear()
 
-    def _transact(self, env: lmdb.Environment, record: HeadRecord, names: Iterable[str]) -> None:
-        """Set the head and the entries of blobs in a transaction, and again in a larger map if they do not fit."""
+    def _transact(self, env: lmdb.Environment, record: HeadRecord, names: Iterable[str]) -> bool:
+        """Set the head and the entries of blobs in a transaction; return False if the map is too small for them."""
+        changed = {name: self._entries.get(name) for name in sorted(names)}
         try:
-            with self._translated():
-                while True:
-                    needed = 0
-                    try:
-                        with env.begin(write=True) as txn:
-                            for name in sorted(names):
-                                if (entry := self._entries.get(name)) is None:
-                                    txn.delete(name.encode())
-                                else:
-                                    txn.put(name.encode(), entry)
-                                    needed += len(name) + len(entry)
-                            txn.put(HEAD_KEY.encode(), record.to_bytes())
-                    except lmdb.MapFullError:
-                        self._grow(env)
+            with env.begin(write=True) as txn:
+                for name, entry in changed.items():
+                    if entry is None:
+                        txn.delete(name.encode())
                     else:
-                        return
-        except StoreFullError as error:
-            raise error.during(f"the map of {self.label}", needed) from error
-
-    def _grow(self, env: lmdb.Environment) -> None:
-        """Double the map. If there is no address space for it, the next publish opens the environment again."""
-        try:
-            env.set_mapsize(2 * int(env.info()["map_size"]))
-        except lmdb.Error:
-            env.close()  # it has no map at all
-            self._env = None
-            raise
+                        txn.put(name.encode(), entry)
+                txn.put(HEAD_KEY.encode(), record.to_bytes())
+        except lmdb.MapFullError:
+            return False
+        except lmdb.Error as error:
+            found = self._translate(error)
+            if isinstance(found, StoreFullError):
+                needed = sum(len(name) + len(entry) for name, entry in changed.items() if entry is not None)
+                found = found.during(f"the map of {self.label}", needed)
+            raise found from error
+        return True
 
     def _replace(self, record: HeadRecord) -> None:
         """Put the head and all entries into a fresh environment in place of the old one, and open it."""
+        self._close_environment()
+        entry_bytes = sum(len(name) + len(entry) for name, entry in self._entries.items())
+        map_bytes = _MAP_BYTES + _BYTES_PER_BYTE * entry_bytes
         try:
-            self._write_fresh(record)
+            self._write_fresh(record, map_bytes)
         except StoreFullError:
             self._file.shrink()  # what is free among the blobs may be the room
-            self._write_fresh(record)
-        self._env = self._environment(self.path)
+            self._write_fresh(record, map_bytes)
+        self._env = self._environment(self.path, map_bytes)
 
-    def _write_fresh(self, record: HeadRecord) -> None:
+    def _write_fresh(self, record: HeadRecord, map_bytes: int) -> None:
         fresh = self.path / FRESH
         try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir()
-            env = self._environment(fresh)
-            try:
-                self._transact(env, record, self._entries)
-            finally:
-                env.close()
-            self._check_head()
-            (fresh / DATA).replace(self.path / DATA)
-            sync(self.path)
-        except OSError as error:
-            raise self._unwritable(self.path, error) from error
+            with writing(self.path):
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir()
+                with closing(self._environment(fresh, map_bytes)) as env:
+                    if not self._transact(env, record, self._entries):
+                        raise StoreError(f"the map of {self.label} does not fit {map_bytes:,} bytes: report this")
+                self._check_head()
+                (fresh / DATA).replace(self.path / DATA)
+                sync(self.path)
         finally:
             with contextlib.suppress(StoreError):  # the folder may be another store's by now
                 self._check_writable()
                 shutil.rmtree(fresh, ignore_errors=True)
 
-    def _environment(self, folder: Path) -> lmdb.Environment:
+    def _environment(self, folder: Path, map_bytes: int) -> lmdb.Environment:
         options: dict[str, Any] = {} if not hasattr(lmdb.Environment, "lib_version") else {"lib_version": 0}
         try:
             return lmdb.open(
                 os.fsencode(folder),  # a name need not be UTF-8
-                map_size=_MAP_BYTES,
+                map_size=map_bytes,
                 lock=False,
                 readahead=False,
                 max_spare_txns=0,
@@ -354,11 +343,9 @@ class LmdbEngine:
                 f"{self.path} has blobs and no {HEAD} that tells which commit is the newest: restore the store from a "
                 "copy"
             )
-        try:
+        with writing(self.path):
             data.unlink(missing_ok=True)
             Slot(0, NOTHING).create(self.path)
-        except OSError as error:
-            raise self._unwritable(data, error) from error
 
     def _open_blocks(self, *, create: bool, store_budget: int | None) -> None:
         path = self.path / BLOCKS
@@ -387,18 +374,31 @@ class LmdbEngine:
         self._entries[name] = entry
         return entry
 
+    def _change(self, names: AbstractSet[str], entries: Mapping[str, bytes]) -> None:
+        """Set the entries of blobs, or delete them; the sum is counted again where an interrupt ends this early."""
+        with self._changing:
+            checksums, self._checksums = self._sum(), None
+            self._changed |= names
+            for name in names & self._entries.keys():
+                checksums -= checksum_of(self._entries.pop(name))
+            self._entries |= entries
+            self._checksums = checksums + sum(map(checksum_of, entries.values()))
+
+    def _sum(self) -> int:
+        if self._checksums is None:
+            self._checksums = sum(map(checksum_of, self._entries.values()))
+        return self._checksums
+
     def _settle(self) -> None:
         """Before anything is written over or freed: have HEAD name the newest head, which is durable then.
 
         A killed process may have left both otherwise. What is free at the end leaves the file.
         """
-        self._check_writable()
-        if self._record is not None and (not self._settled or self._record.slot != self._slot):
-            try:
+        self._check_head()
+        if self._record is not None and (not self._settled or Slot.of(self._record) != self._slot):
+            with writing(self.path / DATA):
                 sync(self.path / DATA, data_only=True)
                 sync(self.path)
-            except OSError as error:
-                raise self._unwritable(self.path / DATA, error) from error
         self._name_head()
         if not self._settled:
             self._file.trim()
@@ -406,19 +406,19 @@ class LmdbEngine:
 
     def _name_head(self) -> None:
         """Have HEAD name the newest head, if it does not yet."""
-        if self._record is None or self._record.slot == self._slot:
+        if self._record is None or Slot.of(self._record) == self._slot:
             return
         self._check_head()
-        try:
-            self._record.slot.write(self.path)
-        except OSError as error:
-            raise self._unwritable(self.path / HEAD, error) from error
-        self._slot = self._record.slot
+        with writing(self.path / HEAD):
+            Slot.of(self._record).write(self.path)
+        self._slot = Slot.of(self._record)
 
     def _check_writable(self) -> None:
-        """Raise ValueError if it is open for reading, and StoreError if it was moved."""
+        """Raise ValueError if it is open for reading, and StoreError if it was moved, or where it is at is unknown."""
         if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+        if self._unknown:
+            raise self._lost()
         self._lock.check()
 
     def _check_head(self) -> None:
@@ -426,17 +426,15 @@ class LmdbEngine:
         self._check_writable()
         seen = Slot.read(self.path)
         # An interrupt may come after HEAD is written and before that is noted.
-        if seen != self._slot and (self._record is None or seen != self._record.slot):
+        if seen != self._slot and (self._record is None or seen != Slot.of(self._record)):
             raise StoreError(
                 f"{self.path / HEAD} names publish {seen.number}, and this process wrote {self._slot.number}: "
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
                 "close it, and open it again"
             )
 
-    def _unwritable(self, path: Path, error: OSError) -> StoreError:
-        if error.errno in FULL:
-            return full_disk(self.path, error, ROOM_FOR_RECORDS)
-        return StoreError(f"{path} cannot be written ({error}): mend that and open the store again")
+    def _lost(self) -> StoreError:
+        return StoreError(f"{self.path / DATA} could not be read after a publish: fix that and open the store again")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -448,13 +446,10 @@ class LmdbEngine:
             with self._count:
                 self._reads -= 1
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn errors of LMDB into the store's."""
-        try:
-            yield
-        except lmdb.Error as error:
-            raise self._translate(error) from error
+    def _close_environment(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
     def _translate(self, error: lmdb.Error) -> StoreError:
         cause = OSError(getattr(error, "code", 0), str(error))
@@ -475,4 +470,4 @@ class LmdbEngine:
         with contextlib.suppress(AttributeError):
             if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
                 return CorruptStoreError(f"{self.path / DATA} is damaged ({error}): restore the store from a copy")
-        return StoreError(f"{self.path / DATA} cannot be used ({error}): mend that and open the store again")
+        return StoreError(f"{self.path / DATA} cannot be used ({error}): fix that and open the store again")

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import google_crc32c
 import numpy as np
 
-from tiercache.store.engines.engine import Head
 from tiercache.store.engines.extents import Extents
+from tiercache.store.engines.head_record import HeadRecord
 from tiercache.store.engines.lmdb_tree import LmdbFile
 from tiercache.store.files import PAGE_BYTES, open_file, read_at, replace_file, unreadable
-from tiercache.store.records import checked_digest, decode, encode, whole
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -83,10 +82,16 @@ class Slot(NamedTuple):
         finally:
             os.close(handle)
 
+    @classmethod
+    def of(cls, record: HeadRecord) -> Slot:
+        """Return what names a head."""
+        assert record.head is not None
+        return cls(record.number, record.head.digest)
+
     def allows(self, record: HeadRecord) -> bool:
         """Whether LMDB may show a head: the one that is named here, or the one that was published after it."""
         if record.number == self.number:
-            return record.head.digest == self.digest
+            return Slot.of(record) == self
         return record.number == self.number + 1 and record.before == self.digest
 
     def to_bytes(self) -> bytes:
@@ -103,42 +108,6 @@ class Slot(NamedTuple):
             return None
         _, number, digest = _SLOT.unpack_from(slot)
         return cls(number, digest.hex())
-
-
-class HeadRecord(NamedTuple):
-    """The value of LMDB's key "head"."""
-
-    number: int
-    """Of the publish, from 1."""
-    head: Head
-    before: str
-    """The digest of the head before; NOTHING for the first."""
-    blobs: int
-    """In the map."""
-    checksums: int
-    """The sum of their entries'."""
-
-    @property
-    def slot(self) -> Slot:
-        """What names it in HEAD."""
-        return Slot(self.number, self.head.digest)
-
-    def to_bytes(self) -> bytes:
-        """Return its record."""
-        values = self._asdict() | self.head._asdict()
-        del values["head"]
-        return encode("head", values, {})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> HeadRecord:
-        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
-        values, _ = decode("head", data, name)
-        try:
-            number, size, blobs, checksums = (whole(values[x], x) for x in ("number", "size", "blobs", "checksums"))
-            head = Head(str(values["name"]), size, checked_digest(values["digest"]))
-            return cls(number, head, checked_digest(values["before"]), blobs, checksums)
-        except (KeyError, ValueError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
 def entry_of(name: str, extents: Extents) -> bytes:
@@ -280,6 +249,8 @@ def _head(slot: Slot, file: LmdbFile, label: str) -> HeadRecord:
     if value is None:
         raise CorruptStoreError(f"{file.path} has no head: restore the store from a copy")
     record = HeadRecord.from_bytes(file.read(value), f"the head of {label}")
+    if record.head is None:
+        raise CorruptStoreError(f"the head of {label} names no commit: restore the store from a copy")
     if not slot.allows(record):
         raise CorruptStoreError(
             f"{file.path} is damaged: it shows publish {record.number}, {HEAD} names {slot.number}, and it is not what "
