@@ -29,7 +29,7 @@ from tests.store.damage import assert_sentence
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.engines.zarr_heads import Heads
 from tiercache.store.engines.zarr_objects import object_store
-from tiercache.store.store_errors import BlockReadError, StoreError, StoreInUseError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreInUseError
 
 Make = Callable[[], Any]
 """Return a client of its own of the one object store of a test."""
@@ -208,6 +208,22 @@ def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
     engine.close()
 
 
+def test_the_blobs_of_tables_are_listed_and_dropped(make: Make) -> None:
+    """Each writer that made the store has one, by its epoch; what else begins with that word is nobody's."""
+    engine = opened(make, create=True)
+    put(engine, [plain(f"tables-{engine.epoch}", some_bytes(100))])
+    publish(engine, 0)
+    engine._objects.put("tables-old.txt", b"mine")
+    engine.close()
+    engine = opened(make)
+    kept = put(engine, [plain(f"tables-{engine.epoch}", some_bytes(50))])
+    assert engine.list().keys() == {"tables-1", f"tables-{engine.epoch}", "commits/0"}
+    engine.drop([("tables-1", None)], shrink=True)
+    check(engine, kept)
+    engine.close()
+    assert {name for name in names_of(make) if name.startswith("tables")} == {kept[0].blob.name, "tables-old.txt"}
+
+
 def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the client calls its errors: of puts, the head, reads and lists."""
     engine = opened(make, create=True)
@@ -215,6 +231,10 @@ def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pyte
 
     async def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("the network is down")
+
+    async def failing_list(*_: Any) -> Any:
+        raise RuntimeError("the network is down")
+        yield
 
     def calls() -> Iterator[Callable[[], object]]:
         yield lambda: put(engine, segment(layout_of([10]), 2))
@@ -227,7 +247,17 @@ def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pyte
                 patch.setattr(ObjectStore, name, failing)
             with pytest.raises(StoreError, match="the network is down") as caught:
                 call()
-    assert_sentence(caught.value)
+        assert not isinstance(caught.value, CorruptStoreError)  # a store that is not reached is whole
+        assert_sentence(caught.value)
+    with monkeypatch.context() as patch:
+        for name in ("list_prefix", "_list"):
+            patch.setattr(ObjectStore, name, failing_list)
+        for call in (engine.list, engine.newest):
+            with pytest.raises(
+                StoreError, match=r"cannot be read .*the network is down.*: fix that and open"
+            ) as caught:
+                call()
+            assert not isinstance(caught.value, CorruptStoreError)
     check(engine, kept)
     monkeypatch.setattr(ObjectStore, "set_if_not_exists", failing)
     with pytest.raises(StoreError, match="the network is down") as caught:

@@ -27,7 +27,10 @@ def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Gr
         assert keys.dtype == np.int64
         assert str(fields[0].dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
         dtype = {"dtype": "bfloat16"} if group.dtype == "bfloat16" else {}
-        assert dict(node["vector"].attrs) == {"block_rows": layout.block_rows} | dtype
+        shape = {"page_rows": layout.page_rows, "block_rows": layout.block_rows, "compression": group.compression}
+        shape["fields"] = [[field.name, field.words, field.dtype] for field in group.fields]
+        assert dict(node["vector"].attrs) == shape | dtype
+        assert dict(node["keys"].attrs) == shape
         assert node.attrs["page_rows"] == layout.page_rows
         for name in ("keys", *(field.name for field in group.fields)) if group.compression else ():
             (sharding,) = node[name].metadata.to_dict()["codecs"]

@@ -20,7 +20,7 @@ sys.exit(main(sys.argv[1:]))
 IN_TWO_STEPS = """
 def planted(self, env, record, names):
     whole(self, env, record, ())
-    whole(self, env, record, names)
+    return whole(self, env, record, names)
 """
 FREED_EARLY = """
 from tiercache.store.snapshot import Needed
@@ -74,7 +74,7 @@ def planted(self, keys):
 """
 ZARR_DELETED_EARLY = """
 def planted(self, head, before):
-    self._objects.delete([self._own.key])
+    self._objects.delete([f'heads/{self._own.number}'])
     check, self._check_newest = self._check_newest, lambda: None
     whole(self, head, before)
     self._check_newest = check

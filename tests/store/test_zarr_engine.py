@@ -227,18 +227,57 @@ def test_a_blob_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("node", [b"", b"{", b"[]", b'{"shape": []}', b'{"shape": [0], "data_type": "int64"}', b"\xff"])
+NO_ROWS = (
+    b'{"shape": [9], "attributes": {"page_rows": 1, "block_rows": 0, "compression": null, "fields": [["v", 1, "f"]]}}'
+)
+
+
+@pytest.mark.parametrize(
+    "node", [b"", b"{", b"[]", b'{"shape": []}', NO_ROWS, NO_ROWS.replace(b"[[", b'[["w", 0, "f"], ['), b"\xff"]
+)
 def test_arrays_that_nothing_describes_are_leftovers(tmp_path: Path, node: bytes) -> None:
-    """They have no bytes, are read by what the store knows of them, and can be dropped."""
+    """They have no bytes, are read by what the store knows of them, and can be dropped; one array describes a group."""
     contents = made(tmp_path, *segment(layout_of([10]), 1))
-    (tmp_path / "segments/0.1/0/keys/zarr.json").write_bytes(node)
-    engine = ZarrEngine(tmp_path, create=False)
-    assert engine.list()["segments/0.1/0/keys"] == (0, 0)
+    nodes = [*(tmp_path / "segments/0.1/0").glob("*/zarr.json")]
+    whole = nodes[0].read_bytes()
+    for path in nodes:
+        path.write_bytes(node)
+    engine = ZarrEngine(tmp_path, create=False, readonly=True)
+    for one in contents[1:4]:
+        assert engine.list()[one.blob.name] == (0, 0)
     keys = contents[2]
     assert bytes_of(engine, keys.blob, 0, 56) == keys.pieces[0].tobytes()
+    engine.close()
+    engine = ZarrEngine(tmp_path, create=False)
     drop_all(engine, [keys], shrink=True)
     assert not (tmp_path / "segments/0.1/0/keys").exists()
+    engine.close()
+    for path in nodes:
+        if path.parent.exists():
+            path.write_bytes(whole)
+    engine = ZarrEngine(tmp_path, create=False)
     check(engine, [one for one in contents if one is not keys])
+    engine.close()
+
+
+def test_one_object_of_a_group_says_how_long_its_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list reads no more, and none of what is known; whatever compresses the arrays."""
+    ways = (None, "zstd", "blosc")
+    segments = [segment(layout_of([10, 47], compression=way), i) for i, way in enumerate(ways)]
+    contents = made(tmp_path, *(one for some in segments for one in some))
+    engine, read = ZarrEngine(tmp_path, create=False), list[str]()
+    get_all = engine._objects.get_all
+
+    def counted(keys: list[str]) -> list[bytes | None]:
+        read.extend(keys)
+        return get_all(keys)
+
+    monkeypatch.setattr(engine._objects, "get_all", counted)
+    for _ in range(2):
+        assert engine.list() == {one.blob.name: (one.blob.size, 0) for one in contents}
+    assert sorted(name.rpartition("/")[0].rpartition("/")[0] for name in read) == [
+        f"segments/0.{i}/0" for i in range(3)
+    ]
     engine.close()
 
 

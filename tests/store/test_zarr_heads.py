@@ -11,8 +11,8 @@ from tests.store.blobs import check, drop_all, head_of, layout_of, plain, publis
 from tests.store.test_zarr_engine import DAMAGES, made, spoil
 from tiercache.store.engines import zarr_chunks, zarr_objects
 from tiercache.store.engines.engine import Head
+from tiercache.store.engines.head_record import HeadRecord
 from tiercache.store.engines.zarr_engine import ZarrEngine
-from tiercache.store.engines.zarr_heads import NumberedHead
 from tiercache.store.records import encode
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
 
@@ -62,18 +62,14 @@ def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     engine.close()
 
 
-@pytest.mark.parametrize("at", ["file", "head"])
-def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publish fails, those after it too, and the store opens where it was."""
     engine = ZarrEngine(tmp_path, create=True)
     publish(engine, 0)
     put(engine, [plain("states/0.1", some_bytes(10))])
-    sync = zarr_objects.sync
 
-    def failing(path: str, **options: bool) -> None:
-        if at == "file" or path.endswith("heads"):
-            raise OSError(5, "the disk broke")
-        sync(path, **options)
+    def failing(_: str, **options: bool) -> None:
+        raise OSError(5, "the disk broke")
 
     monkeypatch.setattr(zarr_objects, "sync", failing)
     with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
@@ -83,11 +79,57 @@ def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: py
     with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
         engine.publish(head_of(1), head_of(0))
     engine.close()
-    engine = ZarrEngine(tmp_path, create=False)
-    assert engine.newest() == head_of(0)
-    engine.drop([(name, None) for name in engine.list() if name != "commits/0"])
-    publish(engine, 1)
+    reopened(tmp_path, 0)
+
+
+def reopened(path: Path, number: int) -> None:
+    """Open a store at a commit, drop what was put after it, and publish the next."""
+    engine = ZarrEngine(path, create=False)
+    assert engine.newest() == head_of(number)
+    engine.drop([(name, None) for name in engine.list() if name.startswith(("commits", "states"))])
+    publish(engine, number + 1)
     engine.close()
+
+
+@pytest.mark.parametrize("broken", ["sync", "unlink"])
+def test_a_head_that_cannot_be_withdrawn_stops_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """It may be there after a power failure or not, so nothing of either commit is dropped, and nobody says which."""
+    engine, sync = ZarrEngine(tmp_path, create=True), zarr_objects.sync
+    kept = publish(engine, 0, segment(layout_of([10]), 1))
+
+    def failing(path: str, **options: bool) -> None:
+        if path.endswith("heads") or "heads/" in path:
+            raise OSError(5, "the disk broke")
+        sync(path, **options)
+
+    def failing_at_name(path: str, **options: bool) -> None:
+        if path.endswith("heads/2"):
+            raise OSError(5, "the disk broke")
+        sync(path, **options)
+
+    monkeypatch.setattr(zarr_objects, "sync", failing if broken == "sync" else failing_at_name)
+    if broken == "unlink":
+
+        def refuse(_: str) -> None:
+            raise OSError(5, "the disk broke")
+
+        monkeypatch.setattr(zarr_objects.os, "unlink", refuse)
+    with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
+        publish(engine, 1)
+    monkeypatch.undo()
+    for call in (
+        engine.newest,
+        lambda: engine.publish(head_of(1), head_of(0)),
+        lambda: drop_all(engine, kept),
+        lambda: put(engine, [plain("states/0.1", some_bytes(10))]),
+    ):
+        with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again"):
+            call()
+    check(engine, kept)
+    engine.close()
+    reopened(tmp_path, 0 if broken == "sync" else 1)
 
 
 def test_an_interrupt_after_the_head_is_durable_is_a_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,5 +314,5 @@ def test_a_head_comes_back() -> None:
     """From its record."""
     for head in (None, Head("commits/3-2", 77, "ab" * 32)):
         for writer in ("", "me"):
-            one = NumberedHead(number=5, head=head, before="cd" * 32, writer=writer)
-            assert NumberedHead.from_bytes(one.to_bytes(), 5, "it") == one
+            one = HeadRecord(5, head, "cd" * 32, writer=writer)
+            assert HeadRecord.from_bytes(one.to_bytes(), "it") == one

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tiercache.store.engines.engine import WRITE_BYTES
 from tiercache.store.engines.zarr_layout import Place, merge
-from tiercache.store.files import FULL, PAGE_BYTES, ROOM_FOR_RECORDS, check_room, full_disk, huge_pages, paged, write_at
-from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
+from tiercache.store.files import PAGE_BYTES, ROOM_FOR_RECORDS, check_room, huge_pages, paged, write_at, writing
+from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 _THREADS = 4
 """That write files, sync and delete."""
-_OPEN_FILES = 64
 
 
 class ChunkReader:
@@ -132,8 +133,9 @@ class ChunkWriter:
     Raises StoreFullError and StoreError, also those of what was begun before.
     """
 
-    def __init__(self, objects: Objects, label: str, threads: int = _THREADS) -> None:
-        self._objects, self._label = objects, label
+    def __init__(self, objects: Objects, place: Path | str, threads: int = _THREADS) -> None:
+        """``place`` is where objects are, for messages: a path, or an object store in words."""
+        self._objects, self.place = objects, place
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
         self.buffers = Buffers()
@@ -149,14 +151,14 @@ class ChunkWriter:
 
         def write() -> None:
             packed = encode(buffer[:size])
-            with self.translated(len(packed)):
+            with writing(self.place, len(packed)):
                 self._objects.put(key, packed)
 
         self._submit(buffer, write, lambda: fill(buffer[:size]))
 
     def put_object(self, key: str, data: bytes) -> None:
         """Write a small object."""
-        with self.translated(len(data) + ROOM_FOR_RECORDS):
+        with writing(self.place, len(data) + ROOM_FOR_RECORDS):
             self._objects.put(key, data)
 
     def finish(self) -> None:
@@ -174,12 +176,12 @@ class ChunkWriter:
     def sync(self, keys: Iterable[str]) -> None:
         """Return when objects are durable, with their names and folders."""
         files, folders = self._objects.durable_paths(keys)
-        nothing: list[str] = []
-        for parts in ([(files[i::_THREADS], nothing) for i in range(_THREADS)], [(nothing, folders)]):
-            jobs = [self._pool.submit(self._sync, *part) for part in parts if any(part)]
-            wait(jobs)
-            for job in jobs:
-                job.result()
+        with writing(self.place):
+            for paths, data_only in ((files, True), (folders, False)):
+                jobs = [self._pool.submit(self._objects.sync, path, data_only=data_only) for path in paths]
+                wait(jobs)
+                for job in jobs:
+                    job.result()
 
     def later(self, do: Callable[[], None]) -> Future[None]:
         """Do something on another thread."""
@@ -193,27 +195,8 @@ class ChunkWriter:
     def check_room(self, size: int, kept: int) -> None:
         """Raise StoreFullError if the file system has no room for ``size`` bytes and for ``kept`` ones."""
         if self._objects.root is not None:
-            with self.translated(size, kept=kept):
+            with writing(self._objects.root, size, kept_bytes=kept):
                 check_room(self._objects.root, size + kept)
-
-    @contextmanager
-    def translated(self, needed: int, *, kept: int = 0) -> Iterator[None]:
-        """Turn errors of the system into the store's: what could not be written has ``needed`` bytes.
-
-        ``kept`` bytes were to stay free besides. By any thread.
-        """
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in FULL:
-                raise StoreError(
-                    f"{self._label} cannot be written ({error}): fix that and open the store again"
-                ) from error
-            if self._objects.root is not None:
-                raise full_disk(self._objects.root, error, needed, kept_bytes=kept) from error
-            raise StoreFullError(
-                needed_bytes=needed, limit=f"its place is full ({error})", advice="free some"
-            ) from error
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -235,86 +218,56 @@ class ChunkWriter:
             self.buffers.give(buffer)
             raise
 
-    def _sync(self, files: list[str], folders: list[str]) -> None:
-        with self.translated(ROOM_FOR_RECORDS):
-            self._objects.sync(files, folders)
-
-
-class _File(NamedTuple):
-    """The open file of a chunk."""
-
-    handle: int
-    direct: int | None
-    """The same past the page cache; None if that is impossible."""
-
 
 class DiskWriter(ChunkWriter):
     """Writes bytes into files, whole pages past the page cache."""
 
-    def __init__(self, objects: Objects, label: str) -> None:
-        super().__init__(objects, label)
-        self._files: dict[str, _File] = {}
+    def __init__(self, objects: Objects, place: Path) -> None:
+        super().__init__(objects, place)
         self._direct = hasattr(os, "O_DIRECT")
 
     def put(self, place: Place, fill: Fill) -> None:
         """Write bytes into their file, which gets its room on the disk and its length with the first of them."""
         self._raise_early()
-        file = self._files.get(place.key)
-        if file is None:
-            if len(self._files) >= _OPEN_FILES:
-                self.finish()
-            file = self._files[place.key] = self._open(place)
         lead = place.begin % PAGE_BYTES
         buffer = self.buffers.take(paged(lead + place.size))
-        begin, size = place.begin, place.size
 
         def write() -> None:
-            with self.translated(size):
-                self._direct &= write_at(file.handle, file.direct, buffer, begin, size)
+            with writing(self.place, place.used_bytes, kept_bytes=ROOM_FOR_RECORDS), ExitStack() as files:
+                handle = self._open(place, files)
+                direct = self._open_direct(place, files)
+                self._direct &= write_at(handle, direct, buffer, place.begin, place.size)
 
-        self._submit(buffer, write, lambda: fill(buffer[lead : lead + size]))
+        self._submit(buffer, write, lambda: fill(buffer[lead : lead + place.size]))
 
-    def finish(self) -> None:
-        """Return when all that was put is written."""
-        try:
-            super().finish()
-        finally:
-            self._close()
-
-    def abandon(self) -> None:
-        """Return when nothing is being written any more, whether it was written or not."""
-        super().abandon()
-        self._close()
-
-    def _close(self) -> None:
-        while self._files:
-            for handle in self._files.popitem()[1]:
-                if handle is not None:
-                    os.close(handle)
-
-    def _open(self, place: Place) -> _File:
+    def _open(self, place: Place, files: ExitStack) -> int:
         self._objects.check()
-        path = self._objects.path(place.key)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        with self.translated(place.used_bytes, kept=ROOM_FOR_RECORDS):
-            try:
-                handle = os.open(path, flags, 0o644)
-            except FileNotFoundError:
-                self._objects.folder_of(place.key)
-                handle = os.open(path, flags, 0o644)
-            try:
-                status = os.fstat(handle)
-                if status.st_size != place.whole_bytes or status.st_blocks * 512 < place.used_bytes:
-                    os.posix_fallocate(handle, 0, place.used_bytes)
-                    os.ftruncate(handle, place.whole_bytes)
-                direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT) if self._direct else None
-            except BaseException as error:
-                os.close(handle)
-                if isinstance(error, OSError) and error.errno == 22 and self._direct:
-                    self._direct = False  # the file system has none
-                    return self._open(place)
+        path, flags = self._objects.path(place.key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            handle = os.open(path, flags, 0o644)
+        except FileNotFoundError:
+            self._objects.folder_of(place.key)
+            handle = os.open(path, flags, 0o644)
+        files.callback(os.close, handle)
+        status = os.fstat(handle)
+        if status.st_size != place.whole_bytes or status.st_blocks * 512 < place.used_bytes:
+            os.posix_fallocate(handle, 0, place.used_bytes)
+            os.ftruncate(handle, place.whole_bytes)
+        return handle
+
+    def _open_direct(self, place: Place, files: ExitStack) -> int | None:
+        """Open a file a second time, past the page cache; None where system or file system cannot."""
+        if not self._direct:
+            return None
+        try:
+            handle = os.open(self._objects.path(place.key), os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
                 raise
-        return _File(handle, direct)
+            self._direct = False
+            return None
+        files.callback(os.close, handle)
+        return handle
 
 
 class _Chunk(NamedTuple):
@@ -328,8 +281,8 @@ class _Chunk(NamedTuple):
 class RemoteWriter(ChunkWriter):
     """Gathers chunks in memory until all their bytes have come, or until too many wait, and puts them together."""
 
-    def __init__(self, objects: Objects, label: str, concurrency: int) -> None:
-        super().__init__(objects, label, concurrency)
+    def __init__(self, objects: Objects, place: str, concurrency: int) -> None:
+        super().__init__(objects, place, concurrency)
         self._chunks: dict[str, _Chunk] = {}
         """By name; the one that waits longest first."""
         self._early: dict[str, int] = {}
@@ -379,7 +332,7 @@ class RemoteWriter(ChunkWriter):
         filled = self._early.pop(place.key, 0)
         if filled:
             wait(self._jobs)
-            with self.translated(filled):
+            with writing(self.place, filled):
                 data[:] = np.frombuffer(self._objects.get(place.key) or bytes(data.size), np.uint8)
             self._count(filled)
         return _Chunk(data, filled)
@@ -389,7 +342,7 @@ class RemoteWriter(ChunkWriter):
 
         def run() -> None:
             try:
-                with self.translated(chunk.data.size):
+                with writing(self.place, chunk.data.size):
                     self._objects.put(key, chunk.data.data)
             finally:
                 self._count(-chunk.filled)

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.engines.zarr_layout import Shape
     from tiercache.store.layout import SegmentLayout
 
     Bytes = NDArray[np.uint8]
 
+COMPRESSIONS = (None, "zstd", "blosc")
 CHECKSUM = struct.Struct("<I")
 LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC32C: dict[str, Any] = {"name": "crc32c"}
@@ -193,7 +195,7 @@ class ShardingCodec:
         return index
 
 
-def cut(layout: SegmentLayout) -> tuple[int, int]:
+def cut(layout: SegmentLayout | Shape) -> tuple[int, int]:
     """Return the rows of a chunk and of an inner chunk for the blocks of a layout.
 
     An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a

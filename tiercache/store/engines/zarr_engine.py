@@ -13,12 +13,12 @@ from tiercache.store.engines.parts import PartCheck
 from tiercache.store.engines.zarr_chunks import ChunkReader, ChunkWriter, DiskWriter, RemoteWriter
 from tiercache.store.engines.zarr_garbage import Garbage, Hole
 from tiercache.store.engines.zarr_heads import Heads
-from tiercache.store.engines.zarr_inventory import FOLDERS, TABLES, Held, Inventory, blobs_of, epoch_of, held_of
+from tiercache.store.engines.zarr_inventory import FOLDERS, Held, Inventory, blobs_of, epoch_of, held_of, is_tables
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, split
 from tiercache.store.engines.zarr_objects import CONCURRENCY, Objects
-from tiercache.store.files import ROOM_FOR_RECORDS
+from tiercache.store.files import ROOM_FOR_RECORDS, writing
 from tiercache.store.locks import WriterLock
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -69,9 +69,7 @@ class ZarrEngine:
         if self._lock is not None:
             self._objects.check = self._lock.check
         self._writer: ChunkWriter = (
-            RemoteWriter(self._objects, self.label, concurrency)
-            if root is None
-            else DiskWriter(self._objects, self.label)
+            RemoteWriter(self._objects, self.label, concurrency) if root is None else DiskWriter(self._objects, root)
         )
         self._reader, self._garbage = ChunkReader(self._objects), Garbage(self._objects, self._writer, keep_for)
         self._held: Inventory | None = None
@@ -108,7 +106,7 @@ class ZarrEngine:
         self._check_room(blobs)
         added = {blob.name: held_of(blob, one) for blob, one in zip(blobs, arrays, strict=True)}
         keys = {blob.name: b"" for blob in blobs if not blob.size and not blob.of} | self._nodes(blobs, arrays)
-        with self._writer.translated(ROOM_FOR_RECORDS):
+        with writing(self._writer.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
         held.add(added)
         made = {*keys}
@@ -165,7 +163,7 @@ class ZarrEngine:
             self._garbage.wait()
 
     def list(self) -> Mapping[str, Stored]:
-        """Look for objects below the folders of blobs, and read what describes arrays that are not known."""
+        """Look for objects below the folders of blobs, and read what describes groups that are not known."""
         found = self._look()
         if self._held is None and self._heads.writes:
             self._held = Inventory(found)
@@ -214,15 +212,12 @@ class ZarrEngine:
         """Return the blobs whose objects are there; of later writers none, and nothing that was dropped."""
         self._garbage.wait()
         try:
-            sizes = self._objects.sizes(FOLDERS, TABLES)
+            sizes = self._objects.sizes(FOLDERS, *filter(is_tables, self._objects.names("")))
             if self.epoch:
                 sizes = {k: n for k, n in sizes.items() if k not in self._garbage and epoch_of(k) <= self.epoch}
-            known = {name: one.arrays for name, one in dict(self._held or {}).items() if one.arrays is not None}
-            return blobs_of(sizes, known, self._objects.get_all)
+            return blobs_of(sizes, dict(self._held or {}), self._objects.get_all)
         except OSError as error:
-            raise CorruptStoreError(
-                f"{self.label} cannot be listed ({error}): fix that, or restore the store from a copy"
-            ) from error
+            raise self._objects.unreadable(self.label, error) from error
 
     def _inventory(self) -> Inventory:
         if self._held is None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tiercache.store.engines.engine import Head
+from tiercache.store.engines.head_record import HeadRecord
 from tiercache.store.engines.zarr_objects import PROBES
-from tiercache.store.files import ROOM_FOR_RECORDS
-from tiercache.store.records import checked_digest, decode, digest, encode, whole
+from tiercache.store.files import writing
+from tiercache.store.records import digest
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from tiercache.store.engines.engine import Head
     from tiercache.store.engines.zarr_chunks import ChunkWriter
     from tiercache.store.engines.zarr_objects import Objects
 
@@ -31,50 +30,6 @@ _LOOKS = 100
 """How often the newest head is looked for while a writer replaces it."""
 _EMPTY_LOOKS = 3
 """A listing may miss both a head that comes and the one that goes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NumberedHead:
-    """A head as it is stored."""
-
-    number: int
-    head: Head | None
-    """None after a writer took over a store in which nothing was published."""
-    before: str = ""
-    """The SHA-256 of the object of the head before it; of the first one nothing."""
-    writer: str = ""
-    """A name that no other writer has, on object stores."""
-
-    @property
-    def key(self) -> str:
-        """The name of its object."""
-        return f"{HEADS}/{self.number}"
-
-    @cached_property
-    def digest(self) -> str:
-        """The SHA-256 of its object; of the head of a new store nothing."""
-        return digest(self.to_bytes()) if self.number else ""
-
-    def to_bytes(self) -> bytes:
-        """Return its record."""
-        head = {} if self.head is None else {"name": self.head.name, "size": self.head.size, "digest": self.head.digest}
-        writer = {"writer": self.writer} if self.writer else {}
-        return encode("head", {"number": self.number, "before": self.before} | head | writer, {})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, number: int, label: str) -> NumberedHead:
-        """Read the record of ``to_bytes`` of the store ``label``. Raises CorruptStoreError."""
-        name, head = f"head {number} of {label}", None
-        values, _ = decode("head", data, name)
-        try:
-            if "name" in values:
-                head = Head(str(values["name"]), whole(values["size"], "the size"), checked_digest(values["digest"]))
-            if whole(values["number"], "the number") != number:
-                raise ValueError(f"its number is {values['number']}")
-            before = checked_digest(values["before"]) if values["before"] else ""
-            return cls(number=number, head=head, before=before, writer=str(values.get("writer", "")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
 class Heads:
@@ -102,7 +57,9 @@ class Heads:
         return self._next > 0
 
     def newest(self) -> Head | None:
-        """Read the newest head. Raises CorruptStoreError."""
+        """Read the newest head. Raises CorruptStoreError, and StoreError where nobody knows whether it is durable."""
+        if self._unknown and not self.epoch:
+            raise self._lost()
         found = self._newest()
         if not self.writes:  # a writer may have withdrawn a head that it saw
             if found.number < self._own.number:
@@ -117,7 +74,7 @@ class Heads:
         """Become the writer; return whether nobody has written before. Raises StoreError."""
         before, self._next = self._own, self._own.number + 1
         if self._objects.root is None:
-            with self._writer.translated(ROOM_FOR_RECORDS):
+            with writing(self._writer.place):
                 problem = self._objects.overwrites()
             if problem:
                 raise StoreError(
@@ -128,7 +85,7 @@ class Heads:
             self._create(self._after(before.head))
             self.epoch = self._own.number
         elif before.number:
-            self._sync([before.key])
+            self._sync([_key(before.number)])
         with contextlib.suppress(OSError):  # else the next writer deletes them
             names = self._objects.names(HEADS)
             old = [f"{HEADS}/{one}" for one in names if not one.isdecimal() or int(one) < self._own.number]
@@ -139,7 +96,6 @@ class Heads:
         """Sync what is to be durable, then write the head with the next number, and delete the one before."""
         if self._own.head != before:
             raise StoreError(f"{self._label} is at {self._own.head} and not at {before}: close it and open it again")
-        self._check_newest()
         old, fresh, begun = self._own, self._after(head), False
         try:
             self._sync(self.dirty)
@@ -148,16 +104,16 @@ class Heads:
             else:
                 self._check_newest()
                 begun = True
-                with self._writer.translated(ROOM_FOR_RECORDS):
-                    self._objects.publish(fresh.key, fresh.to_bytes())
-                self._sync([fresh.key])
+                with writing(self._writer.place):
+                    self._objects.publish(_key(fresh.number), fresh.to_bytes())
+                self._sync([_key(fresh.number)])
                 self._own = fresh
         finally:
             # An interrupt may come when the head is durable, or when nothing of it is.
             if self._own is fresh:
                 self.dirty, self._unknown = set(), False
                 with contextlib.suppress(OSError):
-                    self._objects.delete([old.key])
+                    self._objects.delete([_key(old.number)])
             elif begun:
                 self._withdraw(fresh)
 
@@ -166,43 +122,49 @@ class Heads:
         if self.fenced:
             raise StoreInUseError(f"another writer has opened {self._label}: close this one")
         if self._unknown:
-            raise StoreError(f"{self._label} did not say whether its newest commit is there: open it again")
+            raise self._lost()
         if not self.writes:
             raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
         self._objects.check()
+        self._check_newest()
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _after(self, head: Head | None) -> NumberedHead:
+    def _after(self, head: Head | None) -> HeadRecord:
         number = self._next
         self._next += self._objects.root is not None  # elsewhere only success takes a number
-        return NumberedHead(number=number, head=head, before=self._own.digest, writer=self._name)
+        before = digest(self._own.to_bytes()) if self._own.number else ""
+        return HeadRecord(number, head, before, writer=self._name)
 
-    def _create(self, head: NumberedHead) -> None:
+    def _create(self, head: HeadRecord) -> None:
         """Publish a head whose number no other writer has taken; a writer that was overtaken is at its end."""
         self._unknown = True
-        with self._writer.translated(ROOM_FOR_RECORDS):
+        with writing(self._writer.place):
             # A number that was taken is free again when the writer after it has deleted that head: then there is a
             # greater one.
-            if self._objects.create(head.key, head.to_bytes()):
+            if self._objects.create(_key(head.number), head.to_bytes()):
                 if self._number() == head.number:
                     self._own, self._next, self._unknown = head, head.number + 1, False
                     return
                 with contextlib.suppress(OSError):
-                    self._objects.delete([head.key])
+                    self._objects.delete([_key(head.number)])
         self.fenced = True
         raise StoreInUseError(
             f"another writer has opened {self._label}: what it and this one wrote before stands; let one train at a "
             "time"
         )
 
-    def _withdraw(self, head: NumberedHead) -> None:
-        """Take back a head that is not durable."""
-        try:
-            self._objects.delete([head.key])
-            self._objects.sync((), self._objects.durable_paths([head.key])[1])
-        except OSError:
-            self._unsynced = True  # it may stand or not: opening the store again finds it out
+    def _withdraw(self, head: HeadRecord) -> None:
+        """Take back a head that is not durable; where that fails only an opening finds out whether it stands."""
+        self._unknown = True
+        with contextlib.suppress(OSError):
+            self._objects.delete([_key(head.number)])
+            with contextlib.suppress(FileNotFoundError):  # no head ever was there
+                self._objects.sync(self._objects.path(HEADS))
+            self._unknown = False
+
+    def _lost(self) -> StoreError:
+        return StoreError(f"{self._label} did not say whether its newest commit is there: open it again")
 
     def _sync(self, keys: Iterable[str]) -> None:
         if self._unsynced:
@@ -223,22 +185,31 @@ class Heads:
                 "close it, and open it again"
             )
 
-    def _newest(self) -> NumberedHead:
+    def _newest(self) -> HeadRecord:
         """Return the newest head; number 0 if there is none."""
         empty = 0
         try:
             for _ in range(_LOOKS):
                 number = self._number()
-                if number and (data := self._objects.get(f"{HEADS}/{number}")) is not None:
-                    return NumberedHead.from_bytes(data, number, self._label)
+                if number and (data := self._objects.get(_key(number))) is not None:
+                    found = HeadRecord.from_bytes(data, f"head {number} of {self._label}")
+                    if found.number != number:
+                        raise CorruptStoreError(
+                            f"head {number} of {self._label} cannot be read (its number is {found.number}): "
+                            "restore the store from a copy"
+                        )
+                    return found
                 empty += not number
                 if empty == _EMPTY_LOOKS:
-                    return NumberedHead(number=0, head=None)
+                    return HeadRecord(0, None)
         except OSError as error:
-            raise CorruptStoreError(
-                f"the head of {self._label} cannot be read ({error}): fix that, or restore the store from a copy"
-            ) from error
+            raise self._objects.unreadable(f"the head of {self._label}", error) from error
         raise CorruptStoreError(f"the head of {self._label} is missing: restore the store from a copy")
 
     def _number(self) -> int:
         return max((int(name) for name in self._objects.names(HEADS) if name.isdecimal()), default=0)
+
+
+def _key(number: int) -> str:
+    """Return the name of a head's object."""
+    return f"{HEADS}/{number}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.store.engines.engine import PAGE_BYTES, Blob
 from tiercache.store.engines.zarr_garbage import Hole
-from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, arrays_of_nodes
+from tiercache.store.engines.zarr_layout import NODE, Arrays, Shape, arrays_in, arrays_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ FOLDERS = ("commits", "ranks", "segments", "states")
 _GROUP = 2
 """Folders of a segment's blob that goes with a group."""
 TABLES = "tables"
-"""The blob that is in none."""
+"""The blob that is in none; of a writer with an epoch its name ends with that."""
 
 
 class Held(NamedTuple):
@@ -89,35 +89,39 @@ def held_of(blob: Blob, arrays: Arrays) -> Held:
 
 
 def blobs_of(
-    sizes: Mapping[str, int], arrays: Mapping[str, Arrays], read: Callable[[Sequence[str]], Sequence[bytes | None]]
+    sizes: Mapping[str, int], known: Mapping[str, Held], read: Callable[[Sequence[str]], Sequence[bytes | None]]
 ) -> dict[str, Held]:
     """Return the blobs whose objects are there, leftovers of a crash among them.
 
-    ``sizes`` are those of objects; empty folders end in a slash. ``arrays`` are those of blobs whose geometry is known;
-    for others ``read`` returns the objects that describe them.
+    ``sizes`` are those of objects; empty folders end in a slash. ``known`` are blobs that were seen before; of each
+    group of others ``read`` returns an object that describes one array, and so all.
     """
     keys: dict[str, list[str]] = defaultdict(list)
+    bare: dict[str, list[str]] = defaultdict(list)
     for key in sizes:
         if key.count("/") != 1 or not key.endswith(NODE):
-            keys[_blob_of(key, sizes)].append(key)
+            (bare if _is_bare(key) else keys)[_blob_of(key, sizes)].append(key)
     # What describes a group or segment, or was left of it, is a blob only if there is no other.
-    bare = {name for name, some in keys.items() if all(_is_bare(key) for key in some)}
-    used = {folder for name in keys.keys() - bare for folder in _folders(name)}
-    found = {name: Held(0, 0, (), None) for name in bare if name.rpartition("/")[0] not in used}
-    folders = {
-        name: sorted({"/".join(key.split("/")[:4]) for key in keys[name] if not _is_bare(key)})
-        for name in keys.keys() - bare
-        if len(_folders(name)) == _GROUP
+    used = {folder for name in keys for folder in _folders(name)}
+    found = {name: Held(0, 0, (), None) for name in bare if name not in keys and name.rpartition("/")[0] not in used}
+    grouped = {name: name.rpartition("/")[0] for name in keys if len(_folders(name)) == _GROUP}
+    nodes = {
+        group: key
+        for name, group in grouped.items()
+        if name not in known or known[name].arrays is None
+        for key in keys[name]
+        if key.endswith(NODE)
     }
-    nodes = [f"{folder}/{NODE}" for name, some in folders.items() if name not in arrays for folder in some]
-    described = dict(zip(nodes, read(nodes), strict=True))
-    for name in keys.keys() - bare:
-        if name in folders:
-            known = arrays.get(name) or arrays_of_nodes({f: described.get(f"{f}/{NODE}") for f in folders[name]})
-            size, dropped = (0, 0) if known is None else known.stored(sizes)
-            found[name] = Held(size, dropped, tuple(f"{folder}/" for folder in folders[name]), known)
+    shapes = dict(zip(nodes, map(Shape.of_node, read([*nodes.values()])), strict=True))
+    for name, objects in keys.items():
+        if name in grouped:
+            arrays, shape = known[name].arrays if name in known else None, shapes.get(grouped[name])
+            if arrays is None and shape is not None:
+                arrays = arrays_in(name, shape)
+            size, dropped = (0, 0) if arrays is None else arrays.stored(sizes)
+            folders = sorted({"/".join(key.split("/")[:4]) + "/" for key in objects})
+            found[name] = Held(size, dropped, tuple(folders), arrays)
         else:
-            objects = [key for key in keys[name] if not _is_bare(key)]
             size = sum(sizes[key] for key in objects)
             found[name] = Held(size, 0, tuple(objects), arrays_of(Blob(name, size)))
     return found
@@ -138,6 +142,11 @@ def _blob_of(key: str, keys: Container[str]) -> str:
 def _is_bare(key: str) -> bool:
     """Return whether an object describes a segment or group, or a folder of one is empty."""
     return (key.endswith(NODE) and key.count("/") < 4) or (key[-1] == "/" and key.count("/") < 4)
+
+
+def is_tables(key: str) -> bool:
+    """Return whether an object is a blob that is in no folder."""
+    return key == TABLES or (key.startswith(f"{TABLES}-") and epoch_of(key) > 0)
 
 
 def epoch_of(key: str) -> int:

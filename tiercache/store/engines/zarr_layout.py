@@ -13,8 +13,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.engines.zarr_codec import LITTLE, Codec, ShardingCodec, cut
+from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, Codec, ShardingCodec, cut
 from tiercache.store.files import paged
+from tiercache.store.records import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +41,48 @@ _NUMBERS: dict[str, tuple[str, int, int]] = {
     "changed": ("uint32", 4, (1 << 32) - 1),
 }
 """By last word of a blob's name: dtype, bytes of a row and fill value of the arrays that are no field."""
-_WIDTHS = {"float32": 4, "float16": 2, "uint16": 2, "int64": 8, "uint32": 4}
-"""Bytes of an item, by Zarr's dtype."""
+
+
+class Shape(NamedTuple):
+    """What the objects of a segment's group depend on. Each of its arrays has this in its attributes and its shape."""
+
+    rows: int
+    page_rows: int
+    block_rows: int
+    fields: tuple[tuple[str, int, str], ...]
+    """Name, words and dtype of each."""
+    compression: str | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all fields."""
+        return sum(4 * words for _, words, _ in self.fields)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the last of which may be short."""
+        return -(-self.rows // self.block_rows)
+
+    @classmethod
+    def of(cls, of: BlobRows) -> Shape:
+        """Return the shape of a group's rows."""
+        (group, layout), compression = of, of.group.compression
+        fields = tuple((field.name, field.words, field.dtype) for field in group.fields)
+        return cls(layout.rows, layout.page_rows, layout.block_rows, fields, compression)
+
+    @classmethod
+    def of_node(cls, data: bytes | None) -> Shape | None:
+        """Return the shape that an object of ``nodes_of`` says; None if it says none."""
+        try:
+            node = json.loads(data or b"")
+            attributes, rows = node["attributes"], whole(node["shape"][0], "rows")
+            fields = tuple((str(name), whole(words, "words"), dtype) for name, words, dtype in attributes["fields"])
+            page_rows, block_rows = (whole(attributes[name], name) for name in ("page_rows", "block_rows"))
+            found = cls(rows, page_rows, block_rows, fields, attributes["compression"])
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            return None
+        is_usual = min(page_rows, block_rows, *(words for _, words, _ in fields), len(fields)) > 0
+        return found if is_usual and found.compression in COMPRESSIONS else None
 
 
 class Place(NamedTuple):
@@ -151,40 +192,36 @@ def arrays_of(blob: Blob) -> Arrays:
     if blob.of is None:
         rows = min(blob.size, PART_BYTES) or 1
         return Arrays((Array(blob.name, None, blob.size, 1, PART_BYTES, rows),), blob.size, PART_BYTES)
-    folder, _, kind = blob.name.rpartition("/")
-    if kind in _NUMBERS:
-        item = _NUMBERS[kind][1]
-        arrays = [_array(blob.of, f"{folder}/{kind}", "", item, item)]
-    else:
-        arrays = [
-            _array(blob.of, f"{folder}/{field.name}", ".0", 4 * field.words, ITEM_BYTES[field.dtype])
-            for field in blob.of.group.fields
-        ]
-    found = _arrays(arrays)
+    found = arrays_in(blob.name, Shape.of(blob.of))
     if found.size != blob.size:
         raise ValueError(f"blob {blob.name!r} has {blob.size:,} bytes, but those of its layout are {found.size:,}")
     return found
 
 
-def _arrays(arrays: Sequence[Array]) -> Arrays:
-    first, row_bytes = arrays[0], sum(array.row_bytes for array in arrays)
-    step, blocks = paged(first.block_rows * row_bytes), -(-first.rows // first.block_rows)
-    last_rows = first.rows - max(0, blocks - 1) * first.block_rows
-    return Arrays(tuple(arrays), max(0, blocks - 1) * step + last_rows * row_bytes, step)
+def arrays_in(name: str, shape: Shape) -> Arrays:
+    """Return the arrays of a segment's blob."""
+    folder, _, kind = name.rpartition("/")
+    if kind in _NUMBERS:
+        arrays = [_array(shape, name, "", _NUMBERS[kind][1])]
+    else:
+        arrays = [_array(shape, f"{folder}/{field}", ".0", 4 * words) for field, words, _ in shape.fields]
+    row_bytes, full_blocks = sum(array.row_bytes for array in arrays), max(0, shape.num_blocks - 1)
+    step, last_rows = paged(shape.block_rows * row_bytes), shape.rows - full_blocks * shape.block_rows
+    return Arrays(tuple(arrays), full_blocks * step + last_rows * row_bytes, step)
 
 
-def _array(of: BlobRows, folder: str, suffix: str, row_bytes: int, item_bytes: int) -> Array:
-    group, layout = of
-    if group.compression is not None:
-        chunk_rows, inner_rows = cut(layout)
+def _array(shape: Shape, folder: str, suffix: str, row_bytes: int) -> Array:
+    """Return a field, whose chunks have a ``suffix``, or keys or last changes."""
+    if shape.compression is not None:
+        chunk_rows, inner_rows = cut(shape)
         shards = ShardingCodec(
-            codec=Codec(group.compression, 4 if suffix else item_bytes), row_bytes=row_bytes,
+            codec=Codec(shape.compression, 4 if suffix else row_bytes), row_bytes=row_bytes,
             chunk_rows=chunk_rows, inner_rows=inner_rows if suffix else chunk_rows,
         )  # fmt: skip
-        return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, shards)
-    blocks = max(1, PART_BYTES // (layout.block_rows * row_bytes))
-    chunk_rows = max(1, min(blocks * layout.block_rows, layout.rows))
-    return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows)
+        return Array(folder, suffix, shape.rows, row_bytes, shape.block_rows, chunk_rows, shards)
+    blocks = max(1, PART_BYTES // (shape.block_rows * row_bytes))
+    chunk_rows = max(1, min(blocks * shape.block_rows, shape.rows))
+    return Array(folder, suffix, shape.rows, row_bytes, shape.block_rows, chunk_rows)
 
 
 def nodes_of(blob: Blob, arrays: Arrays) -> dict[str, bytes]:
@@ -202,37 +239,17 @@ def nodes_of(blob: Blob, arrays: Arrays) -> dict[str, bytes]:
         ],
     }
     found = {f"{folder.rpartition('/')[0]}/{NODE}": group_node(), f"{folder}/{NODE}": group_node(about)}
+    shape = Shape.of(blob.of)
     for i, array in enumerate(arrays.arrays):
         if kind in _NUMBERS:
             dtype, _, nothing = _NUMBERS[kind]
-            node = _array_node(dtype, array, [], nothing, {})
+            node = _array_node(shape, dtype, array, [], nothing, {})
         else:
             dtype, fill, attributes = _DTYPES[group.fields[i].dtype]
-            node = _array_node(dtype, array, [array.row_bytes // _WIDTHS[dtype]], fill, attributes)
+            width = array.row_bytes // ITEM_BYTES[group.fields[i].dtype]
+            node = _array_node(shape, dtype, array, [width], fill, attributes)
         found[f"{array.folder}/{NODE}"] = node
     return found
-
-
-def arrays_of_nodes(nodes: Mapping[str, bytes | None]) -> Arrays | None:
-    """Return the arrays that objects of ``nodes_of`` describe, by folder; None if they describe none."""
-    arrays = []
-    try:
-        for folder, data in nodes.items():
-            node = json.loads(data or b"")
-            rows, *width = node["shape"]
-            row_bytes = _WIDTHS[node["data_type"]] * (width[0] if width else 1)
-            chunk_rows, codec = node["chunk_grid"]["configuration"]["chunk_shape"][0], node["codecs"][0]
-            shards = None
-            if codec["name"] == "sharding_indexed":
-                inner_rows = codec["configuration"]["chunk_shape"][0]
-                shards = ShardingCodec(
-                    codec=Codec("", 1), row_bytes=row_bytes, chunk_rows=chunk_rows, inner_rows=inner_rows
-                )
-            block_rows, suffix = node["attributes"]["block_rows"], ".0" if width else ""
-            arrays.append(Array(folder, suffix, rows, row_bytes, block_rows, chunk_rows, shards))
-        return _arrays(arrays) if len({array.rows for array in arrays}) == 1 else None
-    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, RecursionError):
-        return None
 
 
 def split(layout: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
@@ -284,19 +301,21 @@ def group_node(attributes: dict[str, Any] | None = None) -> bytes:
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
 
 
-def _array_node(dtype: str, array: Array, width: list[int], fill: int | str, attributes: dict[str, Any]) -> bytes:
-    shards = array.shards
+def _array_node(
+    shape: Shape, dtype: str, array: Array, width: list[int], fill: int | str, attributes: dict[str, Any]
+) -> bytes:
+    shards, of_shape = array.shards, shape._asdict()
     return json.dumps(
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": [array.rows, *width],
+            "shape": [of_shape.pop("rows"), *width],
             "data_type": dtype,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [array.chunk_rows, *width]}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": fill,
             "codecs": [LITTLE] if shards is None else shards.nodes([shards.inner_rows, *width]),
-            "attributes": {"block_rows": array.block_rows, **attributes},
+            "attributes": of_shape | attributes,
             "storage_transformers": [],
         }
     ).encode()

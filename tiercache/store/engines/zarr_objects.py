@@ -22,7 +22,7 @@ from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
 from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
-from tiercache.store.store_errors import BlockReadError, StoreError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -97,6 +97,12 @@ class Objects:
         """Called before anything is written, changed or deleted on a local disk; raises StoreError to prevent it."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
         self._slots = asyncio.Semaphore(concurrency)
+
+    def unreadable(self, what: str, error: OSError) -> StoreError:
+        """Return the error of objects that cannot be read: on a local disk damage, and elsewhere none."""
+        if self.root is None or isinstance(error, PermissionError):
+            return StoreError(f"{what} cannot be read ({error}): fix that and open the store again")
+        return CorruptStoreError(f"{what} cannot be read ({error}): fix that, or restore the store from a copy")
 
     def path(self, key: str) -> str:
         """Return where the file of an object is, on a local disk."""
@@ -248,9 +254,10 @@ class Objects:
         return [np.frombuffer(one.to_bytes(), np.uint8) for one in found if one is not None]
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of everything directly below a folder, without that."""
+        """Return the names of everything directly below a folder, without that; of "", what is in no folder too."""
         if self.root is None:
-            return [key[len(folder) + 1 :] for key in self._remote(self._keys(folder + "/"))]
+            names = self._remote(self._keys(folder + "/") if folder else self._roots())
+            return [name.removeprefix(folder + "/") for name in names]
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path(folder))  # noqa: PTH208
         return []
@@ -281,6 +288,9 @@ class Objects:
             return await self.store.getsize(key)
         return _UNSIZED
 
+    async def _roots(self) -> list[str]:
+        return [name async for name in self.store.list_dir("")]
+
     async def _keys(self, prefix: str) -> list[str]:
         return [key async for key in self.store.list_prefix(prefix)]
 
@@ -302,12 +312,9 @@ class Objects:
         return [self.path(key) for key in files], [self.path(folder) for folder in sorted(folders)]
 
     @staticmethod
-    def sync(files: Iterable[str], folders: Iterable[str]) -> None:
-        """Return when the bytes of files, and the names in folders, are durable."""
-        for path in files:
-            sync(path, data_only=True)
-        for path in folders:
-            sync(path)
+    def sync(path: str, *, data_only: bool = False) -> None:
+        """Return when the bytes of a file, or the names in a folder, are durable."""
+        sync(path, data_only=data_only)
 
     # -- requests ----------------------------------------------------------------------------------------
 
