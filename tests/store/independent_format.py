@@ -122,8 +122,9 @@ def ranges_of(hash_: int, about: list[int], arrays: Arrays, group: int) -> list[
     """Return the ranges that may have a key, by the key map of a group."""
     bucket_bits, range_bits, entry_bytes = about
     print_bits = min(8 * entry_bytes - range_bits, 32 - bucket_bits)
-    bucket = hash_ >> (64 - bucket_bits)
-    fingerprint = hash_ >> (64 - bucket_bits - print_bits) & ((1 << print_bits) - 1)
+    low = hash_ & 0xFFFFFFFF
+    bucket = low >> (32 - bucket_bits)
+    fingerprint = low >> (32 - bucket_bits - print_bits) & ((1 << print_bits) - 1)
     counts = arrays[f"map_counts/{group}"]
     start = int(arrays[f"map_starts/{group}"][bucket // 64]) + int(counts[bucket // 64 * 64 : bucket].sum())
     found = []

@@ -1,8 +1,9 @@
 """A small map from keys to the ranges of a segment: it rules the segment out, or says which ranges may have a key.
 
 A segment in the order of next uses may have a key in any of its ranges. The map has 2 or 3 bytes for each key: in the
-bucket of the key's hash, which the first bits choose, a fingerprint of the next bits and the number of the range. It is
-read in place: a lookup reads one chunk of each of its three arrays.
+bucket that the last 32 bits of the key's hash choose, a fingerprint of the next bits and the number of the range. (The
+first bits are the same for all keys of a rank that has a range of hashes.) It is read in place: a lookup reads one
+chunk of each of its three arrays.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BUILD_BYTES = 10
 _BUCKET_KEYS = 4
 """At least, in a bucket on average; at most twice as many."""
 _LEAST_PRINT_BITS = 8
+_LOW = np.uint64(0xFFFFFFFF)
 _FEW = 4
 """Hashes."""
 _RUN = 64
@@ -49,7 +51,7 @@ class KeyMap:
     """The map of one layout. Shapes: B buckets, N rows."""
 
     bucket_bits: int
-    """Of the first bits of a hash."""
+    """The first of the last 32 bits of a hash: its first bits are the same for all keys of a rank."""
     range_bits: int
     """That have the number of a range."""
     entry_bytes: int
@@ -66,21 +68,17 @@ class KeyMap:
         return _print_bits(self.bucket_bits, self.range_bits, self.entry_bytes)
 
     def find(self, hashes: Hashes) -> tuple[Int64s, Int64s]:
-        """Return (m,), (m,): which of the rising ``hashes`` may be in which ranges; each in the order of hashes."""
+        """Return (m,), (m,): which of ``hashes`` may be in which ranges."""
         if hashes.size <= _FEW:
             return self._find_few(hashes.tolist())
         which: list[Int64s] = []
         ranges: list[Int64s] = []
-        buckets = (
-            (hashes >> np.uint64(64 - self.bucket_bits)).astype(np.int64)
-            if self.bucket_bits
-            else (np.zeros(hashes.size, np.int64))
-        )
-        shift, bits = np.uint64(64 - self.bucket_bits - self.print_bits), (1 << self.print_bits) - 1
-        prints = ((hashes >> shift) & np.uint64(bits)).astype(np.int64)
-        runs = buckets // _RUN
-        cuts = np.nonzero(np.diff(runs))[0] + 1
-        for part in np.split(np.arange(hashes.size), cuts) if hashes.size else ():
+        lows = (hashes & _LOW).astype(np.int64)
+        buckets = lows >> (32 - self.bucket_bits)
+        prints = (lows >> (32 - self.bucket_bits - self.print_bits)) & ((1 << self.print_bits) - 1)
+        runs, order = buckets // _RUN, np.argsort(buckets, kind="stable")
+        cuts = np.nonzero(np.diff(runs[order]))[0] + 1
+        for part in np.split(order, cuts) if hashes.size else ():
             run = int(runs[part[0]])
             counts = self.counts[run * _RUN : (run + 1) * _RUN].astype(np.int64)
             ends = np.cumsum(counts)
@@ -100,13 +98,14 @@ class KeyMap:
         """Do what ``find`` does without arrays, which take longer for a few."""
         which: list[int] = []
         ranges: list[int] = []
-        shift, bits, size = 64 - self.bucket_bits - self.print_bits, (1 << self.print_bits) - 1, self.entry_bytes
+        shift, bits, size = 32 - self.bucket_bits - self.print_bits, (1 << self.print_bits) - 1, self.entry_bytes
         for number, one in enumerate(hashes):
-            bucket, wanted = one >> (64 - self.bucket_bits), (one >> shift) & bits
+            low = one & 0xFFFFFFFF
+            bucket, wanted = low >> (32 - self.bucket_bits), (low >> shift) & bits
             run = bucket // _RUN
             counts = self.counts[run * _RUN : bucket + 1].tobytes()
-            low = int(self.starts[run]) + sum(counts[:-1])
-            entries = self.entries[low * size : (low + counts[-1]) * size].tobytes()
+            first = int(self.starts[run]) + sum(counts[:-1])
+            entries = self.entries[first * size : (first + counts[-1]) * size].tobytes()
             for at in range(0, len(entries), size):
                 entry = int.from_bytes(entries[at : at + size], "little")
                 if entry >> self.range_bits == wanted:
@@ -150,7 +149,7 @@ class KeyMapBuilder:
 
     def __init__(self, layout: SegmentLayout) -> None:
         self._layout = layout
-        self._tops = np.empty(layout.rows, np.uint32)
+        self._lows = np.empty(layout.rows, np.uint32)
 
     @classmethod
     def of(cls, layout: SegmentLayout) -> KeyMapBuilder | None:
@@ -160,7 +159,7 @@ class KeyMapBuilder:
 
     def add(self, first_row: int, hashes: Hashes) -> None:
         """Take the hashes of rows from ``first_row`` on."""
-        self._tops[first_row : first_row + hashes.size] = hashes >> np.uint64(32)
+        self._lows[first_row : first_row + hashes.size] = hashes & _LOW
 
     def build(self) -> KeyMap | None:
         """Return the map; None where so many keys have alike hashes that it would be of no use."""
@@ -173,15 +172,15 @@ class KeyMapBuilder:
         data = np.empty((rows, entry_bytes), np.uint8)
         done = 0
         for part in self._parts(bucket_bits):
-            tops = self._tops[part].astype(np.int64)
-            buckets = tops >> (32 - bucket_bits)
+            lows = self._lows[part].astype(np.int64)
+            buckets = lows >> (32 - bucket_bits)
             first = int(buckets.min())
             buckets -= first
             found = np.bincount(buckets)
             if int(found.max()) > 255:
                 return None
             counts[first : first + found.size] = found
-            prints = (tops >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
+            prints = (lows >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
             of_range = np.diff(np.searchsorted(part, self._layout.first_row_R))
             entries = (prints << range_bits) | np.repeat(np.arange(of_range.size), of_range)
             entries = entries[_order_of(buckets)]
@@ -195,16 +194,16 @@ class KeyMapBuilder:
         )  # fmt: skip
 
     def _parts(self, bucket_bits: int) -> Iterator[Int64s]:
-        """Yield the rows of a run of buckets, in order, then of the next run. A shard has only some of all hashes."""
-        parts = min(_PARTS, -(-self._tops.size // _PART_ROWS))
+        """Yield the rows of a run of buckets, in order, then of the next run."""
+        parts = min(_PARTS, -(-self._lows.size // _PART_ROWS))
         if parts == 1:
-            yield np.arange(self._tops.size)
+            yield np.arange(self._lows.size)
             return
         shift = 32 - bucket_bits
-        first, last = (int(top) >> shift for top in (self._tops.min(), self._tops.max()))
+        first, last = (int(low) >> shift for low in (self._lows.min(), self._lows.max()))
         bounds = [(first + (last + 1 - first) * part // parts) << shift for part in range(parts + 1)]
         for low, high in pairwise(bounds):
-            rows = np.nonzero((self._tops >= low) & (self._tops <= high - 1))[0]
+            rows = np.nonzero((self._lows >= low) & (self._lows <= high - 1))[0]
             if rows.size:
                 yield rows
 
@@ -218,5 +217,5 @@ def _order_of(numbers: Int64s) -> Int64s:
 
 
 def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:
-    """Return the bits of a fingerprint: what an entry has room for, of the first 32 bits of a hash."""
+    """Return the bits of a fingerprint: what an entry has room for, of the last 32 bits of a hash."""
     return min(8 * entry_bytes - range_bits, 32 - bucket_bits)
