@@ -198,6 +198,8 @@ def walk_store(folder: Path) -> dict[str, Walk]:
     walk("publish a commit", publish)
     stores.pop().close()
     walk("open to read", lambda: stores.append(Store.open(path, mode="r")))
+    walk("describe a segment", lambda: stores[0].segments[0].meta)
+    stores[0].lookup("user", np.array([18]))
     walk("look one key up", lambda: stores[0].lookup("user", np.array([17])))
     stores.pop().close()
     return walks
