@@ -99,7 +99,7 @@ def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Pat
 def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -> None:
     """The smallest run has some of each kind of bytes, and each is one of the outcomes that it names."""
     found = figures("benchmarks.store_flips", tmp_path)
-    assert_has(found, (*SAID, "lmdb_head_flips", "lmdb_free_list_flips", "zarr_manifests_flips", "zarr_chunks_flips"))
+    assert_has(found, (*SAID, "lmdb_head_flips", "lmdb_free_list_flips", "zarr_heads_flips", "zarr_chunks_flips"))
     assert found["flips"] == found["right"] + found["refused"] >= 30
     assert found["right"] > 0
     assert found["refused"] > 0

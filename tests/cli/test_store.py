@@ -145,6 +145,20 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
     assert "commit 7 has the rows and the position of commit 5" in run("rollback", path, "--to", 5)
 
 
+def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, World]]) -> None:
+    """It is kept beside the newest ones; info shows it."""
+    path, _ = trained
+    assert told("pin", path, "best", 1) == {"commit": 4, "name": "best", "pinned": 1}
+    assert "commit 4 is kept as 'now'" in run("pin", path, "now")
+    assert told("info", path)["pins"] == {"best": 1, "now": 4}
+    assert "commit 1 as 'best', commit 4 as 'now'" in run("info", path)
+    assert 1 in [commit["id"] for commit in told("info", path)["commits"]]
+    assert told("unpin", path, "best") == {"commit": 6, "name": "best"}
+    assert "no commit is kept as 'now' any more" in run("unpin", path, "now")
+    assert told("info", path)["pins"] == {}
+    assert "no pinned commit 'best'" in run("unpin", path, "best", code=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -70,7 +70,8 @@ def test_a_flipped_byte_of_a_record_is_refused_wherever_it_is(path: Path, name: 
                 assert_sentence(caught.value)
             (problem,) = verify(path)["problems"]
             assert "restore the store from a copy" in problem
-            assert held.items() <= files_of(path).items()
+            if not name.endswith("/meta"):  # of that a writer hears when it asks for rows
+                assert held.items() <= files_of(path).items()
     assert verify(path)["problems"] == []
 
 

@@ -14,8 +14,8 @@ from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import CorruptStoreError, Store, StoreError
-from tiercache.store.engines.lmdb_records import HeadRecord, checksum_of
-from tiercache.store.engines.zarr_heads import NumberedHead
+from tiercache.store.engines.head_record import HeadRecord
+from tiercache.store.engines.lmdb_records import checksum_of
 
 STEPS = 5
 PAGE_BYTES = 4096
@@ -142,8 +142,8 @@ def head(path: Path) -> Path:
 def test_heads_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
     """Random bytes, real ones with damage, damage and lies under a right checksum."""
     file, refused = head(zarr_path), 0
-    whole, number = file.read_bytes(), int(file.name)
-    NumberedHead.from_bytes(whole, number, "it")
+    whole = file.read_bytes()
+    HeadRecord.from_bytes(whole, "it")
     for seed in range(1500):
         generator = generator_of(seed)
         match seed % 4:
@@ -156,7 +156,7 @@ def test_heads_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
             case _:
                 data = lying(whole, generator)
         try:
-            NumberedHead.from_bytes(data, number, "it")
+            HeadRecord.from_bytes(data, "it")
         except CorruptStoreError as error:
             assert_sentence(error)
             refused += 1

@@ -103,7 +103,8 @@ def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
     """Although it is read ahead, on another thread."""
     store, world = trained(0, 2)
     segment = store.segments[0]
-    segment.checksums[0][:] ^= 1
+    first, *others = segment.checksums
+    segment.describe(replace(segment.meta, checksums=(first[:] ^ np.uint32(1), *others)))
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
         store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
     assert world.pass_index == 2
@@ -125,7 +126,7 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     wanted = np.concatenate([np.arange(3, 9), np.arange(21, layout.rows - 5)])
     found = big.read_rows(segment, 0, wanted)
     assert max(size for size, _ in asked) > 256 << 10
-    assert {shift for _, shift in asked} == {0}
+    assert {shift for size, shift in asked if size > 64 << 10} == {0}
     alone = big.read_rows(segment, 0, wanted[7:8])
     assert found[0][7].tobytes() == alone[0][0].tobytes()
 

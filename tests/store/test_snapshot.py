@@ -11,7 +11,7 @@ import pytest
 from tests.store.conftest import engine_of, small_tables, stored_bytes
 from tests.store.failing import Between
 from tests.store.world import World
-from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
+from tiercache.store import CommitMissingError, CorruptStoreError, Store, StoreClosedError, StoreError
 from tiercache.store.lookup import read_found
 
 Rows = dict[int, bytes]
@@ -133,7 +133,7 @@ def test_damage_is_still_damage(tmp_path: Path) -> None:
     trained = Trained("memory", tmp_path)
     trained.engine.blobs.clear()
     for read in (trained.lookup, lambda: list(trained.store.changes(NAME, since=-1))):
-        with pytest.raises(CorruptBlockError, match="is missing"):
+        with pytest.raises(CorruptStoreError, match="is missing"):
             read()
 
 

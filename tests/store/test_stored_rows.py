@@ -31,7 +31,7 @@ from tiercache.store import (
 from tiercache.store.bits import from_bits, nearest, to_bits
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.changes import differences
-from tiercache.store.engines.zarr_codec import cut
+from tiercache.store.engines.zarr_layout import cut
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.row_codec import row_words
 from tiercache.store.segment import base_layout

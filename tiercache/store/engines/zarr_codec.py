@@ -15,16 +15,12 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from tiercache.store.layout import compressed_rows
 from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-    from tiercache.store.engines.zarr_layout import Shape
-    from tiercache.store.layout import SegmentLayout
 
     Bytes = NDArray[np.uint8]
 
@@ -193,17 +189,3 @@ class ShardingCodec:
         if np.any(there < 0) or np.any(there > shard_bytes) or np.any(there.sum(axis=1) > shard_bytes):
             raise BlockReadError("has an index that points beyond its end")
         return index
-
-
-def cut(layout: SegmentLayout | Shape) -> tuple[int, int]:
-    """Return the rows of a chunk and of an inner chunk for the blocks of a layout.
-
-    An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
-    quarter, or more.
-    """
-    wanted = compressed_rows(layout.row_bytes, min(layout.page_rows, layout.block_rows, max(1, layout.rows)))
-    if layout.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
-        return -(-max(1, layout.rows) // wanted) * wanted, wanted
-    rows = layout.block_rows
-    less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
-    return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)

@@ -13,8 +13,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, Codec, ShardingCodec, cut
+from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, Codec, ShardingCodec
 from tiercache.store.files import paged
+from tiercache.store.layout import compressed_rows
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
@@ -319,3 +320,17 @@ def _array_node(
             "storage_transformers": [],
         }
     ).encode()
+
+
+def cut(layout: SegmentLayout | Shape) -> tuple[int, int]:
+    """Return the rows of a chunk and of an inner chunk for the blocks of a layout.
+
+    An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
+    quarter, or more.
+    """
+    wanted = compressed_rows(layout.row_bytes, min(layout.page_rows, layout.block_rows, max(1, layout.rows)))
+    if layout.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
+        return -(-max(1, layout.rows) // wanted) * wanted, wanted
+    rows = layout.block_rows
+    less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
+    return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)
