@@ -103,8 +103,7 @@ def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
     """Although it is read ahead, on another thread."""
     store, world = trained(0, 2)
     segment = store.segments[0]
-    first, *others = segment.checksums
-    segment.describe(replace(segment.meta, checksums=(first[:] ^ np.uint32(1), *others)))
+    store._opened.engine.blobs[f"{segment.name}/0/rows"].data[:] ^= 1
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
         store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
     assert world.pass_index == 2
@@ -126,7 +125,7 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     wanted = np.concatenate([np.arange(3, 9), np.arange(21, layout.rows - 5)])
     found = big.read_rows(segment, 0, wanted)
     assert max(size for size, _ in asked) > 256 << 10
-    assert {shift for size, shift in asked if size > 64 << 10} == {0}
+    assert {shift for size, shift in asked if size > 8 << 10} == {0}  # what describes the segment is shorter
     alone = big.read_rows(segment, 0, wanted[7:8])
     assert found[0][7].tobytes() == alone[0][0].tobytes()
 
