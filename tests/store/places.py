@@ -66,5 +66,5 @@ def _chunks(path: Path, blob: Blob, need: BlobNeed) -> Iterator[Place]:
         [(field.name, field.words * 4) for field in group.fields] if kind == ROWS else [(kind, layout.item_bytes(kind))]
     )
     for name, item_bytes in arrays:
-        (file,) = (path / folder).glob(f"{name}*/c.*")
+        (file,) = (path / folder / name).glob("c.*")
         yield Place(file, first * item_bytes, (layout.rows - first) * item_bytes)

@@ -161,3 +161,18 @@ def test_keys_that_exceed_the_memory_of_verification_are_sorted_in_a_file(tmp_pa
     assert 8 * PASSES * PASS_ROWS > SORT_BYTES
     make(tmp_path / "s")
     run_alone(measure, tmp_path / "s")
+
+
+def test_a_look_at_what_describes_rows_reads_none_of_them(path: Path) -> None:
+    """It finds what is wrong in commits and descriptions, key maps too, and what is missing; a row's bit it cannot."""
+    assert verify(path, deep=False)["problems"] == []
+    newest = max(int(name.split("/")[1][2:]) for name in places(path) if name.startswith("segments/"))
+    meta = f"segments/0.{newest}/meta"
+    for name, share, deep in [(meta, 0.5, False), (meta, 0.999, False), (f"segments/0.{newest}/0/rows", 0.5, True)]:
+        file, at = byte_of(path, name, share)
+        with flipped(file, at):
+            assert bool(verify(path, deep=False)["problems"]) is not deep, (name, share)
+            assert verify(path)["problems"], (name, share)
+    result = CliRunner().invoke(app, ["verify", "--no-deep", str(path)])
+    assert result.exit_code == 0
+    assert "what describes the" in result.output

@@ -50,6 +50,8 @@ def verified(report: dict[str, Any]) -> str:
     """Return the message for a store without a problem."""
     commits = len(report["commits"])
     shards = f"{report['ranks']} shards that belong together at " if "ranks" in report else ""
+    if not report.get("deep", True):
+        return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
     return (
         f"{report['path']} is whole: {shards}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
         f"segments, {report['pages']:,} pages and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
@@ -153,7 +155,14 @@ def info(
         Output(as_json, quiet).result(found, lambda console: show(console, found, segments=segments))
 
 
-def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
+def verify(
+    path: AnyPath,
+    deep: Annotated[
+        bool, typer.Option(help="Of a store, read all rows, keys and dense state; else only what describes them.")
+    ] = True,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Read and check all bytes of a store's kept commits, or of a dataset. Exit code 1 if damaged."""
     from tiercache.store import verify as check
 
@@ -161,7 +170,7 @@ def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
     is_dataset = kind_of(path) == "dataset"
     with output.working("bytes") as report_progress:
         progress = partial(report_progress, "verify")
-        report = dataset_info.verify(path, progress) if is_dataset else check(path, progress=progress)
+        report = dataset_info.verify(path, progress) if is_dataset else check(path, deep=deep, progress=progress)
     if is_dataset:
         text = f"{path} is whole: {report['summary']}, as extracted"
     else:

@@ -147,7 +147,9 @@ def file_bytes_of(path: str | os.PathLike[str]) -> int:
     return found
 
 
-def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+def verify(
+    path: str | os.PathLike[str], *, deep: bool = True, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
     """Read every block of every commit that is kept, each block once, and check it, in a process of its own.
 
     Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
@@ -159,18 +161,22 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
     before the oldest commit that is kept is not missed: nothing says that it was there. Of a sharded store the problems
     of all shards are there, and whether these belong together.
 
+    Not ``deep``: only what says which rows there are and where, in seconds; no row, key or dense state is read.
+
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """
     if (manifest := ShardManifest.read(store_path(path))) is not None and not manifest.is_plain:
-        return verify_shards(store_path(path), manifest, progress)
-    return _verify_plain(path, progress)
+        return verify_shards(store_path(path), manifest, progress, deep=deep)
+    return _verify_plain(path, progress, deep=deep)
 
 
-def _verify_plain(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+def _verify_plain(
+    path: str | os.PathLike[str], progress: Callable[[int, int], None] | None, *, deep: bool
+) -> dict[str, Any]:
     directory = StoreDirectory(store_path(path))
     if not directory.find():
         raise directory.missing()
-    command = [sys.executable, "-m", "tiercache.store.verification", str(path)]
+    command = [sys.executable, "-m", "tiercache.store.verification", str(path), "--deep" if deep else "--no-deep"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     report: dict[str, Any] = {"path": str(path), "problems": []}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
@@ -255,7 +261,9 @@ def _described(store: ShardedStore, rank: int) -> dict[str, Any]:
     return describe(shard, shard.path or store.path) | {"retention": store.retention, "commits": kept}
 
 
-def verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+def verify_shards(
+    path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None, *, deep: bool = True
+) -> dict[str, Any]:
     """Verify every shard of the store at ``path``, and that the shards belong together; a training may go on meanwhile.
 
     Returns, beside sums, "shards", which has what ``verify`` returns for each, and under "problems" a sentence for each
@@ -265,20 +273,28 @@ def verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int, 
     another number of ranks makes its own shards meanwhile, those are verified.
     """
     for _ in range(_TRIES):
-        report = _verify_shards(path, manifest, progress)
+        report = _verify_shards(path, manifest, progress, deep=deep)
         if not report["problems"]:
             break
         now = ShardManifest.read(path)
         if now is None or now.is_plain:
-            return verify(path, progress=progress)
+            return verify(path, deep=deep, progress=progress)
         if now.generation == manifest.generation:
             break
         manifest = now
     return report
 
 
-def _verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
-    report: dict[str, Any] = {"path": str(path), "ranks": manifest.num_ranks, "problems": [], "shards": []}
+def _verify_shards(
+    path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None, *, deep: bool
+) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "path": str(path),
+        "ranks": manifest.num_ranks,
+        "deep": deep,
+        "problems": [],
+        "shards": [],
+    }
     problems: list[str] = report["problems"]
     report["commits"] = [commit.id for commit in manifest.commits]
     before = 0
@@ -292,7 +308,7 @@ def _verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int,
                 progress(before + done, before + total)
 
         try:
-            shard = _verify_plain(manifest.folder(path, rank), tell)
+            shard = _verify_plain(manifest.folder(path, rank), tell, deep=deep)
         except StoreError as error:
             shard = {"problems": [str(error)]}
         before += last[1]

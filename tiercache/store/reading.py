@@ -19,14 +19,14 @@ from tiercache.store.segment import corrupt_block, first_hashes_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.engines.engine import Counters, Engine
+    from tiercache.store.engines.engine import Counters, Engine, Stored
     from tiercache.store.layout import Checksums, Part
     from tiercache.store.locks import UseCount
     from tiercache.store.segment import Segment
@@ -134,6 +134,11 @@ class BlockReader:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
+
+    def stored(self) -> Mapping[str, Stored]:
+        """Return the blobs that there are; reads none."""
+        with self._uses.using():
+            return self._engine.list()
 
     def load(self, requests: Sequence[Pages], at_once: int | None = None) -> None:
         """Read and check all of ``requests`` as ``Store.load`` does."""

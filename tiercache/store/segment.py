@@ -117,6 +117,14 @@ class SegmentMeta:
         values = {"id": id_, "layouts": layouts, "maps": maps, "arrays": described}
         return encode("segment", values, small), parts
 
+    def arrays(self) -> Iterator[Numbers]:
+        """Yield all arrays behind the head."""
+        yield from (*self.checksums, *self.key_checksums, *self.first_hashes)
+        for key_map in self.maps:
+            yield from () if key_map is None else (key_map.starts, key_map.counts, key_map.entries)
+        for changed in self.changed:
+            yield from (changed.oldest_B, changed.newest_B, changed.checksums_B)
+
     @classmethod
     def from_bytes(
         cls, head: bytes, id_: int, name: str, arrays_of: Callable[[dict[str, ArrayPlace], Uint32s], PagedArrays]

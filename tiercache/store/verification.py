@@ -16,7 +16,7 @@ import numpy as np
 from tiercache.store import key_invariants
 from tiercache.store.files import huge_pages
 from tiercache.store.reading import Pages, read_ahead
-from tiercache.store.recovery import ADVICE
+from tiercache.store.recovery import ADVICE, check_blobs
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ROW_CHECK_THREADS = 4
 """Threads that read blocks of rows: the disk has one to read while another is checked."""
 _MOST_PROBLEMS = 100
+_ARRAY_STEP = 1 << 20
 
 
 class Verification:
@@ -62,11 +63,40 @@ class Verification:
             segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
         )
 
-    def run(self) -> dict[str, Any]:
-        """Check everything and return the report."""
+    def run(self, *, deep: bool = True) -> dict[str, Any]:
+        """Check everything and return the report; not ``deep``: only what describes rows and dense state."""
         begun = time.perf_counter()
-        self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
         snapshots = [one.snapshot for one in self._stores]
+        self._check_descriptions(snapshots)
+        if deep:
+            self._check_contents(snapshots)
+        for sentence, id_ in _contradictions(snapshots, self.store.label):
+            self._report([sentence], [id_])
+        return {
+            **self.counts,
+            "commit": self._commits[-1] if self._commits else None,
+            "commits": self._commits,
+            "deep": deep,
+            "seconds": time.perf_counter() - begun,
+            "problems": problem_sentences(self.problems, self._commits),
+        }
+
+    def _check_descriptions(self, snapshots: Sequence[Snapshot]) -> None:
+        """Look if all blobs are there, in their full length, and read what describes each segment."""
+        stored = self.store.reader.stored()
+        for snapshot in snapshots:
+            id_ = -1 if snapshot.commit is None else snapshot.commit.id
+            self._report(_problem(partial(check_blobs, stored, [snapshot], self.store.label)), [id_])
+        found: dict[str, tuple[Segment, list[int]]] = {}
+        for one in self._stores:
+            for segment in one.segments:
+                found.setdefault(segment.name, (segment, []))[1].append(-1 if one.commit is None else one.commit.id)
+        self.counts["segments"] = len(found)
+        for segment, commits in found.values():
+            self._report(_problem(partial(_read_arrays, segment)), commits)
+
+    def _check_contents(self, snapshots: Sequence[Snapshot]) -> None:
+        """Read rows, keys and dense state."""
         with ThreadPoolExecutor(1) as key_thread, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
             keys = [
                 key_thread.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
@@ -79,15 +109,6 @@ class Verification:
         for one in self._stores:
             if one.commit is not None:
                 self._report(_problem(one.state), [one.commit.id])
-        for sentence, id_ in _contradictions(snapshots, self.store.label):
-            self._report([sentence], [id_])
-        return {
-            **self.counts,
-            "commit": self._commits[-1] if self._commits else None,
-            "commits": self._commits,
-            "seconds": time.perf_counter() - begun,
-            "problems": problem_sentences(self.problems, self._commits),
-        }
 
     def _add_blocks(self, store: Store) -> None:
         """Note the blocks that the commit of a store needs."""
@@ -144,7 +165,7 @@ def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int])
     return words[:_MOST_PROBLEMS]
 
 
-def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
+def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str, Any]:
     """Return the report of a store whose commits do not open together: whichever opens alone is read."""
     try:
         with Store.open(path, mode="r") as store:
@@ -159,7 +180,7 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
         try:
             with Store.open(path, mode="r", commit=id_) as store:
                 verification = Verification(store)
-                verification.run()
+                verification.run(deep=deep)
                 found = verification.problems
         except CommitMissingError:
             continue  # a writer went on meanwhile
@@ -213,25 +234,32 @@ def _problem(call: Callable[[], object]) -> list[str]:
     return []
 
 
+def _read_arrays(segment: Segment) -> None:
+    """Read all that describes a segment, each chunk checked."""
+    for array in segment.meta.arrays():
+        for low in range(0, array.size, _ARRAY_STEP):
+            array[low : low + _ARRAY_STEP]
+
+
 def _say(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def main(path: str) -> None:
+def main(path: str, deep: bool) -> None:
     """Verify the store at ``path``."""
     try:
         try:
             with Store.open(path, mode="r") as store:
                 if isinstance(store, ShardedStore):
                     raise StoreError(f"{store.label} was sharded while it was read: verify it again")
-                report = Verification(store).run()
+                report = Verification(store).run(deep=deep)
         except CorruptStoreError as error:
-            report = _each_alone(path, error)
+            report = _each_alone(path, error, deep=deep)
         _say(kind="report", report=report)
     except StoreError as error:
         _say(kind="error", type=type(error).__name__, text=str(error))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] != ["--no-deep"])
