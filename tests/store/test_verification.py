@@ -120,7 +120,8 @@ def test_the_command_line_names_the_commits_too(path: Path) -> None:
 def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) -> None:
     """A commit, or what it lists, that is damaged keeps it from opening; a bit elsewhere is found all the same."""
     for name in ("commits/4", "ranks/0.4"):
-        with flipped(*byte_of(path, name)), flipped(*byte_of(path, "states/0.5")):
+        commit, state = byte_of(path, name), byte_of(path, "states/0.5")
+        with flipped(*commit), flipped(*state):
             problems = verify(path)["problems"]
         assert len(problems) == 2
         assert problems[0].startswith(f"in commit 4, {name} of the store")
