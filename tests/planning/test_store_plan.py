@@ -14,8 +14,9 @@ from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
-from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
+from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.layout import CHANGED
+from tiercache.store.segment import most_meta_bytes
 from tiercache.store.snapshot import History
 from tiercache.store.table import group_tables
 
@@ -71,8 +72,28 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     assert plan.num_passes == passes
     assert plan.largest_pass == plan.live == 3 * 3 * 4096
     assert plan.state == (1 + commits) * 8192
+    assert plan.metadata == (1 + passes) * 4096
     blocks = (1 + passes) * plan.live
-    assert plan.needed == blocks + -(-15 * blocks // 100) + plan.state + 3 * (8 * 9 + 4) + RECORD_BYTES
+    others = plan.state + 3 * (8 * 9 + 4) + plan.metadata + RECORD_BYTES
+    assert plan.needed == blocks + -(-15 * blocks // 100) + others
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(1, 200_000), (64, 30_000), (8, 12)])
+def test_metadata_of_a_dump_takes_what_is_planned_for_it(dim: int, rows: int) -> None:
+    """And hardly less: of narrow rows it is a tenth."""
+    table = Table(name="t", dim=dim, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
+    ranges = [Range(next_use=use, table_rows=(rows // 4,)) for use in range(1, 5)]
+    layout = SegmentLayout.of(ranges, row_bytes=table.row_bytes, page_rows=100, block_bytes=200 * table.row_bytes)
+    hashes = [hash_keys(keys, table.table_id) for keys in np.split(np.arange(rows), 4)]
+    keys = np.concatenate([part[np.argsort(of)] for part, of in zip(np.split(np.arange(rows), 4), hashes, strict=True)])
+    blocks = (
+        (0, block, np.zeros((high - low) * table.row_bytes, np.uint8), keys[low:high])
+        for block in range(layout.num_blocks)
+        for low, high in [layout.rows_of_block(block)]
+    )
+    with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
+        actual = store.append(0, [layout], blocks).meta_bytes
+    assert actual <= most_meta_bytes([layout]) <= 1.05 * actual + 2048
 
 
 def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
@@ -94,8 +115,10 @@ def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
 
 def test_a_budget_that_is_met_says_nothing() -> None:
     """And one byte less is refused with the sum and its parts."""
-    plan = StorePlan(live=1 << 20, largest_pass=1 << 19, num_passes=2, state=1 << 10, schedule=1 << 11)
+    plan = StorePlan(
+        live=1 << 20, largest_pass=1 << 19, num_passes=2, state=1 << 10, schedule=1 << 11, metadata=1 << 12
+    )
     plan.check(plan.needed)
-    words = "1 MiB of live rows, 2 times the largest pass of 512 KiB, 15 % .* 1 KiB of dense state and 2 KiB .* to {} b"
+    words = "1 MiB of live rows, 2 times the largest pass of 512 KiB, 15 % .* 4 KiB of metadata, 1 KiB .* 2 KiB .* {} b"
     with pytest.raises(BudgetError, match=words.format(plan.needed)):
         plan.check(plan.needed - 1)

@@ -223,9 +223,12 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
         total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
         total += int((ranges_P + cuts_P).sum()) * _PAGE_RECORD_BYTES
     total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
-    mapped = [positions.num_rows(p, g) for p in range(positions.num_passes) for g in range(len(positions.groups))]
-    total += BUILD_BYTES * min(max(mapped, default=0), MOST_ROWS)
-    return epochs * total + _INDEX_BYTES * max(positions.num_rows(p) for p in range(positions.num_passes))
+    mapped = max(
+        sum(min(positions.num_rows(p, g), MOST_ROWS) for g in range(len(positions.groups)))
+        for p in range(positions.num_passes)
+    )
+    indexed = max(positions.num_rows(p) for p in range(positions.num_passes))
+    return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
 
 
 def paged(num_bytes: int) -> int:

@@ -13,6 +13,7 @@ from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, rewrite
 from tiercache.store.layout import CHANGED_BYTES, NEVER, Range
+from tiercache.store.segment import most_meta_bytes
 from tiercache.store.snapshot import History
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 RECORD_BYTES = 1 << 20
-"""Records and what describes arrays: 4 bytes for each page, and little else."""
+"""Records, and what the engine adds."""
 _KEY_BYTES = 8
 
 
@@ -45,6 +46,8 @@ class StorePlan:
     """Dense state of all kept commits, and of the next."""
     schedule: int
     """Files of next uses, next to the store."""
+    metadata: int = 0
+    """What describes the rows of segments, for as long as one of them is live."""
 
     @classmethod
     def of(
@@ -65,8 +68,12 @@ class StorePlan:
         ``use_files``: files with the next uses of one epoch each.
         """
         live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
+        described, most_described = np.zeros_like(live), 0
         for pass_index, segment in dumps.items():
-            num_bytes = 0
+            num_bytes, meta = 0, paged(most_meta_bytes(segment))
+            most_described = max(most_described, meta)
+            last_use = max((int(layout.next_use_R[-1]) for layout in segment if layout.num_ranges), default=pass_index)
+            np.add.at(described, np.arange(pass_index + 1, last_use + 1) % live.size, meta)
             for group, layout in zip(groups, segment, strict=True):
                 block = block_bytes(group, min(layout.block_rows, layout.rows))
                 num_bytes, rows = num_bytes + layout.num_blocks * block, rows + layout.rows
@@ -75,19 +82,22 @@ class StorePlan:
                 live_C = np.repeat(blocks_R * block, np.diff(layout.next_use_R, prepend=pass_index))
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, num_bytes)
+        unfreed, unfreed_meta = _unfreed_bytes(groups, history)
+        num_passes = 1 + commits * commit_every
         return cls(
-            live=int(live.max()) + _unfreed_bytes(groups, history),
+            live=int(live.max()) + unfreed,
             largest_pass=largest,
-            num_passes=1 + commits * commit_every,
+            num_passes=num_passes,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in history.commits)])),
             schedule=sum(distance_bytes(rows)) * use_files,
+            metadata=int(described.max()) + unfreed_meta + num_passes * most_described,
         )
 
     @property
     def needed(self) -> int:
         """The most bytes of the store; 15 % are for partly live blocks and for gaps between blocks."""
         blocks = self.live + self.num_passes * self.largest_pass
-        return blocks + -(-15 * blocks // 100) + self.state + self.schedule + RECORD_BYTES
+        return blocks + -(-15 * blocks // 100) + self.state + self.schedule + self.metadata + RECORD_BYTES
 
     def check(self, allowed: int) -> None:
         """Raise BudgetError, with the numbers, if the store may need more bytes than are allowed."""
@@ -95,9 +105,10 @@ class StorePlan:
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but the store needs {format_bytes(self.needed)} at its "
                 f"fullest: {format_bytes(self.live)} of live rows, {self.num_passes} times the largest pass of "
-                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.state)} of dense state and "
-                f"{format_bytes(self.schedule)} of next uses: raise store_budget to {self.needed} bytes, keep fewer "
-                "commits (retention), commit more often (commit_every), or extract smaller passes"
+                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.metadata)} of metadata, "
+                f"{format_bytes(self.state)} of dense state and {format_bytes(self.schedule)} of next uses: "
+                f"raise store_budget to {self.needed} bytes, keep fewer commits (retention), commit more often "
+                "(commit_every), or extract smaller passes"
             )
 
 
@@ -106,13 +117,15 @@ def block_bytes(group: Group, rows: int) -> int:
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> int:
-    """Return the bytes of the blocks that no pass frees, and of all last changes, which dumps do not replace."""
+def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> tuple[int, int]:
+    """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and those
+    of the metadata of their segments.
+    """
     retained = history.newest.retained
     earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.segments
-    total = 0
+    total = metadata = 0
     for name, need in history.needed.segments.items():
-        segment = need.segment
+        segment, before = need.segment, total
         for group, layout in zip(groups, segment.layouts, strict=True):
             firsts, first_block = [layout.num_blocks], int(need.first_blocks_G[group.index])
             if name in earlier:
@@ -124,7 +137,8 @@ def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> int:
             total += (layout.num_blocks - min(firsts)) * block_bytes(group, min(layout.block_rows, layout.rows))
             if segment.changed and segment.changed[group.index].stored:
                 total += (layout.num_blocks - first_block) * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
-    return total
+        metadata += paged(segment.meta_bytes) if total > before else 0
+    return total, metadata
 
 
 def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
@@ -136,6 +150,8 @@ def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
     return 0
 
 
+_MAP_ROW_BYTES = 3.5
+"""Of the key map, and of the checksums and hashes of key pages, for a row."""
 _MOST_GROWTH = 64 << 20
 """The most that a file of blocks grows by at once; a small one grows by a 32nd."""
 
@@ -153,7 +169,7 @@ class ReorganizePlan:
     segment: int
     """Blocks of these rows in the store, with gaps between them; not at the same time as ``sorting``."""
     other: int
-    """Next uses, the dense state and records."""
+    """Next uses, the dense state, the metadata of the new segment, and records."""
 
     @classmethod
     def of(
@@ -179,7 +195,7 @@ class ReorganizePlan:
             return math.ceil(sum(cost(one) * one.used for one in tables) + _highest_cost(tables, unused, cost))
 
         of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
-        blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
+        blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block, _ in of_rows.values())
         if present is None:
             present = _block_bytes_of(groups, history)
         sorting, marks = compaction_plan.key_scratch_bytes(
@@ -190,12 +206,13 @@ class ReorganizePlan:
             for one in tables
         )
         commit = history.newest.commit
+        metadata = moved(lambda one: _MAP_ROW_BYTES + 4 / of_rows[one.group][2])
         return cls(
             present=present,
             sorting=sorting,
             ordered=marks + ordered,
             segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (present + blocks) // 32),
-            other=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
+            other=use_bytes + metadata + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
         )
 
     @property
@@ -213,7 +230,7 @@ class ReorganizePlan:
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
                 f"{format_bytes(self.needed)}: {present} that it takes now, {work}, and {other} of next uses, dense "
-                f"state and records: raise store_budget to {self.needed} bytes, keep fewer commits (retention), or "
+                f"state and metadata: raise store_budget to {self.needed} bytes, keep fewer commits (retention), or "
                 "extract passes with fewer keys"
             )
 
@@ -275,18 +292,21 @@ def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[
     return total
 
 
-def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
-    """Return the bytes of a row in a full block, with its key and last change, and those of the block."""
-    rows = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))]).block_rows
-    block = block_bytes(group, rows) + paged(CHANGED_BYTES * rows)
-    return block / rows, block
+def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int, int]:
+    """Return the bytes of a row in a full block, with its key and last change, those of the block, and the rows of a
+    page.
+    """
+    cut = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))])
+    block = block_bytes(group, cut.block_rows) + paged(CHANGED_BYTES * cut.block_rows)
+    return block / cut.block_rows, block, cut.page_rows
 
 
 def _block_bytes_of(groups: Sequence[Group], history: History) -> int:
-    """Return the bytes of all blocks that a commit needs."""
-    return sum(
+    """Return the bytes of all blocks that a commit needs, with the metadata of their segments."""
+    segments = history.needed.segments.values()
+    return sum(paged(need.segment.meta_bytes) for need in segments) + sum(
         (layout.num_blocks - int(need.first_blocks_G[group.index]))
         * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
-        for need in history.needed.segments.values()
+        for need in segments
         for group, layout in zip(groups, need.segment.layouts, strict=True)
     )

@@ -128,6 +128,14 @@ class KeyMap:
         """Return the rest of it as plain JSON values."""
         return [self.bucket_bits, self.range_bits, self.entry_bytes]
 
+    @staticmethod
+    def most_bytes(layout: SegmentLayout) -> int:
+        """Return the most bytes of the map of a layout."""
+        if not _needs_map(layout):
+            return 0
+        buckets = 1 << _bucket_bits(layout.rows)
+        return layout.rows * _entry_bytes(_range_bits(layout)) + buckets + 4 * -(-buckets // _RUN)
+
     @classmethod
     def from_record(cls, record: Any, arrays: PagedArrays, group: int, layout: SegmentLayout) -> KeyMap:
         """Build what ``to_record`` wrote. Raises ValueError, TypeError and KeyError for anything else."""
@@ -154,8 +162,7 @@ class KeyMapBuilder:
     @classmethod
     def of(cls, layout: SegmentLayout) -> KeyMapBuilder | None:
         """Return what makes a map; None for a layout of one range, which needs none, and for one that is too large."""
-        ranges = int(np.count_nonzero(np.diff(layout.first_row_R)))
-        return cls(layout) if ranges > 1 and layout.rows <= MOST_ROWS else None
+        return cls(layout) if _needs_map(layout) else None
 
     def add(self, first_row: int, hashes: Hashes) -> None:
         """Take the hashes of rows from ``first_row`` on."""
@@ -164,9 +171,8 @@ class KeyMapBuilder:
     def build(self) -> KeyMap | None:
         """Return the map; None where so many keys have alike hashes that it would be of no use."""
         rows = self._layout.rows
-        bucket_bits = max(0, (rows // _BUCKET_KEYS).bit_length() - 1)
-        range_bits = max(1, (self._layout.num_ranges - 1).bit_length())
-        entry_bytes = -(-(range_bits + _LEAST_PRINT_BITS) // 8)
+        bucket_bits, range_bits = _bucket_bits(rows), _range_bits(self._layout)
+        entry_bytes = _entry_bytes(range_bits)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
         counts = np.zeros(1 << bucket_bits, np.uint32)
         data = np.empty((rows, entry_bytes), np.uint8)
@@ -214,6 +220,23 @@ def _order_of(numbers: Int64s) -> Int64s:
     if int(numbers.max()) >> 16:
         order = order[np.argsort((numbers >> 16)[order].astype(np.uint16), kind="stable")]
     return order
+
+
+def _needs_map(layout: SegmentLayout) -> bool:
+    """Return False for a layout of one range, where a map says nothing, and for one that is too large for a map."""
+    return layout.rows <= MOST_ROWS and int(np.count_nonzero(np.diff(layout.first_row_R))) > 1
+
+
+def _bucket_bits(rows: int) -> int:
+    return max(0, (rows // _BUCKET_KEYS).bit_length() - 1)
+
+
+def _range_bits(layout: SegmentLayout) -> int:
+    return max(1, (layout.num_ranges - 1).bit_length())
+
+
+def _entry_bytes(range_bits: int) -> int:
+    return -(-(range_bits + _LEAST_PRINT_BITS) // 8)
 
 
 def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:

@@ -13,7 +13,7 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.engines.engine import Blob, BlobRows
 from tiercache.store.key_map import KeyMap
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, ROWS, SegmentLayout, compressed_rows
-from tiercache.store.paged import describe, end_of, places_of
+from tiercache.store.paged import CHUNK_BYTES, describe, end_of, places_of
 from tiercache.store.records import decode, encode, whole
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
 
@@ -321,6 +321,16 @@ def first_hashes_of(keys: NDArray[np.int64], rows: Int64s, layout: SegmentLayout
     return hash_keys((keys.view(np.uint64) ^ ids[layout.tables_of_rows(rows)]).view(np.int64), 0)
 
 
+def most_meta_bytes(layouts: Iterable[SegmentLayout]) -> int:
+    """Return about the most bytes of the blob that describes rows in ``layouts``, one for each group."""
+    total = _HEAD_BYTES
+    for layout in layouts:
+        total += layout.next_use_R.nbytes + layout.table_rows_RT.nbytes + _TABLE_BYTES * layout.table_rows_RT.shape[1]
+        total += 4 * layout.num_pages + 12 * (layout.num_key_pages + layout.num_blocks) + KeyMap.most_bytes(layout)
+        total += _LAYOUT_BYTES
+    return total + 4 * -(-total // CHUNK_BYTES)
+
+
 def meta_name(segment_name: str) -> str:
     """Return the name of the blob that describes the rows of a segment."""
     return f"{segment_name}/meta"
@@ -347,6 +357,8 @@ class RetainedSegment:
 
 Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]
 """How ranges of a group's rows are cut into pages and blocks."""
+_HEAD_BYTES, _LAYOUT_BYTES, _TABLE_BYTES = 512, 1536, 64
+"""Of the header of what describes a segment, about: the rest of it, and what each layout and table add."""
 _BASE_PAGE_BYTES, _BASE_BLOCK_BYTES = 40 << 10, 4 << 20
 
 
