@@ -173,8 +173,9 @@ def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: li
         engine.blobs[name] = blob._replace(data=blob.data[:-cut])
     with pytest.raises(CorruptStoreError, match=f"{name} of the store in memory {seen}"):
         Store.open(None, engine=engine)
-    (found,) = problems(engine)
-    assert "block" in found
+    of_blob, of_rows = problems(engine)
+    assert name in of_blob
+    assert "block" in of_rows
 
 
 @pytest.mark.parametrize(
