@@ -162,7 +162,7 @@ def compared(first: Path, second: Path) -> tuple[int, int]:
         for a, b in pairs:
             for group, layout in enumerate(a.layouts):
                 rooms = np.zeros((2, layout.bytes_of_block(0)), np.uint8)
-                for block in range(mine.first_blocks[a.id][group], layout.num_blocks):
+                for block in range(mine.first_block(a, group), layout.num_blocks):
                     low, high = layout.pages_of_block(block)
                     for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
                         store.read(segment, group, low, high, room[: layout.bytes_of_block(block)])

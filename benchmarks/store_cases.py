@@ -135,7 +135,7 @@ def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], tur
     assert store.commit is not None
     spans: list[Span] = []
     for segment, dump in zip(store.segments, dumps, strict=True):
-        spans += dump.writes()[2 * store.snapshot.first_blocks[segment.id][0] :]  # rows and keys of each block
+        spans += dump.writes()[2 * store.snapshot.first_block(segment, 0) :]  # rows and keys of each block
     room, seconds = runs.HostPages(64 << 20), runs.Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
