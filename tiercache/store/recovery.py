@@ -90,9 +90,12 @@ class CommitFiles:
         return self._segments.setdefault((made.name, made.head_digest), made)
 
     def read_in_place(self, segment: Segment, head: bytes) -> None:
-        """Let a segment that was written go of the arrays behind its head: they are read when they are used."""
-        described = self._described(segment, head)
-        segment.describe(replace(described, layouts=segment.layouts))
+        """Let a segment that was written go of its key maps and last changes: they are read when they are used.
+
+        The checksums of its pages stay, as each load of a training asks for some: budgets count them.
+        """
+        kept = {name: getattr(segment, name) for name in ("layouts", "checksums", "key_checksums", "first_hashes")}
+        segment.describe(replace(self._described(segment, head), **kept))
 
     def _meta(self, segment: Segment) -> SegmentMeta:
         """Read the head of what describes a segment."""
