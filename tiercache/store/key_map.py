@@ -147,7 +147,7 @@ class KeyMap:
         )  # fmt: skip
         sizes = found.starts.size, found.counts.size, found.entries.size
         wanted = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
-        if sizes != wanted or found.print_bits < 1:
+        if sizes != wanted or _print_bits(bucket_bits, range_bits, entry_bytes) < 1:
             raise ValueError(f"a map of keys has arrays of {sizes}, and {wanted} were written")
         return found
 

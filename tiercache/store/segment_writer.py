@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Engine, Part
+    from tiercache.store.key_map import KeyMap
     from tiercache.store.layout import Checksums, SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.table import Group
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     Hashes = NDArray[np.uint64]
     Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
+_HELD_BYTES = 4 << 20
+"""Of stable keys that are written together, so that the rows between them are one run in their file."""
 _SEAL_BYTES = 64 << 20
 """Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
 
@@ -99,6 +102,7 @@ class SegmentWriter:
         self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
+        self._maps: Future[tuple[KeyMap | None, ...]]
         self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> None:
@@ -114,15 +118,19 @@ class SegmentWriter:
             try:
                 for seal in self._seals:
                     seal.result()
-                self._write_meta(engine)
+                self._write_meta(engine, self._maps.result() if self._stable else self._made_maps())
             except BaseException:
                 engine.drop((blob.name, None) for blob in blobs)
                 raise
 
-    def _write_meta(self, engine: Engine) -> None:
-        """Put what describes the segment, when all of its blocks are sealed."""
+    def _made_maps(self) -> tuple[KeyMap | None, ...]:
+        """Return the map of each group, when all of its keys are taken."""
         maps = tuple(None if builder is None else builder.build() for builder in self._map_builders)
         self._map_builders.clear()
+        return maps
+
+    def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> None:
+        """Put what describes the segment, when all of its blocks are sealed."""
         self._meta = self.segment.describe(replace(self._meta, maps=maps))
         head, parts = self._meta.to_bytes(self.segment.id, self._groups)
         data = np.concatenate([np.frombuffer(head, np.uint8), *parts])
@@ -133,6 +141,8 @@ class SegmentWriter:
 
     def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
         """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
+        held: list[Part] = []
+        held_bytes = 0
         while self._missing:
             try:
                 given = next(self._source)
@@ -167,11 +177,17 @@ class SegmentWriter:
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
             yield numbers[group, ROWS], layout.byte_in_blob(ROWS, block), data
-            yield numbers[group, KEYS], layout.byte_in_blob(KEYS, block), keys
+            held.append((numbers[group, KEYS], layout.byte_in_blob(KEYS, block), keys))
+            held_bytes += keys.nbytes
+            if not self._stable or held_bytes >= _HELD_BYTES:
+                yield from held
+                held, held_bytes = [], 0
             if changed is not None and self._stored[group]:
                 yield numbers[group, CHANGED], layout.byte_in_blob(CHANGED, block), changed
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
+            self._maps = self._sealer.submit(self._made_maps)
+        yield from held
 
     def _hashes(self, group: int, block: int, keys: Int64s, starts: Int64s) -> Hashes:
         """Return the hashes of the keys of a block at ``starts``; what makes a map of the layout takes all of them."""

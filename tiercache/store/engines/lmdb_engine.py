@@ -80,6 +80,8 @@ _MAP_BYTES = 16 << 20
 """The size of the map of a store with few blobs."""
 _BYTES_PER_BYTE = 8
 """Bytes of the map for each byte of an entry: LMDB fills half of a page, and the store may grow fourfold."""
+_CHECKED_BYTES = 4 << 20
+"""Of parts for which it is looked once if the store is still there: a write has more."""
 _KEY_BYTES = 511
 """Of a key of LMDB."""
 
@@ -156,11 +158,16 @@ class LmdbEngine:
         self._written = True
         rooms = self._file.take([blob.size for blob in blobs])
         try:
+            unchecked = 0
             for part in parts:
-                self._check_writable()
                 index, offset, data = check.take(part)
+                unchecked += data.nbytes
+                if unchecked >= _CHECKED_BYTES:
+                    self._check_writable()
+                    unchecked = 0
                 self._file.write(rooms[index], offset, data, stable=stable)
             check.finish()
+            self._check_writable()
             self._file.flush()
         except BaseException:
             self._file.discard(rooms)
