@@ -61,12 +61,10 @@ def read_ahead(
         yield first, result.result()
 
 
-_SHORT_READS, _LONG_READS = 4, 2
-"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked."""
-_LONG_BYTES = 512 << 10
+_READS = 4
+"""Reads at once, at most: one is checked while others keep the disk busy."""
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
-_THREADS = 8
 
 
 class Pages(NamedTuple):
@@ -151,18 +149,16 @@ class BlockReader:
             size = int(np.diff(layout.rows_of_pages(np.array([low, high])))[0]) * layout.row_bytes
             if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
                 raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
-        if at_once is None:
-            num_bytes = sum(pages.out.size for pages in requests)
-            at_once = _LONG_READS if num_bytes >= _LONG_BYTES * len(requests) else _SHORT_READS
-        if min(at_once, len(requests)) < 2:
+        at_once = min(_READS if at_once is None else at_once, len(requests))
+        if at_once < 2:
             self._work(iter(requests))
             return
         queue = _RequestQueue(requests)
         try:
             with self._lock:
                 if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._work_from, queue) for _ in range(min(at_once, len(requests)))]
+                    self._threads = ThreadPoolExecutor(_READS, thread_name_prefix="tiercache-reads")
+                jobs = [self._threads.submit(self._work_from, queue) for _ in range(at_once)]
             wait(jobs)
         finally:
             queue.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not

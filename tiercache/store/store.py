@@ -414,7 +414,7 @@ class Store:
         self.load([Pages(segment, group, low, high, out)])
 
     def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
-        """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.
+        """``read`` for many: ``at_once`` of them at a time (None: 4, the most), on threads as nice as the first caller.
 
         When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
         """
