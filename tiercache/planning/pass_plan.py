@@ -43,7 +43,7 @@ class Load:
     store_rows: int
     store_bytes: int
     part: int = 0
-    """Which of the base's segments has the rows."""
+    """The index of the base segment with the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ class StorePlan:
     schedule: int
     """Files of next uses, next to the store."""
     metadata: int = 0
-    """What describes the rows of segments, for as long as one of them is live."""
+    """Bytes of segment metadata, kept while any row of the segment is live."""
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
 
 
 _MAP_ROW_BYTES = 3.5
-"""Of the key map, and of the checksums and hashes of key pages, for a row."""
+"""Metadata bytes per row: the key map, and the checksums and hashes of key pages."""
 _MOST_GROWTH = 64 << 20
 """The most that a file of blocks grows by at once; a small one grows by a 32nd."""
 

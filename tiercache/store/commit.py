@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 STATE_CHUNK_BYTES = 4 << 20
 TABLES = "tables"
-"""What the name of the blob begins with that says what a store without a commit is."""
+"""Prefix of the name of the blob that describes a store without a commit."""
 
 
 class Cursor(NamedTuple):
-    """Where training stands: the next pass to train, and how many of its samples are trained already."""
+    """The position of a training: the next pass to train, and the number of its samples already trained."""
 
     pass_index: int
     sample: int = 0
@@ -45,7 +45,7 @@ class State(NamedTuple):
     """The dense state of one rank."""
 
     name: str
-    """Of its blob."""
+    """The name of its blob."""
     size: int
     """Bytes."""
     chunk_bytes: int
@@ -55,13 +55,13 @@ class State(NamedTuple):
 
     @property
     def blob(self) -> Blob:
-        """Where it is."""
+        """The blob that has it."""
         return Blob(self.name, self.size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankList:
-    """What a commit has of one rank."""
+    """The part of a commit that belongs to one rank."""
 
     rank: int
     next_segment: int
@@ -72,7 +72,7 @@ class RankList:
     """For each of them the first commit that named it: with that its rows last changed, where it does not say of each
     row with which it did."""
     live: Live
-    """What is live in each of them."""
+    """The live rows of each segment."""
     state: State
 
     def to_bytes(self) -> bytes:
@@ -173,9 +173,9 @@ class Commit:
     tables: tuple[Table, ...]
     """In the order of unsigned table ids."""
     retention: int
-    """How many of the newest commits are kept, this one included."""
+    """The number of newest commits to keep, this one included."""
     own: RankList
-    """What it has of the rank whose store this is."""
+    """The part of the rank whose store this is."""
     since: int = 0
     """The commit that began the schedule: the next uses of segments that an earlier one named first are void, and their
     rows are live until a commit moves them."""
@@ -257,7 +257,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord:
-    """What the blob of a commit says, without what its ranks list."""
+    """The contents of a commit's blob, without the lists of its ranks."""
 
     values: dict[str, Any]
     tables: tuple[Table, ...]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
-"""How often commits may give up the one that is about to be read."""
+"""How many times a commit may disappear before it is read, and the pause between tries."""
 
 
 class CommitReader:
@@ -125,7 +125,7 @@ class CommitReader:
         return self._is_kept(self.snapshot.commit.id)
 
     def _is_kept(self, id_: int, *, unknown: bool = False) -> bool:
-        """Whether the newest commit keeps one; ``unknown`` where that cannot be read."""
+        """Return True if the newest commit keeps this one, or, with ``unknown``, if that cannot be read."""
         commit = self.snapshot.commit
         assert commit is not None, "it was read"
         try:

@@ -77,9 +77,9 @@ class CommitWriter:
         """Commits that are not kept, and that were leased when that was looked at last."""
         self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
         self.retention = retention or (1 if newest.commit is None else newest.commit.retention)
-        """How many of the newest commits are kept."""
+        """The number of newest commits to keep."""
         self._unknown = False
-        """Whether a commit may be durable or not: then nothing is written or dropped any more."""
+        """True if a commit may or may not be durable: nothing is written or dropped after that."""
         self.first_id = 0
         """The id of the first commit of a store without one."""
         self.named: frozenset[int] | None = None
@@ -389,7 +389,7 @@ class CommitWriter:
                     self.snapshot = newest
 
     def _is_durable(self, head: Head, before: Head | None) -> bool:
-        """Whether the engine stands at ``head`` although it raised, or still at the one ``before``."""
+        """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""
         try:
             found = self._engine.newest()
         except StoreError:
@@ -464,7 +464,7 @@ class CommitWriter:
 
 
 _NO_STATE = State("", 0, STATE_CHUNK_BYTES, np.empty(0, np.uint32))
-"""What is to be filled in."""
+"""A placeholder, replaced before the commit is written."""
 
 
 def _id(snapshot: Snapshot) -> int:

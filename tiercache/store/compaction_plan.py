@@ -33,7 +33,7 @@ MOST_RETAINED = 256
 """The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
-"""Of what stands beside a key while keys are sorted: the number of its row."""
+"""Bytes of the row number that is sorted along with a key."""
 _WHAT = "finding the rows that a schedule uses"
 
 
@@ -83,7 +83,7 @@ class CompactionPlan:
             self._files.close()
             raise
         self.retained: tuple[RetainedSegment, ...] = ()
-        """What is left where it is, by segment id; known after ``sort``."""
+        """The segments that stay in place, by id; set by ``sort``."""
         self._retained_ids = frozenset[int]()
 
     def __enter__(self) -> Self:
@@ -264,7 +264,7 @@ class _GroupRows:
 
     @property
     def _code_shift(self) -> np.uint64:
-        """What brings the codes of all rows to the highest bits, by which a sorter cuts them."""
+        """The left shift that moves a row's code to the highest bits, which a sorter splits by."""
         return np.uint64(HASHES.bit_length() - 1 - int(2 * self._starts_S[-1]).bit_length())
 
     def _first_number(self, segment: Segment) -> int:

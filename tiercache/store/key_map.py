@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     Numbers = NDArray[Any] | PagedArray
 
 MOST_ROWS = 1 << 26
-"""Of a layout with a map: 4 bytes of each are in memory while it is made, 3 of its entry, and what sorts a part."""
+"""Largest layout with a map. While one is built, each row takes 4 bytes of memory, 3 for its entry, and a sort."""
 BUILD_BYTES = 10
-"""Of memory for each row while a segment with a map is written."""
+"""Memory per row while a segment with a map is written."""
 _BUCKET_KEYS = 4
 """At least, in a bucket on average; at most twice as many."""
 _LEAST_PRINT_BITS = 8

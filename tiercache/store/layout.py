@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
     """Bytes, and bounds (R + 1, rising) of runs of them."""
     Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
-    """What computes the checksums of pages: ``page_checksums``, or what does the same faster."""
+    """A function that computes page checksums: ``page_checksums`` or a faster equivalent."""
 
 
 NEVER = (1 << 63) - 1
@@ -38,7 +38,7 @@ MAX_LAYOUT_BYTES = 1 << 53
 KEY_PAGE_ROWS = 1024
 """Keys that are read and checked together: 8 KiB."""
 COMPRESSED_BYTES = 16 << 10
-"""Of rows that are compressed together: what is read beside a range, at each of its ends."""
+"""Target size of rows that are compressed together; a read may take up to this much more at each end."""
 
 
 class Range(NamedTuple):
@@ -391,7 +391,7 @@ def compressed_rows(row_bytes: int, page_rows: int) -> int:
 ROWS, KEYS, CHANGED = "rows", "keys", "changed"
 """The kinds of blobs with the rows of a segment: its rows, their keys, and their last changes."""
 KEY_BYTES, CHANGED_BYTES = 8, 4
-"""Of a row's key, and of its last change."""
+"""Bytes of a row's key, and of its last change."""
 PAGE_BYTES = 4096
 """The blocks of a layout begin at multiples of it, in each of its blobs."""
 

@@ -1,4 +1,4 @@
-"""Which rows of segments are live: listed by every commit, for each segment and group."""
+"""The live rows of segments, listed by every commit for each segment and group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST = 1 << 48
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Live:
-    """What is live in S segments of one rank: G groups, and T tables in the order of groups.
+    """The live rows in S segments of one rank: G groups, and T tables in the order of groups.
 
     The live rows of a group are the last ones of its layout: from its first live range on.
     """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 KEY_MEMORY_BYTES = 256 << 20
-"""Of all that a process remembers, at 8 bytes a key; further segments are read as if nothing was."""
+"""Limit for all keys that a process remembers, at 8 bytes a key; keys of further segments are read each time."""
 _ROW = np.uint64((1 << 32) - 1)
 
 
@@ -44,7 +44,7 @@ class _Keys(NamedTuple):
 
     first_range: int
     entries: NDArray[np.uint64]
-    """Of each key, in order: the first half of its hash, and in place of the other one its row."""
+    """Sorted entries, one per key: the high half of its hash, then its row in place of the low half."""
 
 
 class KeyMemory:
@@ -216,7 +216,7 @@ class _Reading(NamedTuple):
     first: int
     last: int
     first_row: int
-    """Of the first key page."""
+    """First row of the first key page."""
     rows: dict[int, Int64s]
     """By place of the table."""
 

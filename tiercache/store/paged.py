@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 16 << 10
 """Read and checked together."""
 CACHE_BYTES = 64 << 20
-"""Of the chunks that a store keeps."""
+"""Memory for the chunks that a store keeps."""
 _ALIGNED = 8
 _DTYPES = ("|u1", "<u4", "<u8", "<i8")
 
 
 class ArrayPlace(NamedTuple):
-    """Where an array stands."""
+    """The place of an array in its blob."""
 
     dtype: str
     size: int

@@ -305,7 +305,7 @@ class BlockReader:
 
 
 class _RequestQueue:
-    """What several threads take from, one after another; each is at work within it."""
+    """The requests that several threads take from; a thread works inside ``with``."""
 
     def __init__(self, requests: Sequence[Pages]) -> None:
         self._requests = iter(requests)

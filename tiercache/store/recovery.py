@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 READ_BYTES = 64 << 20
-"""Of a blob that are read at once."""
+"""Bytes of a blob to read at once."""
 ADVICE = "restore the store from a copy"
 
 

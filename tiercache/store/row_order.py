@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 NUMBER_BYTES = 8
-"""What a temporary file has for a row beside its entry: the number of its place."""
+"""Bytes of the place number that a temporary file has for a row, in addition to its entry."""
 
 
 def entry_bytes(one: Group | Table) -> int:
@@ -70,7 +70,7 @@ class RowOrder:
 
     @property
     def used(self) -> int:
-        """How many keys of all tables the passes use."""
+        """The number of keys, of all tables, that the passes use."""
         return int(self.counts_RT.sum())
 
     def index_of(self, place: int, uses: Int64s) -> Int64s:
@@ -184,7 +184,7 @@ class _GroupSlice:
         """The least number of a place for each first use: places need not be dense, only far enough apart."""
         self._width_R = width_R
         self._shift = np.uint64(64 - int(width_R.sum()).bit_length())
-        """What brings the numbers to the highest bits, by which a sorter cuts them."""
+        """The left shift that moves place numbers to the highest bits, which a sorter splits by."""
         self._counts_RT = np.zeros((width_R.size, len(order.group.tables)), np.int64)
 
     def put(self, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:

@@ -54,7 +54,7 @@ class Changed:
 
     @property
     def stored(self) -> bool:
-        """Whether there is a block of last changes beside each of rows."""
+        """True if every block of rows has a block of last changes."""
         return self.checksums_B.size > 0
 
     def check_sizes(self, layout: SegmentLayout) -> None:
@@ -74,7 +74,7 @@ def base_pass(first_pass: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SegmentMeta:
-    """What describes the rows of a segment: a blob of its own, whose head the segment's first use reads.
+    """The description of a segment's rows: a separate blob, whose head is read at the segment's first use.
 
     Arrays in memory are those of a segment that this process wrote; else they are read in place.
     """
@@ -215,12 +215,12 @@ class Segment:
         self.id = id_
         """Grows with every segment of a rank: of two live rows of one key, that of the larger id is newer."""
         self.name = name
-        """What the names of its blobs begin with."""
+        """Prefix of the names of its blobs."""
         self.pass_index = pass_index
         """The pass that dumped it; below 0 for a base, as ``base_pass`` says."""
         self.within = within
-        """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A
-        base may stand for that too, where a schedule is entered inside its first pass."""
+        """True if a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A
+        base may do the same if a schedule is entered inside its first pass."""
         self.meta_bytes, self.head_bytes, self.head_digest = meta_bytes, head_bytes, head_digest
         self._meta, self._read, self._lock = meta, read, threading.Lock()
 
@@ -234,7 +234,7 @@ class Segment:
 
     @property
     def meta(self) -> SegmentMeta:
-        """What describes its rows."""
+        """The description of its rows, read at first use."""
         if self._meta is None:
             with self._lock:
                 if self._meta is None:
@@ -356,9 +356,9 @@ class RetainedSegment:
 
 
 Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]
-"""How ranges of a group's rows are cut into pages and blocks."""
+"""Splits ranges of a group's rows into pages and blocks."""
 _HEAD_BYTES, _LAYOUT_BYTES, _TABLE_BYTES = 512, 1536, 64
-"""Of the header of what describes a segment, about: the rest of it, and what each layout and table add."""
+"""Approximate bytes of the header of a segment's metadata: fixed, per layout, and per table."""
 _BASE_PAGE_BYTES, _BASE_BLOCK_BYTES = 40 << 10, 4 << 20
 
 

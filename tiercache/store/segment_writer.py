@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
 _HELD_BYTES = 4 << 20
-"""Of stable keys that are written together, so that the rows between them are one run in their file."""
+"""Bytes of stable keys to write together, so that the rows between them are one run in the file."""
 _SEAL_BYTES = 64 << 20
-"""Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
+"""Bytes of blocks for one call that computes checksums: few calls, and a short tail after the last write."""
 
 
 class SegmentWriter:
@@ -95,7 +95,7 @@ class SegmentWriter:
         }
         """By name of a counter: what the blocks hold."""
         self.num_bytes = sum(self.written.values()) - self.written["rows_written"]
-        """Of all blocks."""
+        """Bytes of all blocks."""
         self._source: Iterator[RowBlock | MovedBlock] = iter(blocks)
         self._checksums, self._stable = checksums, stable
         self._missing = {(g, b) for g, layout in enumerate(layouts) for b in range(layout.num_blocks)}

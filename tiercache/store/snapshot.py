@@ -47,7 +47,7 @@ class Snapshot:
 
     @cached_property
     def live(self) -> Live:
-        """What is live in each of the segments."""
+        """The live rows of each segment."""
         appended = Live.of(self.appended, self.groups)
         return appended if self.commit is None else self.commit.own.live.joined(appended)
 
@@ -128,7 +128,7 @@ class Snapshot:
 
 
 class BlobNeed(NamedTuple):
-    """How much of a blob is needed."""
+    """The part of a blob that is needed."""
 
     name: str
     first_byte: int
@@ -137,15 +137,15 @@ class BlobNeed(NamedTuple):
 
 
 class SegmentNeed(NamedTuple):
-    """How much of a segment is needed."""
+    """The part of a segment that is needed."""
 
     segment: Segment
     first_blocks_G: Int64s
     """(G,): the first block of each layout that is needed; the number of blocks where none is."""
     live: Live
-    """What tells the sizes of its blobs."""
+    """The live rows, which give the sizes of its blobs."""
     row: int
-    """Of the segment in ``live``."""
+    """The segment's row in ``live``."""
 
     def blobs(self) -> Iterator[BlobNeed]:
         """Yield what is needed of each of its blobs with rows, group after group."""
@@ -164,7 +164,7 @@ class SegmentNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """How much of each blob somebody needs."""
+    """The part of each blob that commits or readers need."""
 
     whole: dict[str, int]
     """By name: bytes of what is needed whole: commits, what their ranks list, dense state."""
@@ -239,5 +239,5 @@ class History:
 
     @property
     def needed(self) -> Needed:
-        """What the commits need."""
+        """The needs of the commits."""
         return Needed.of(self.snapshots)

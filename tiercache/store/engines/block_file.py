@@ -64,7 +64,7 @@ class BlockFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
         self._sparse = not readonly and self.taken_bytes < self.size
-        """Whether what is free may have holes, which take room again when they are written."""
+        """True if free runs may have holes, which take disk space again when they are written."""
         self._direct = self._second = self._open_direct(readonly=readonly)
         self._queue = WriteQueue(self._write, is_read)
         self.flush = self._queue.flush

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
     Part = tuple[int, int, NDArray[Any]]
-    """Which of the blobs that are put, the byte of it at which the data begins, and contiguous data."""
+    """The index of a blob being put, the byte of it at which the data begins, and contiguous data."""
 
 PAGE_BYTES = 4096
 """Parts begin at multiples of it; the blocks of a segment do in each of its blobs."""
 WRITE_BYTES = 64 << 20
-"""Of copies of parts on their way, where nobody says less."""
+"""Default limit on the bytes of copied parts that are not written yet."""
 
 
 class BlobRows(NamedTuple):
-    """What the bytes of a segment's blob are, for an engine that stores each field as an array: others ignore it."""
+    """The meaning of the bytes of a segment's blob, for an engine that stores each field as an array."""
 
     group: Group
     """Whose rows: fields and tables."""
     layout: SegmentLayout
-    """Which rows are in which block and page."""
+    """Maps rows to blocks and pages."""
 
 
 class Blob(NamedTuple):
@@ -43,11 +43,11 @@ class Blob(NamedTuple):
     size: int
     """Bytes."""
     of: BlobRows | None = None
-    """Of rows, their keys and last changes: they are put block by block, and of rows whole pages are read."""
+    """Set for rows, keys, and last changes, which are put block by block; rows are read by whole pages."""
 
 
 class Stored(NamedTuple):
-    """What an engine has of a blob."""
+    """The engine's entry for a blob."""
 
     size: int
     """Bytes, those that were dropped included; fewer than were put where the blob was cut short."""
@@ -56,10 +56,10 @@ class Stored(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a store stands at."""
+    """The state that an engine publishes."""
 
     name: str
-    """Of the blob that says what it is: of the newest commit, or of the tables before the first."""
+    """Name of the blob with the newest commit, or with the tables before the first commit."""
     size: int
     """Its bytes."""
     digest: str
@@ -90,7 +90,7 @@ class Engine(Protocol):
     memory_bytes: int
     """The most that copies of parts being written may take, or one part that is larger; who plans memory sets it."""
     lease_folder: Path | None
-    """Where readers in other processes leave leases; None where they cannot."""
+    """The folder for leases of readers in other processes; None if there is none."""
     epoch: int
     """A number that no other writer of this store ever had, where no lock keeps them apart: names of what the store
     puts end with it. 0 where a lock does."""

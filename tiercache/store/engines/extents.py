@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Run = tuple[int, int]
 """The first byte of a run of whole pages, and its bytes."""
 _SPLIT_BYTES = 1 << 20
-"""Of a run that a larger blob may be split over."""
+"""A run this long may always hold a part of a larger blob; smaller blobs split over shorter runs."""
 
 
 class ExtentAllocator:
@@ -27,7 +27,7 @@ class ExtentAllocator:
     def __init__(self, end: int = 0, low: Iterable[int] = (), high: Iterable[int] = ()) -> None:
         """Make it of the free runs there are, apart from each other and in order: where they begin, and end."""
         self.end = end
-        """Where the space ends."""
+        """End of the space, in bytes."""
         self._low, self._high = list(low), list(high)
         self._next = -1
 
@@ -109,7 +109,7 @@ class ExtentAllocator:
 
 
 class Extents:
-    """Where a blob is in the file. Immutable."""
+    """The runs of the file that hold a blob. Immutable."""
 
     __slots__ = ("_starts", "dropped", "runs", "size")
 

@@ -81,9 +81,9 @@ _MAP_BYTES = 16 << 20
 _BYTES_PER_BYTE = 8
 """Bytes of the map for each byte of an entry: LMDB fills half of a page, and the store may grow fourfold."""
 _CHECKED_BYTES = 4 << 20
-"""Of parts for which it is looked once if the store is still there: a write has more."""
+"""Bytes of parts between two checks that the store still exists."""
 _KEY_BYTES = 511
-"""Of a key of LMDB."""
+"""LMDB's limit for a key."""
 
 
 class LmdbEngine:
@@ -110,7 +110,7 @@ class LmdbEngine:
         self.label = f"the store at {path}"
         self._readonly, self._unsynced, self._written, self._settled = readonly, False, False, False
         self._unknown = False
-        """Whether nobody knows if the last publish is durable: then nothing is written or freed."""
+        """True if the last publish may or may not be durable: nothing is written or freed after that."""
         self.lease_folder: Path | None = path / "leases"
         self._env: lmdb.Environment | None = None
         self._files = ExitStack()
@@ -127,7 +127,7 @@ class LmdbEngine:
             if create and not (path / HEAD).exists():
                 self._create()
             self._slot: Slot
-            """What HEAD names."""
+            """The contents of HEAD."""
             self._record: HeadRecord | None
             """The newest head: that one, or the next."""
             self._entries = dict[str, bytes]()

@@ -39,12 +39,12 @@ _SLOT_BYTES = 4096
 
 
 class Slot(NamedTuple):
-    """What HEAD names: the newest publish that was reported durable."""
+    """The contents of HEAD: the newest publish that was reported durable."""
 
     number: int
     """Counts the publishes; 0 before the first."""
     digest: str
-    """Of the head, as hexadecimal digits; NOTHING before the first."""
+    """The digest of the head, in hexadecimal; NOTHING before the first publish."""
 
     @classmethod
     def read(cls, folder: Path) -> Slot:
@@ -89,7 +89,7 @@ class Slot(NamedTuple):
         return cls(record.number, record.head.digest)
 
     def allows(self, record: HeadRecord) -> bool:
-        """Whether LMDB may show a head: the one that is named here, or the one that was published after it."""
+        """Return True if ``record`` is the head named here, or the one published after it."""
         if record.number == self.number:
             return Slot.of(record) == self
         return record.number == self.number + 1 and record.before == self.digest
@@ -170,7 +170,7 @@ def _no_entry(name: str) -> CorruptStoreError:
 
 
 _TRIES, _PAUSE_SECONDS = 50, 0.002
-"""How often a writer may go on while its tree is read."""
+"""How many times a writer may commit while its tree is read, and the pause between tries."""
 
 
 def read_head(folder: Path, label: str) -> tuple[Slot, HeadRecord | None]:

@@ -35,13 +35,13 @@ class Meta(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Where a value stands in the file."""
+    """The place of a value in the file."""
 
     key: bytes
     offset: int
     size: int
     data: bytes | None = None
-    """Of one that stands in its page."""
+    """The value itself if it is stored in its leaf page."""
 
 
 class _TreePage(NamedTuple):
@@ -50,7 +50,7 @@ class _TreePage(NamedTuple):
     number: int
     data: bytes
     nodes: tuple[int, ...]
-    """Where each begins in the page, in the order of their keys."""
+    """Offset of each node in the page, in key order."""
     is_branch: bool
 
     def key(self, at: int) -> bytes:

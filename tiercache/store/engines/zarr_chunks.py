@@ -286,9 +286,9 @@ class RemoteWriter(ChunkWriter):
         self._chunks: dict[str, _Chunk] = {}
         """By name; the one that waits longest first."""
         self._early: dict[str, int] = {}
-        """How many bytes chunks had that were put before they were whole."""
+        """Bytes that chunks had when they were put before they were full."""
         self._bytes = 0
-        """Of chunks that are gathered or on their way."""
+        """Bytes of chunks that are being filled or written."""
         self._lock = threading.Lock()
 
     def put(self, place: Place, fill: Fill) -> None:

@@ -43,7 +43,7 @@ class Codec(NamedTuple):
     compression: str
     """"zstd" (level 1), or "blosc" (LZ4 of the numbers' bytes shuffled)."""
     item_bytes: int
-    """Of a number: what Blosc shuffles."""
+    """Bytes of a number, the unit that Blosc shuffles."""
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the codecs in the words of Zarr."""
@@ -110,7 +110,7 @@ def checked(data: NDArray[np.uint8]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingCodec:
-    """How the chunks of one array are cut and compressed."""
+    """The chunk sizes and the compression of one array."""
 
     codec: Codec
     row_bytes: int

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HEADS = "heads"
 """The folder of the objects."""
 _LOOKS = 100
-"""How often the newest head is looked for while a writer replaces it."""
+"""How many times to look for the newest head while a writer replaces it."""
 _EMPTY_LOOKS = 3
 """A listing may miss both a head that comes and the one that goes."""
 
@@ -45,15 +45,15 @@ class Heads:
         self._name = secrets.token_hex(8) if objects.root is None else ""
         self._next = 0
         self.fenced = self._unknown = self._unsynced = False
-        """Whether another writer took over; a head was put and the store did not say that it is there; a sync failed:
-        later success says nothing of what was lost."""
+        """True if another writer took over; if a head was put and the store did not confirm it; if a sync failed, after
+        which a later success does not prove that nothing was lost."""
         self._own = self._newest()
         if not self._own.number and objects.names("commits"):
             raise CorruptStoreError(f"the head of {label} is missing: restore the store from a copy")
 
     @property
     def writes(self) -> bool:
-        """Whether this process took over as the writer."""
+        """True if this process took over as the writer."""
         return self._next > 0
 
     def newest(self) -> Head | None:

@@ -27,7 +27,7 @@ class Held(NamedTuple):
     """Bytes; 0 of a leftover that cannot be read."""
     dropped: int
     names: tuple[str, ...]
-    """Of its objects, and with a slash at the end of the folders of its arrays."""
+    """Names of its objects, and of the folders of its arrays, which end with a slash."""
     arrays: Arrays | None
 
 

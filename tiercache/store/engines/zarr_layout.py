@@ -45,7 +45,7 @@ _NUMBERS: dict[str, tuple[str, int, int]] = {
 
 
 class Shape(NamedTuple):
-    """What the objects of a segment's group depend on. Each of its arrays has this in its attributes and its shape."""
+    """The parameters of a segment group's objects. Every array has them in its attributes and its shape."""
 
     rows: int
     page_rows: int
@@ -104,15 +104,15 @@ class Array(NamedTuple):
     """One array of a blob, or the objects of a plain blob as an array of bytes."""
 
     folder: str
-    """Of the chunks; of a plain blob its name."""
+    """Folder of the chunks; for a plain blob, its name."""
     suffix: str | None
-    """Of the names of chunks; None for a plain blob."""
+    """Suffix of the chunk names; None for a plain blob."""
     rows: int
     row_bytes: int
     block_rows: int
     chunk_rows: int
     shards: ShardingCodec | None = None
-    """How chunks are compressed; None if they are not."""
+    """The compression of chunks; None if they are not compressed."""
 
     @property
     def chunk_blocks(self) -> int:

@@ -40,7 +40,7 @@ PROBES = "probes"
 _PROBES = 3
 """Attempts: a writer that opens the store at the same time may delete a probe as a leftover."""
 LEFTOVER = ".partial"
-"""How the names of files end that are not complete."""
+"""Suffix of files that are not complete."""
 _UNSIZED = -1
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
