@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from tiercache.store.engines.engine import Engine
-    from tiercache.store.recovery import CommitFiles
+    from tiercache.store.recovery import CommitLoader
     from tiercache.store.snapshot import Snapshot
 
 
@@ -28,15 +28,15 @@ _TRIES, _PAUSE_SECONDS = 100, 0.01
 class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
-    def __init__(self, engine: Engine, files: CommitFiles, snapshot: Snapshot, *, alone: bool) -> None:
+    def __init__(self, engine: Engine, loader: CommitLoader, snapshot: Snapshot, *, alone: bool) -> None:
         """``snapshot`` is held by who calls this, or by what the class methods add; ``alone``: it was asked for."""
-        self._engine, self._files, self._alone = engine, files, alone
-        self._label = files.label
+        self._engine, self._loader, self._alone = engine, loader, alone
+        self._label = loader.label
         self.snapshot = snapshot
         self._holds = ExitStack()
 
     @classmethod
-    def leased(cls, engine: Engine, files: CommitFiles, at: int | None = None) -> CommitReader:
+    def leased(cls, engine: Engine, loader: CommitLoader, at: int | None = None) -> CommitReader:
         """Take a lease of commit ``at``, the newest where not said, as far as leases can be taken.
 
         Raises CommitMissingError and CorruptStoreError.
@@ -44,11 +44,11 @@ class CommitReader:
         for _ in range(_TRIES):
             head, reader = engine.newest(), None
             try:
-                newest = files.newest()
-                snapshot = newest if at is None or newest.commit is None else files.find(newest.commit, at)
+                newest = loader.newest()
+                snapshot = newest if at is None or newest.commit is None else loader.find(newest.commit, at)
                 if at is not None and newest.commit is None:
-                    raise CommitMissingError(f"{files.label} has no commit {at}: it has none yet")
-                reader = cls(engine, files, snapshot, alone=at is not None)
+                    raise CommitMissingError(f"{loader.label} has no commit {at}: it has none yet")
+                reader = cls(engine, loader, snapshot, alone=at is not None)
                 if reader._take():
                     return reader
                 reader.close()
@@ -59,14 +59,14 @@ class CommitReader:
                     raise
             time.sleep(_PAUSE_SECONDS)  # a commit gave it up meanwhile
         raise CommitMissingError(
-            f"commits of {files.label} are given up faster than they can be read: keep more (retention)"
+            f"commits of {loader.label} are given up faster than they can be read: keep more (retention)"
         )
 
     @classmethod
-    def pinned_in(cls, engine: Engine, files: CommitFiles, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
+    def pinned_in(cls, engine: Engine, loader: CommitLoader, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
         """Hold a commit that a writer in this process pins until this is closed. Raises CommitMissingError."""
         holds = ExitStack()
-        reader = cls(engine, files, holds.enter_context(pinned), alone=True)
+        reader = cls(engine, loader, holds.enter_context(pinned), alone=True)
         reader._holds = holds
         return reader
 
@@ -79,7 +79,7 @@ class CommitReader:
         found: list[Snapshot] = []
         for kept in () if self._alone else commit.kept:
             try:
-                found.append(self._files.kept(kept))
+                found.append(self._loader.kept(kept))
             except CorruptStoreError:
                 if self._is_kept(kept.id):
                     raise
@@ -129,7 +129,7 @@ class CommitReader:
         commit = self.snapshot.commit
         assert commit is not None, "it was read"
         try:
-            newest = commit if self._engine.newest() == commit.head else self._files.newest().commit
+            newest = commit if self._engine.newest() == commit.head else self._loader.newest().commit
         except StoreError:
             if unknown:
                 return True

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Cursor
     from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.layout import Checksums, SegmentLayout
-    from tiercache.store.recovery import CommitFiles
+    from tiercache.store.recovery import CommitLoader
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import RetainedSegment, Segment
@@ -49,7 +49,7 @@ class CommitWriter:
     def __init__(
         self,
         engine: Engine,
-        files: CommitFiles,
+        loader: CommitLoader,
         tables: Sequence[Table],
         counters: Counters,
         retention: int | None,
@@ -58,15 +58,15 @@ class CommitWriter:
 
         Raises CorruptStoreError where something that a commit needs is not there, and changes nothing then.
         """
-        self._engine, self._files, self._tables, self._counters = engine, files, tuple(tables), counters
-        self._groups, self._label = files.groups, files.label
+        self._engine, self._loader, self._tables, self._counters = engine, loader, tuple(tables), counters
+        self._groups, self._label = loader.groups, loader.label
         self._lock = threading.RLock()
         """Held from the begin of a step to its end."""
         self._snapshot_lock = threading.Lock()
         """Held for a moment, where ``snapshot`` and the pins change."""
-        newest = files.newest()
+        newest = loader.newest()
         self._head = engine.newest()
-        kept = () if newest.commit is None else tuple(files.kept(one) for one in newest.commit.kept)
+        kept = () if newest.commit is None else tuple(loader.kept(one) for one in newest.commit.kept)
         self._history = History((*kept, *(() if newest.commit is None else (newest,))))
         self.snapshot = newest
         """The newest commit, and its segments with those appended since."""
@@ -147,7 +147,7 @@ class CommitWriter:
             except StoreFullError as error:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
-            self._files.read_in_place(writer.segment, writer.head)
+            self._loader.read_in_place(writer.segment, writer.head)
             self._counters.add(transactions=1, **writer.written)
             appended = Snapshot(self.snapshot.commit, self._groups, (*self.snapshot.appended, writer.segment))
             self._allocated = Needed.of([appended], also=self._allocated)
@@ -410,7 +410,7 @@ class CommitWriter:
         kept, found = {_id(snapshot) for snapshot in self._history.snapshots}, list[Snapshot]()
         for name in sorted({f"commits/{id_}" for id_ in self._leased() - kept} & stored.keys()):
             with suppress(CorruptStoreError):
-                found.append(self._files.given_up(Blob(name, stored[name].size)))
+                found.append(self._loader.given_up(Blob(name, stored[name].size)))
         return found
 
     def _leased(self) -> set[int]:

@@ -35,8 +35,8 @@ READ_BYTES = 64 << 20
 ADVICE = "restore the store from a copy"
 
 
-class CommitFiles:
-    """Reads commits of an engine, and what describes their segments; from any thread."""
+class CommitLoader:
+    """Loads the commits of an engine and the metadata of their segments; from any thread."""
 
     def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount) -> None:
         self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses

@@ -20,7 +20,7 @@ from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.openers import OPENERS
 from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
 from tiercache.store.reading import BlockReader, Pages
-from tiercache.store.recovery import CommitFiles
+from tiercache.store.recovery import CommitLoader
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
 from tiercache.store.segment import base_layout
@@ -73,17 +73,17 @@ class Store:
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
-        files = CommitFiles(engine, self.groups, label, self.counters, opened.uses) if of is None else of._files
-        self._files: CommitFiles = files
+        loader = CommitLoader(engine, self.groups, label, self.counters, opened.uses) if of is None else of._loader
+        self._loader: CommitLoader = loader
         self._commits: CommitWriter | CommitReader
         if held is not None:
-            self._commits = CommitReader(engine, files, held.snapshot, alone=True)
+            self._commits = CommitReader(engine, loader, held.snapshot, alone=True)
         elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
-            self._commits = CommitReader.pinned_in(engine, files, of._commits.pinned(at))
+            self._commits = CommitReader.pinned_in(engine, loader, of._commits.pinned(at))
         elif mode == "r":
-            self._commits = CommitReader.leased(engine, files, at)
+            self._commits = CommitReader.leased(engine, loader, at)
         else:
-            self._commits = CommitWriter(engine, files, self.tables, self.counters, retention)
+            self._commits = CommitWriter(engine, loader, self.tables, self.counters, retention)
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
         self.reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain, path)
         """Reads its blocks: what functions that read take, with a snapshot."""
