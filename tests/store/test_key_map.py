@@ -67,9 +67,19 @@ def test_a_chunk_is_read_once_and_neighbors_by_one_read() -> None:
     assert len(behind.reads) == 2
 
 
+def test_a_small_array_is_read_at_once() -> None:
+    """One of 64 KiB or less: every chunk of it is there after the first use of one."""
+    behind = Behind({"a": np.arange(6000, dtype=np.int64)})
+    array = behind.arrays.array("a")
+    assert array.bytes_of(2047, 2048) == (2047).to_bytes(8, "little")
+    assert array[4096] == 4096
+    assert np.array_equal(array[:], np.arange(6000))
+    assert behind.reads == [(0, 48_000)]
+
+
 def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
     """In words that name it; it is not kept."""
-    behind = Behind({"a": np.arange(6000, dtype=np.int64)})
+    behind = Behind({"a": np.arange(10_000, dtype=np.int64)})
     behind.data[CHUNK_BYTES + 5] ^= 1
     array = behind.arrays.array("a")
     assert array[2047] == 2047

@@ -17,7 +17,7 @@ import numpy as np
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -54,6 +54,8 @@ class KeyMap:
     """The first of the last 32 bits of a hash: its first bits are the same for all keys of a rank."""
     range_bits: int
     """That have the number of a range."""
+    print_bits: int
+    """Of a fingerprint, which follow those of the bucket."""
     entry_bytes: int
     starts: Numbers
     """(B / 64 rounded up,) uint32: how many entries are before each 64 buckets."""
@@ -62,15 +64,11 @@ class KeyMap:
     entries: Numbers
     """(N * entry_bytes,) uint8, little-endian: the range in the last bits, and the fingerprint before it."""
 
-    @property
-    def print_bits(self) -> int:
-        """Bits of a fingerprint, which follow those of the bucket."""
-        return _print_bits(self.bucket_bits, self.range_bits, self.entry_bytes)
-
     def find(self, hashes: Hashes) -> tuple[Int64s, Int64s]:
         """Return (m,), (m,): which of ``hashes`` may be in which ranges."""
         if hashes.size <= _FEW:
-            return self._find_few(hashes.tolist())
+            which_few, ranges_few = self.find_few(hashes.tolist())
+            return np.array(which_few, np.int64), np.array(ranges_few, np.int64)
         which: list[Int64s] = []
         ranges: list[Int64s] = []
         lows = (hashes & _LOW).astype(np.int64)
@@ -94,24 +92,27 @@ class KeyMap:
         empty = np.empty(0, np.int64)
         return np.concatenate([empty, *which]), np.concatenate([empty, *ranges])
 
-    def _find_few(self, hashes: list[int]) -> tuple[Int64s, Int64s]:
+    def find_few(self, hashes: Iterable[int]) -> tuple[list[int], list[int]]:
         """Do what ``find`` does without arrays, which take longer for a few."""
         which: list[int] = []
         ranges: list[int] = []
-        shift, bits, size = 32 - self.bucket_bits - self.print_bits, (1 << self.print_bits) - 1, self.entry_bytes
+        size, bucket_shift = self.entry_bytes, 32 - self.bucket_bits
+        shift, bits = bucket_shift - self.print_bits, (1 << self.print_bits) - 1
         for number, one in enumerate(hashes):
             low = one & 0xFFFFFFFF
-            bucket, wanted = low >> (32 - self.bucket_bits), (low >> shift) & bits
+            bucket, wanted = low >> bucket_shift, (low >> shift) & bits
             run = bucket // _RUN
-            counts = self.counts[run * _RUN : bucket + 1].tobytes()
-            first = int(self.starts[run]) + sum(counts[:-1])
-            entries = self.entries[first * size : (first + counts[-1]) * size].tobytes()
+            counts = _bytes_of(self.counts, run * _RUN, bucket + 1)
+            if not counts[-1]:
+                continue
+            first = int.from_bytes(_bytes_of(self.starts, run, run + 1), "little") + sum(counts) - counts[-1]
+            entries = _bytes_of(self.entries, first * size, (first + counts[-1]) * size)
             for at in range(0, len(entries), size):
                 entry = int.from_bytes(entries[at : at + size], "little")
                 if entry >> self.range_bits == wanted:
                     which.append(number)
                     ranges.append(entry & ((1 << self.range_bits) - 1))
-        return np.array(which, np.int64), np.array(ranges, np.int64)
+        return which, ranges
 
     def _entries(self, low: int, high: int) -> Int64s:
         data = np.asarray(self.entries[low * self.entry_bytes : high * self.entry_bytes]).reshape(-1, self.entry_bytes)
@@ -142,12 +143,13 @@ class KeyMap:
         bucket_bits, range_bits, entry_bytes = (whole(value, "bits of a map") for value in record)
         found = cls(
             bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes,
+            print_bits=_print_bits(bucket_bits, range_bits, entry_bytes),
             starts=arrays.array(f"map_starts/{group}"), counts=arrays.array(f"map_counts/{group}"),
             entries=arrays.array(f"map/{group}"),
         )  # fmt: skip
         sizes = found.starts.size, found.counts.size, found.entries.size
         wanted = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
-        if sizes != wanted or _print_bits(bucket_bits, range_bits, entry_bytes) < 1:
+        if sizes != wanted or found.print_bits < 1:
             raise ValueError(f"a map of keys has arrays of {sizes}, and {wanted} were written")
         return found
 
@@ -195,7 +197,7 @@ class KeyMapBuilder:
             done += part.size
         before = np.cumsum(counts, dtype=np.int64) - counts
         return KeyMap(
-            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes,
+            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes, print_bits=print_bits,
             starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=data.reshape(-1),
         )  # fmt: skip
 
@@ -212,6 +214,10 @@ class KeyMapBuilder:
             rows = np.nonzero((self._lows >= low) & (self._lows <= high - 1))[0]
             if rows.size:
                 yield rows
+
+
+def _bytes_of(numbers: Numbers, low: int, high: int) -> bytes:
+    return numbers[low:high].tobytes() if isinstance(numbers, np.ndarray) else numbers.bytes_of(low, high)
 
 
 def _order_of(numbers: Int64s) -> Int64s:

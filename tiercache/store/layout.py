@@ -320,14 +320,24 @@ class SegmentLayout:
 
     def page_sizes(self, low: int, high: int) -> Int64s:
         """Return the rows of each of the pages [low, high)."""
-        sizes: Int64s = np.diff(self.rows_of_pages(np.arange(low, high + 1)))
+        sizes: Int64s = np.diff(self.page_bounds(low, high)) // self.row_bytes
         return sizes
 
     def page_bounds(self, low: int, high: int) -> Int64s:
         """Return the byte, counted from that of page ``low``, at which each of the pages [low, high] begins."""
+        first, last = self.row_of_page(low), self.row_of_page(high)
+        ends_R = self.first_row_R[1:]
+        if (
+            first // self.block_rows == (last - 1) // self.block_rows
+            and last <= ends_R[ends_R.searchsorted(first, "right")]
+        ):
+            # Of one block and one range: all pages but the last one have ``page_rows``.
+            bounds = np.arange(0, (high - low + 1) * self.page_rows, self.page_rows) * self.row_bytes
+            bounds[-1] = (last - first) * self.row_bytes
+            return bounds
         rows = self.rows_of_pages(np.arange(low, high + 1))
-        bounds: Int64s = (rows - rows[0]) * self.row_bytes
-        return bounds
+        every: Int64s = (rows - rows[0]) * self.row_bytes
+        return every
 
     def to_record(self) -> tuple[dict[str, int], dict[str, NDArray[Any]]]:
         """Return the layout as plain JSON values and arrays."""

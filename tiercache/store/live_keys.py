@@ -238,7 +238,13 @@ def _readings(
     snapshot: Snapshot, segment: Segment, group: Group, sought: Sought, after: int, recall: Recall | None
 ) -> Iterator[list[_Reading]]:
     """Yield what is read of the keys of a segment in the order of its rows, so much that a thread has work to do."""
-    if all(hashes is not None and not hashes.size for hashes in sought.values()):
+    wanted = [hashes for hashes in sought.values() if hashes is None or hashes.size]
+    if not wanted:
+        return
+    key_map = segment.maps[group.index]
+    if key_map is not None and all(  # most of many segments are passed over here, and quickly
+        hashes is not None and hashes.size < _MANY and not key_map.find_few(hashes.tolist())[0] for hashes in wanted
+    ):
         return
     layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))

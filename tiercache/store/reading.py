@@ -146,7 +146,7 @@ class BlockReader:
             if not 0 <= low <= high <= layout.num_pages:
                 found = f"pages {low} to {high} of segment {segment.id} are not there"
                 raise ValueError(f"{found}: it has {layout.num_pages}")
-            size = int(np.diff(layout.rows_of_pages(np.array([low, high])))[0]) * layout.row_bytes
+            size = layout.byte_of_page(high) - layout.byte_of_page(low)
             if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
                 raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
         at_once = min(_READS if at_once is None else at_once, len(requests))
@@ -171,47 +171,51 @@ class BlockReader:
 
     def _work(self, requests: Iterator[Pages]) -> None:
         """Read what comes next until nothing does, and check it."""
-        read, size = list[_Span](), 0
+        spans = chain.from_iterable(map(self._spans, requests))
         try:
-            for pages in requests:
-                for span in self._spans(pages):
-                    self._read(span.request, span.segment, span.group, span.block)
-                    size += span.request.out.size
-                    read.append(span)
-                if size >= _CHECK_BYTES:
-                    self._check(read)
-                    read, size = [], 0
-            self._check(read)
+            while read := self._read_some(spans):
+                self._check(read)
         except BaseException:
             for _ in requests:
                 pass  # the others need not read what is of no use now
             raise
 
+    def _read_some(self, spans: Iterator[_Span]) -> list[_Span]:
+        """Read spans until they are worth a check, or there are no more; returns them."""
+        read, size = list[_Span](), 0
+        with self._uses.using():
+            for span in spans:
+                try:
+                    self._engine.read(span.request)
+                except BlockReadError as error:
+                    raise self._corrupt(span, error.seen) from error
+                read.append(span)
+                size += span.request.out.size
+                if size >= _CHECK_BYTES:
+                    break
+        return read
+
     def _spans(self, pages: Pages) -> Iterator[_Span]:
         """Cut pages where blocks end."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
-        rows = layout.rows_of_pages(np.arange(low, high + 1))
-        bounds, blob = (rows - rows[0]) * layout.row_bytes, segment.blob(ROWS, self.groups[group])
-        begin = 0
-        while begin < high - low:
-            row = int(rows[begin])
+        blob = segment.blob(ROWS, self.groups[group])
+        while low < high:
+            row = layout.row_of_page(low)
             block = row // layout.block_rows
-            end = int(rows.searchsorted((block + 1) * layout.block_rows))
-            end = min(end, high - low)
-            data, inside = out[bounds[begin] : bounds[end]], (row - block * layout.block_rows) * layout.row_bytes
+            end = min(high, layout.page_of_row(min((block + 1) * layout.block_rows, layout.rows)))
+            bounds = layout.page_bounds(low, end)
+            data, out = out[: bounds[-1]], out[bounds[-1] :]
+            inside = (row - block * layout.block_rows) * layout.row_bytes
             request = ReadRequest(blob, layout.byte_in_blob(ROWS, block) + inside, data)
-            part = data, bounds[begin : end + 1] - bounds[begin]
-            yield _Span(request, part, segment, group, block, low + begin, low + end)
-            begin = end
+            yield _Span(request, (data, bounds), segment, group, block, low, end)
+            low = end
 
     def _check(self, spans: Sequence[_Span]) -> None:
         """Count spans that were read, and compare their checksums with those that were written.
 
         Raises CorruptBlockError.
         """
-        if not spans:
-            return
         rows = sum(span.request.out.size // span.segment.layouts[span.group].row_bytes for span in spans)
         num_bytes = sum(span.request.out.size for span in spans)
         self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))
@@ -220,14 +224,16 @@ class BlockReader:
         if np.array_equal(sums, expected):
             return
         at = int(np.argmax(sums != expected))
-        words, requests = f"has checksum {sums[at]:08x}", int(expected[at])
+        words, written = f"has checksum {sums[at]:08x}", int(expected[at])
         for span in spans:
             if at < span.high - span.low:
                 words += f" in page {span.low + at}"
-                raise self._explain(
-                    corrupt_block(self.label, span.segment, self.groups[span.group], span.block, words, requests)
-                )
+                raise self._corrupt(span, words, written)
             at -= span.high - span.low
+
+    def _corrupt(self, span: _Span, words: str, written: int | None = None) -> StoreError:
+        group = self.groups[span.group]
+        return self._explain(corrupt_block(self.label, span.segment, group, span.block, words, written))
 
     def keys(
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None

@@ -213,8 +213,7 @@ class SegmentWriter:
         for group, block, data, keys, changed in unsealed:
             layout = self._meta.layouts[group]
             low, high = layout.pages_of_block(block)
-            rows = layout.rows_of_pages(np.arange(low, high + 1))
-            parts.append((data, (rows - rows[0]) * layout.row_bytes))
+            parts.append((data, layout.page_bounds(low, high)))
             targets.append(self._sums[group][low:high])
             bounds = key_page_bounds(keys.size)
             first = block * layout.key_pages

@@ -29,7 +29,7 @@ import errno
 import os
 import shutil
 import threading
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -69,7 +69,7 @@ from tiercache.store.locks import WriterLock
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -181,8 +181,13 @@ class LmdbEngine:
         entry = self._entries.get(name)
         if entry is None:
             entry = self._find(name)
-        with self._reading():
+        with self._count:
+            self._reads += 1
+        try:
             self._file.read(extents_of(entry), offset, out)
+        finally:
+            with self._count:
+                self._reads -= 1
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free runs of the file; what is free may leave it, as its end or as holes."""
@@ -442,16 +447,6 @@ class LmdbEngine:
 
     def _lost(self) -> StoreError:
         return StoreError(f"{self.path / DATA} could not be read after a publish: fix that and open the store again")
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._count:
-            self._reads += 1
-        try:
-            yield
-        finally:
-            with self._count:
-                self._reads -= 1
 
     def _close_environment(self) -> None:
         if self._env is not None:
