@@ -219,7 +219,7 @@ GOALS = (
 
 def measure(size: runs.Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run everything and return its figures."""
-    runs.warm_checksums()
+    runs.warm_kernels()
     figures: dict[str, Any] = {}
     case = runs.Case.of(260, size.pass_bytes)
     small = runs.Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))

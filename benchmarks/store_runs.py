@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
-from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
+from tiercache.rows.compute import COMPUTE
 from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
 
@@ -195,10 +195,11 @@ def drop_store(path: Path) -> None:
             drop_cache(file)
 
 
-def warm_checksums() -> None:
-    """Compile the checksum before anything is timed."""
-    if has_crc32c():
-        crc32c([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
+def warm_kernels() -> None:
+    """Compile what stores compute with before anything is timed."""
+    COMPUTE.checksums([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
+    COMPUTE.hashes(np.zeros(4, np.int64), np.zeros(1, np.uint64), np.array([4]))
+    COMPUTE.map_entries(np.zeros(4, np.uint32), np.array([0, 4]), 0, 8, 8, 2)
 
 
 def publish(store: Store, pass_index: int) -> None:
@@ -237,8 +238,7 @@ class StoreRun:
         self.engine, self.case, self.path = engine, case, path
         shutil.rmtree(path, ignore_errors=True)
         self.store = Store.open(path, tables=[case.table], engine=engine)
-        if has_crc32c():
-            self.store.reader.checksums = crc32c
+        self.store.reader.compute = COMPUTE
         self.store.write_within(case.budget.transaction)
         self.bytes_read = self.bytes_useful = 0
 

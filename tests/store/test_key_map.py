@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Range, SegmentLayout, Store
-from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder
+from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder, map_entries
 from tiercache.store.paged import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
 
 
@@ -102,7 +102,7 @@ def map_of(layout: SegmentLayout, hashes: NDArray[np.uint64]) -> KeyMap | None:
     for block in reversed(range(layout.num_blocks)):
         low, high = layout.rows_of_block(block)
         builder.add(low, hashes[low:high])
-    return builder.build()
+    return builder.build(map_entries)
 
 
 @settings(max_examples=60, deadline=None)

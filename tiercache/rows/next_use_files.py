@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import TierCacheError
-from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import CHECKED_BYTES, distance_bytes
 from tiercache.planning.next_use import NextUses, find_next_uses, views_of
 from tiercache.planning.row_offsets import KEYS_PER_RANGE
+from tiercache.rows.compute import COMPUTE
 from tiercache.sizes import format_bytes
-from tiercache.store.layout import page_checksums
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,4 +137,4 @@ def _checksums(distances: NDArray[np.uint8]) -> NDArray[np.uint32]:
     bounds = np.minimum(
         np.arange(distance_bytes(distances.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, distances.size
     )
-    return (crc32c if has_crc32c() else page_checksums)([(np.asarray(distances), bounds)])
+    return COMPUTE.checksums([(np.asarray(distances), bounds)])

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.errors import StateError
-from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budgets import paged
 from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport
+from tiercache.rows.compute import COMPUTE
 from tiercache.rows.host import HostTier
 from tiercache.rows.packing import Packer, SwitchBuffers
 from tiercache.rows.prefetch import RowPrefetcher, Staged
@@ -104,8 +104,7 @@ class PassSwitcher:
         self._uses_of = next_uses_of
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, backend, self.host, positions, keys_of)
-        if has_crc32c():
-            store.reader.checksums = crc32c
+        store.reader.compute = COMPUTE
         store.write_within(budget.transaction)
         self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)

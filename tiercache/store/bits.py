@@ -73,6 +73,11 @@ def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
     return mix(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64) ^ np.uint64(table_id))
 
 
+def hash_runs(keys: NDArray[np.int64], table_ids: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the hash of each key (n,): the first ``counts[0]`` are of the table ``table_ids[0]``, and so on."""
+    return mix(keys.view(np.uint64) ^ np.repeat(table_ids, counts))
+
+
 def keys_of(hashes: NDArray[np.uint64], table_id: int) -> NDArray[np.int64]:
     """Return the key of each hash of a table: the inverse of ``hash_keys``."""
     mixed = hashes ^ (hashes >> np.uint64(31)) ^ (hashes >> np.uint64(62))

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Cursor
+    from tiercache.store.compute import Compute
     from tiercache.store.engines.engine import Counters, Engine, Head, Stored
-    from tiercache.store.layout import Checksums, SegmentLayout
+    from tiercache.store.layout import SegmentLayout
     from tiercache.store.recovery import CommitLoader
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
@@ -127,7 +128,7 @@ class CommitWriter:
         pass_index: int,
         layouts: Sequence[SegmentLayout],
         blocks: Iterable[RowBlock] | Iterable[MovedBlock],
-        checksums: Checksums,
+        compute: Compute,
         *,
         within: bool,
         stable: bool,
@@ -139,7 +140,7 @@ class CommitWriter:
             self._free()
             writer = SegmentWriter(
                 self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, self._groups,
-                blocks, checksums, within=within, stable=stable, moved=moved,
+                blocks, compute, within=within, stable=stable, moved=moved,
             )  # fmt: skip
             self._next_id += 1
             try:
@@ -216,7 +217,7 @@ class CommitWriter:
             before = [one for one in self._history.snapshots if _id(one) <= to or _id(one) in kept]
             return self._advance(self._kept(before, commit), commit)
 
-    def rewrite(self, rewrite: Rewrite, checksums: Checksums, schedule_digest: str, start: Cursor) -> Commit:
+    def rewrite(self, rewrite: Rewrite, compute: Compute, schedule_digest: str, start: Cursor) -> Commit:
         """Make a commit at ``start`` of a schedule, with new segments in place of all that are not retained."""
         with self._lock:
             before = self.snapshot.commit
@@ -226,7 +227,7 @@ class CommitWriter:
             try:
                 for one in rewrite.segments():
                     segment = self.append(
-                        base_pass(start.pass_index), one.layouts, one.blocks, checksums,
+                        base_pass(start.pass_index), one.layouts, one.blocks, compute,
                         within=start.sample > 0, stable=False, moved=one.moved,
                     )  # fmt: skip
                     new += [segment] if segment.rows or segment.within else []

@@ -17,7 +17,7 @@ import numpy as np
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Hashes = NDArray[np.uint64]
     Int64s = NDArray[np.int64]
     Numbers = NDArray[Any] | PagedArray
+    Entries = Callable[[NDArray[np.uint32], Int64s, int, int, int, int], tuple[NDArray[np.uint32], NDArray[np.uint8]]]
+    """``map_entries`` or its equivalent."""
 
 MOST_ROWS = 1 << 26
 """Largest layout with a map. While one is built, each row takes 4 bytes of memory, 3 for its entry, and a sort."""
@@ -170,50 +172,64 @@ class KeyMapBuilder:
         """Take the hashes of rows from ``first_row`` on."""
         self._lows[first_row : first_row + hashes.size] = hashes & _LOW
 
-    def build(self) -> KeyMap | None:
+    def build(self, entries_of: Entries) -> KeyMap | None:
         """Return the map; None where so many keys have alike hashes that it would be of no use."""
         rows = self._layout.rows
         bucket_bits, range_bits = _bucket_bits(rows), _range_bits(self._layout)
         entry_bytes = _entry_bytes(range_bits)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
-        counts = np.zeros(1 << bucket_bits, np.uint32)
-        data = np.empty((rows, entry_bytes), np.uint8)
-        done = 0
-        for part in self._parts(bucket_bits):
-            lows = self._lows[part].astype(np.int64)
-            buckets = lows >> (32 - bucket_bits)
-            first = int(buckets.min())
-            buckets -= first
-            found = np.bincount(buckets)
-            if int(found.max()) > 255:
-                return None
-            counts[first : first + found.size] = found
-            prints = (lows >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
-            of_range = np.diff(np.searchsorted(part, self._layout.first_row_R))
-            entries = (prints << range_bits) | np.repeat(np.arange(of_range.size), of_range)
-            entries = entries[_order_of(buckets)]
-            for byte in range(entry_bytes):
-                data[done : done + part.size, byte] = (entries >> (8 * byte)) & 255
-            done += part.size
+        counts, entries = entries_of(
+            self._lows, self._layout.first_row_R, bucket_bits, print_bits, range_bits, entry_bytes
+        )
+        if int(counts.max()) > 255:
+            return None
         before = np.cumsum(counts, dtype=np.int64) - counts
         return KeyMap(
             bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes, print_bits=print_bits,
-            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=data.reshape(-1),
+            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=entries,
         )  # fmt: skip
 
-    def _parts(self, bucket_bits: int) -> Iterator[Int64s]:
-        """Yield the rows of a run of buckets, in order, then of the next run."""
-        parts = min(_PARTS, -(-self._lows.size // _PART_ROWS))
-        if parts == 1:
-            yield np.arange(self._lows.size)
-            return
-        shift = 32 - bucket_bits
-        first, last = (int(low) >> shift for low in (self._lows.min(), self._lows.max()))
-        bounds = [(first + (last + 1 - first) * part // parts) << shift for part in range(parts + 1)]
-        for low, high in pairwise(bounds):
-            rows = np.nonzero((self._lows >= low) & (self._lows <= high - 1))[0]
-            if rows.size:
-                yield rows
+
+def map_entries(
+    lows: NDArray[np.uint32], first_row_R: Int64s, bucket_bits: int, print_bits: int, range_bits: int, entry_bytes: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    """Return (B,) and (N * entry_bytes,): entries of each bucket, and all of them, by bucket and then by row.
+
+    ``lows`` (N,) are the last 32 bits of the hashes of the rows of a layout.
+    """
+    counts = np.zeros(1 << bucket_bits, np.uint32)
+    data = np.empty((lows.size, entry_bytes), np.uint8)
+    done = 0
+    for part in _parts(lows, bucket_bits):
+        low = lows[part].astype(np.int64)
+        buckets = low >> (32 - bucket_bits)
+        first = int(buckets.min())
+        buckets -= first
+        found = np.bincount(buckets)
+        counts[first : first + found.size] = found
+        prints = (low >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
+        of_range = np.diff(np.searchsorted(part, first_row_R))
+        entries = (prints << range_bits) | np.repeat(np.arange(of_range.size), of_range)
+        entries = entries[_order_of(buckets)]
+        for byte in range(entry_bytes):
+            data[done : done + part.size, byte] = (entries >> (8 * byte)) & 255
+        done += part.size
+    return counts, data.reshape(-1)
+
+
+def _parts(lows: NDArray[np.uint32], bucket_bits: int) -> Iterator[Int64s]:
+    """Yield the rows of a run of buckets, in order, then of the next run."""
+    parts = min(_PARTS, -(-lows.size // _PART_ROWS))
+    if parts == 1:
+        yield np.arange(lows.size)
+        return
+    shift = 32 - bucket_bits
+    first, last = (int(low) >> shift for low in (lows.min(), lows.max()))
+    bounds = [(first + (last + 1 - first) * part // parts) << shift for part in range(parts + 1)]
+    for low, high in pairwise(bounds):
+        rows = np.nonzero((lows >= low) & (lows <= high - 1))[0]
+        if rows.size:
+            yield rows
 
 
 def _bytes_of(numbers: Numbers, low: int, high: int) -> bytes:

@@ -19,7 +19,7 @@ import numpy as np
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
     """Bytes, and bounds (R + 1, rising) of runs of them."""
-    Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
-    """A function that computes page checksums: ``page_checksums`` or a faster equivalent."""
 
 
 NEVER = (1 << 63) - 1

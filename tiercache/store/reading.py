@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from tiercache.store.compute import Compute
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
-from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds, page_checksums
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds
 from tiercache.store.recovery import room_for
 from tiercache.store.segment import corrupt_block, first_hashes_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import Commit
     from tiercache.store.engines.engine import Counters, Engine, Stored
-    from tiercache.store.layout import Checksums, Part
+    from tiercache.store.layout import Part
     from tiercache.store.locks import UseCount
     from tiercache.store.segment import Segment
     from tiercache.store.store_errors import StoreError
@@ -109,8 +110,8 @@ class BlockReader:
         self._pid, self._closed = os.getpid(), False
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self.checksums: Checksums = page_checksums
-        """Computes the CRC32C of pages; a training sets a function that does so next to it, without the GIL."""
+        self.compute = Compute()
+        """Functions over many rows; a training sets others that do the same next to it, without the GIL."""
 
     @property
     def scratch(self) -> Path:
@@ -219,7 +220,7 @@ class BlockReader:
         rows = sum(span.request.out.size // span.segment.layouts[span.group].row_bytes for span in spans)
         num_bytes = sum(span.request.out.size for span in spans)
         self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))
-        sums = self.checksums([span.part for span in spans])
+        sums = self.compute.checksums([span.part for span in spans])
         expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
         if np.array_equal(sums, expected):
             return
@@ -246,7 +247,7 @@ class BlockReader:
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
         request = ReadRequest(blob, layout.byte_in_blob(KEYS, block) + int(bounds[0]), data)
         self._read(request, segment, group, block)
-        sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
+        sums, keys = self.compute.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
         page = block * layout.key_pages + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.bits import hash_keys
 from tiercache.store.key_map import KeyMapBuilder
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import digest
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.compute import Compute
     from tiercache.store.engines.engine import Engine, Part
     from tiercache.store.key_map import KeyMap
-    from tiercache.store.layout import Checksums, SegmentLayout
+    from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.table import Group
 
@@ -50,7 +50,7 @@ class SegmentWriter:
         layouts: Sequence[SegmentLayout],
         groups: Sequence[Group],
         blocks: Iterable[RowBlock] | Iterable[MovedBlock],
-        checksums: Checksums,
+        compute: Compute,
         *,
         within: bool,
         stable: bool,
@@ -97,7 +97,7 @@ class SegmentWriter:
         self.num_bytes = sum(self.written.values()) - self.written["rows_written"]
         """Bytes of all blocks."""
         self._source: Iterator[RowBlock | MovedBlock] = iter(blocks)
-        self._checksums, self._stable = checksums, stable
+        self._compute, self._stable = compute, stable
         self._missing = {(g, b) for g, layout in enumerate(layouts) for b in range(layout.num_blocks)}
         self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
@@ -125,7 +125,9 @@ class SegmentWriter:
 
     def _made_maps(self) -> tuple[KeyMap | None, ...]:
         """Return the map of each group, when all of its keys are taken."""
-        maps = tuple(None if builder is None else builder.build() for builder in self._map_builders)
+        maps = tuple(
+            None if builder is None else builder.build(self._compute.map_entries) for builder in self._map_builders
+        )
         self._map_builders.clear()
         return maps
 
@@ -197,7 +199,7 @@ class SegmentWriter:
             return first_hashes_of(keys[starts], first_row + starts, layout, self._groups[group])
         ids = np.array([table.table_id for table in self._groups[group].tables], np.uint64)
         places, counts = layout.tables_between(first_row, first_row + keys.size)
-        hashes = hash_keys((keys.view(np.uint64) ^ np.repeat(ids[places], counts)).view(np.int64), 0)
+        hashes = self._compute.hashes(keys, ids[places], counts)
         builder.add(first_row, hashes)
         return hashes[starts]
 
@@ -227,7 +229,7 @@ class SegmentWriter:
                 if self._stored[group]:
                     parts.append((changed.view(np.uint8), np.array([0, changed.nbytes])))
                     targets.append(checksums_B[block : block + 1])
-        sums, begin = self._checksums(parts), 0
+        sums, begin = self._compute.checksums(parts), 0
         for target in targets:
             target[:] = sums[begin : begin + target.size]
             begin += target.size

@@ -245,7 +245,7 @@ class Store:
         """
         writer = self.commit_writer
         with self._opened.uses.using():
-            return writer.append(pass_index, layouts, blocks, self.reader.checksums, within=within, stable=stable)
+            return writer.append(pass_index, layouts, blocks, self.reader.compute, within=within, stable=stable)
 
     def publish(
         self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
@@ -328,7 +328,7 @@ class Store:
             retain_segments=retain_segments,
         )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
-            return writer.rewrite(rewrite, self.reader.checksums, schedule_digest, begin)
+            return writer.rewrite(rewrite, self.reader.compute, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
         """Commit the appended rows over the stored ones: each hides the row that its key had.

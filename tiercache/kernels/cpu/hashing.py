@@ -47,6 +47,27 @@ def hash_keys(keys: I8, table_id: int) -> U8:
     return out
 
 
+@serial
+def _hash_runs(keys: I8, table_ids: U8, counts: I8, out: Written[U8]) -> None:
+    at = 0
+    for run in range(counts.size):
+        for i in range(at, at + counts[run]):
+            out[i] = mix_word(np.uint64(keys[i]) ^ table_ids[run])
+        at += counts[run]
+
+
+def hash_runs(keys: I8, table_ids: U8, counts: I8) -> U8:
+    """Return the hash of each key (n,): the first `counts[0]` are of the table `table_ids[0]`, and so on.
+
+    Raises ValueError where the counts are not those of the keys.
+    """
+    if counts.sum() != keys.size or (counts.size and counts.min() < 0):
+        raise ValueError(f"the runs of keys have {counts.sum()} keys: {keys.size} were given")
+    out = np.empty(keys.size, np.uint64)
+    _hash_runs(keys, table_ids, counts, out)
+    return out
+
+
 def _word_at(builder: Any, data: Elements, offset: Any, bits: int) -> Any:
     address = builder.bitcast(data.address(builder, offset), ir.IntType(bits).as_pointer())
     word = builder.load(address, align=1)

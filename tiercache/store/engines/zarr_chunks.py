@@ -139,9 +139,11 @@ class ChunkWriter:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
         self.buffers = Buffers()
+        self.stable = False
+        """True while the memory that ``fill`` takes bytes from stays as it is until ``finish``."""
 
     def put(self, place: Place, fill: Fill) -> None:
-        """Write bytes of an object; ``fill`` puts them into memory before this returns."""
+        """Write bytes of an object; ``fill`` copies them before this returns, or later if ``stable``."""
         raise NotImplementedError
 
     def put_encoded(self, key: str, size: int, fill: Fill, encode: Callable[[Bytes], bytes]) -> None:
@@ -205,14 +207,19 @@ class ChunkWriter:
             self._jobs.pop(0).result()
 
     def _submit(self, buffer: Bytes, job: Callable[[], None], fill: Callable[[], None]) -> None:
+        later = self.stable
+
         def run() -> None:
             try:
+                if later:
+                    fill()
                 job()
             finally:
                 self.buffers.give(buffer)
 
         try:
-            fill()
+            if not later:
+                fill()
             self._jobs.append(self._pool.submit(run))
         except BaseException:
             self.buffers.give(buffer)

@@ -109,7 +109,7 @@ class ZarrEngine:
         with writing(self._writer.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
         held.add(added)
-        made = {*keys}
+        made, self._writer.stable = {*keys}, stable
         try:
             for key, node in keys.items():
                 self._writer.put_object(key, node)
