@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
-from tiercache.rows.compute import COMPUTE
+from tiercache.rows.store_kernels import COMPUTE
 from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
 

@@ -12,7 +12,7 @@ from tiercache.errors import TierCacheError
 from tiercache.planning.budgets import CHECKED_BYTES, distance_bytes
 from tiercache.planning.next_use import NextUses, find_next_uses, views_of
 from tiercache.planning.row_offsets import KEYS_PER_RANGE
-from tiercache.rows.compute import COMPUTE
+from tiercache.rows.store_kernels import COMPUTE
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from tiercache.planning.budgets import paged
 from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport
-from tiercache.rows.compute import COMPUTE
 from tiercache.rows.host import HostTier
 from tiercache.rows.packing import Packer, SwitchBuffers
 from tiercache.rows.prefetch import RowPrefetcher, Staged
+from tiercache.rows.store_kernels import COMPUTE
 from tiercache.rows.threads import nicer_thread, seconds_of_waiting, wait_for
 from tiercache.store import Cursor
 from tiercache.store.layout import Range
