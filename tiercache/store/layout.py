@@ -333,13 +333,14 @@ class SegmentLayout:
         return every
 
     def has_even_pages(self, first: int, last: int) -> bool:
-        """Return whether rows [first, last), whole pages, are of one block and one range.
+        """Return whether rows [first, last), whole pages, are some of one block and one range.
 
         Then all of their pages but the last have ``page_rows``.
         """
         ends_R = self.first_row_R[1:]
-        return (
-            first // self.block_rows == (last - 1) // self.block_rows
+        return bool(
+            first < last
+            and first // self.block_rows == (last - 1) // self.block_rows
             and last <= ends_R[ends_R.searchsorted(first, side="right")]
         )
 
