@@ -120,8 +120,7 @@ def test_a_key_map_is_that_of_the_format() -> None:
     layout = SegmentLayout(
         row_bytes=8, page_rows=4, block_bytes=80, next_use_R=np.array([3, 4]), table_rows_RT=np.array([[5], [3]])
     )
-    builder = KeyMapBuilder.of(layout)
-    assert builder is not None
+    builder = KeyMapBuilder(layout)
     builder.add(0, hash_keys(np.array([*keys[0], *keys[1]], np.int64), TABLE.table_id))
     made = builder.build(map_entries)
     assert made is not None

@@ -61,8 +61,6 @@ def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout)
     for low, high in ((low, high) for low in ends for high in ends if low <= high):
         bounds = [(first - firsts[low]) * layout.row_bytes for first in firsts[low : high + 1]]
         assert layout.page_bounds(low, high).tolist() == bounds
-        even = low < high and len({page[2:] for page in pages[low:high]}) == 1
-        assert layout.has_even_pages(firsts[low], firsts[high]) == even
     assert [layout.range_of_page(p) for p in range(len(pages))] == [p[2] for p in pages]
     assert [layout.block_of_page(p) for p in range(len(pages))] == [p[3] for p in pages]
     held = [i for i, page in enumerate(pages) for _ in range(page[1])] + [len(pages)]

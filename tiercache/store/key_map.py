@@ -104,11 +104,11 @@ class KeyMap:
             low = one & 0xFFFFFFFF
             bucket, wanted = low >> bucket_shift, (low >> shift) & bits
             run = bucket // _RUN
-            counts = _bytes_of(self.counts, run * _RUN, bucket + 1)
+            counts = self.counts[run * _RUN : bucket + 1].tobytes()
             if not counts[-1]:
                 continue
-            first = int.from_bytes(_bytes_of(self.starts, run, run + 1), "little") + sum(counts) - counts[-1]
-            entries = _bytes_of(self.entries, first * size, (first + counts[-1]) * size)
+            first = int.from_bytes(self.starts[run : run + 1].tobytes(), "little") + sum(counts) - counts[-1]
+            entries = self.entries[first * size : (first + counts[-1]) * size].tobytes()
             for at in range(0, len(entries), size):
                 entry = int.from_bytes(entries[at : at + size], "little")
                 if entry >> self.range_bits == wanted:
@@ -134,10 +134,11 @@ class KeyMap:
     @staticmethod
     def most_bytes(layout: SegmentLayout) -> int:
         """Return the most bytes of the map of a layout."""
-        if not _needs_map(layout):
+        if not needs_map(layout):
             return 0
-        buckets = 1 << _bucket_bits(layout.rows)
-        return layout.rows * _entry_bytes(_range_bits(layout)) + buckets + 4 * -(-buckets // _RUN)
+        bucket_bits, _, entry_bytes = _sizes(layout)
+        buckets = 1 << bucket_bits
+        return layout.rows * entry_bytes + buckets + 4 * -(-buckets // _RUN)
 
     @classmethod
     def from_record(cls, record: Any, arrays: PagedArrays, group: int, layout: SegmentLayout) -> KeyMap:
@@ -163,20 +164,13 @@ class KeyMapBuilder:
         self._layout = layout
         self._lows = np.empty(layout.rows, np.uint32)
 
-    @classmethod
-    def of(cls, layout: SegmentLayout) -> KeyMapBuilder | None:
-        """Return what makes a map; None for a layout of one range, which needs none, and for one that is too large."""
-        return cls(layout) if _needs_map(layout) else None
-
     def add(self, first_row: int, hashes: Hashes) -> None:
         """Take the hashes of rows from ``first_row`` on."""
         self._lows[first_row : first_row + hashes.size] = hashes & _LOW
 
     def build(self, entries_of: Entries) -> KeyMap | None:
         """Return the map; None where so many keys have alike hashes that it would be of no use."""
-        rows = self._layout.rows
-        bucket_bits, range_bits = _bucket_bits(rows), _range_bits(self._layout)
-        entry_bytes = _entry_bytes(range_bits)
+        bucket_bits, range_bits, entry_bytes = _sizes(self._layout)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
         counts, entries = entries_of(
             self._lows, self._layout.first_row_R, bucket_bits, print_bits, range_bits, entry_bytes
@@ -210,7 +204,10 @@ def map_entries(
         prints = (low >> (32 - bucket_bits - print_bits)) & ((1 << print_bits) - 1)
         of_range = np.diff(np.searchsorted(part, first_row_R))
         entries = (prints << range_bits) | np.repeat(np.arange(of_range.size), of_range)
-        entries = entries[_order_of(buckets)]
+        order = np.argsort(buckets.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by their digits
+        if int(buckets.max()) >> 16:
+            order = order[np.argsort((buckets >> 16)[order].astype(np.uint16), kind="stable")]
+        entries = entries[order]
         for byte in range(entry_bytes):
             data[done : done + part.size, byte] = (entries >> (8 * byte)) & 255
         done += part.size
@@ -232,33 +229,15 @@ def _parts(lows: NDArray[np.uint32], bucket_bits: int) -> Iterator[Int64s]:
             yield rows
 
 
-def _bytes_of(numbers: Numbers, low: int, high: int) -> bytes:
-    return numbers[low:high].tobytes() if isinstance(numbers, np.ndarray) else numbers.bytes_of(low, high)
-
-
-def _order_of(numbers: Int64s) -> Int64s:
-    """Return the stable order of numbers from 0 on, below 2^32; NumPy sorts those of 16 bits by their digits."""
-    order = np.argsort(numbers.astype(np.uint16), kind="stable")
-    if int(numbers.max()) >> 16:
-        order = order[np.argsort((numbers >> 16)[order].astype(np.uint16), kind="stable")]
-    return order
-
-
-def _needs_map(layout: SegmentLayout) -> bool:
+def needs_map(layout: SegmentLayout) -> bool:
     """Return False for a layout of one range, where a map says nothing, and for one that is too large for a map."""
     return layout.rows <= MOST_ROWS and int(np.count_nonzero(np.diff(layout.first_row_R))) > 1
 
 
-def _bucket_bits(rows: int) -> int:
-    return max(0, (rows // _BUCKET_KEYS).bit_length() - 1)
-
-
-def _range_bits(layout: SegmentLayout) -> int:
-    return max(1, (layout.num_ranges - 1).bit_length())
-
-
-def _entry_bytes(range_bits: int) -> int:
-    return -(-(range_bits + _LEAST_PRINT_BITS) // 8)
+def _sizes(layout: SegmentLayout) -> tuple[int, int, int]:
+    """Return the bits of a bucket's number and of a range's, and the bytes of an entry."""
+    range_bits = max(1, (layout.num_ranges - 1).bit_length())
+    return max(0, (layout.rows // _BUCKET_KEYS).bit_length() - 1), range_bits, -(-(range_bits + _LEAST_PRINT_BITS) // 8)
 
 
 def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:

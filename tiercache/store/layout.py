@@ -324,25 +324,17 @@ class SegmentLayout:
     def page_bounds(self, low: int, high: int) -> Int64s:
         """Return the byte, counted from that of page ``low``, at which each of the pages [low, high] begins."""
         first, last = self.row_of_page(low), self.row_of_page(high)
-        if self.has_even_pages(first, last):
+        ends_R = self.first_row_R[1:]
+        if low < high and (  # of one block and one range: all pages but the last have ``page_rows``
+            first // self.block_rows == (last - 1) // self.block_rows
+            and last <= ends_R[ends_R.searchsorted(first, side="right")]
+        ):
             bounds = np.arange(0, (high - low + 1) * self.page_rows, self.page_rows) * self.row_bytes
             bounds[-1] = (last - first) * self.row_bytes
             return bounds
         rows = self.rows_of_pages(np.arange(low, high + 1))
-        every: Int64s = (rows - rows[0]) * self.row_bytes
+        every: Int64s = (rows - first) * self.row_bytes
         return every
-
-    def has_even_pages(self, first: int, last: int) -> bool:
-        """Return whether rows [first, last), whole pages, are some of one block and one range.
-
-        Then all of their pages but the last have ``page_rows``.
-        """
-        ends_R = self.first_row_R[1:]
-        return bool(
-            first < last
-            and first // self.block_rows == (last - 1) // self.block_rows
-            and last <= ends_R[ends_R.searchsorted(first, side="right")]
-        )
 
     def to_record(self) -> tuple[dict[str, int], dict[str, NDArray[Any]]]:
         """Return the layout as plain JSON values and arrays."""

@@ -147,7 +147,7 @@ class BlockReader:
             if not 0 <= low <= high <= layout.num_pages:
                 found = f"pages {low} to {high} of segment {segment.id} are not there"
                 raise ValueError(f"{found}: it has {layout.num_pages}")
-            size = layout.byte_of_page(high) - layout.byte_of_page(low)
+            size = (layout.row_of_page(high) - layout.row_of_page(low)) * layout.row_bytes
             if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
                 raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
         at_once = min(_READS if at_once is None else at_once, len(requests))
@@ -200,11 +200,12 @@ class BlockReader:
         """Cut pages where blocks end."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
-        blob = segment.blob(ROWS, self.groups[group])
+        blob, stop = segment.blob(ROWS, self.groups[group]), layout.row_of_page(high)
         while low < high:
             row = layout.row_of_page(low)
             block = row // layout.block_rows
-            end = min(high, layout.page_of_row(min((block + 1) * layout.block_rows, layout.rows)))
+            block_end = (block + 1) * layout.block_rows
+            end = high if stop <= block_end else layout.page_of_row(block_end)
             bounds = layout.page_bounds(low, end)
             data, out = out[: bounds[-1]], out[bounds[-1] :]
             inside = (row - block * layout.block_rows) * layout.row_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.key_map import KeyMapBuilder
+from tiercache.store.key_map import KeyMapBuilder, needs_map
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import digest
 from tiercache.store.segment import Changed, Segment, SegmentMeta, first_hashes_of
@@ -84,7 +84,7 @@ class SegmentWriter:
         """All that describes it is there when it is written."""
         self.head = b""
         """That of what describes it, when it is written."""
-        self._map_builders = [KeyMapBuilder.of(layout) for layout in layouts]
+        self._map_builders = [KeyMapBuilder(one) if needs_map(one) else None for one in layouts]
         self.written = {
             "rows_written": sum(layout.rows for layout in layouts),
             "row_bytes_written": sum(layout.rows * layout.row_bytes for layout in layouts),
@@ -215,7 +215,8 @@ class SegmentWriter:
         for group, block, data, keys, changed in unsealed:
             layout = self._meta.layouts[group]
             low, high = layout.pages_of_block(block)
-            parts.append((data, layout.page_bounds(low, high)))
+            rows = layout.rows_of_pages(np.arange(low, high + 1))
+            parts.append((data, (rows - rows[0]) * layout.row_bytes))
             targets.append(self._sums[group][low:high])
             bounds = key_page_bounds(keys.size)
             first = block * layout.key_pages

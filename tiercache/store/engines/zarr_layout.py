@@ -280,13 +280,6 @@ def merge(layout: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Se
 def _alike(layout: SegmentLayout, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
     """Yield (row in ``data``, pages, rows of each) of all neighbors of equal length."""
     rows, begin = data.size // layout.row_bytes, 0
-    if layout.has_even_pages(first, first + rows):
-        full, rest = divmod(rows, layout.page_rows)
-        if full:
-            yield 0, full, layout.page_rows
-        if rest:
-            yield full * layout.page_rows, 1, rest
-        return
     low, high = layout.page_of_row(first), layout.page_of_row(first + rows)
     for length, same in groupby(layout.page_sizes(low, high).tolist()):
         count = sum(1 for _ in same)
