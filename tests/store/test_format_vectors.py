@@ -59,18 +59,18 @@ def test_the_bytes_of_a_commit_are_those_of_the_format() -> None:
     """Magic, size of the header, header, checksum."""
     (shown,) = re.findall(r"```json\n(.*?)```", page("store.md"), re.DOTALL)
     header = shown.replace("\n", "").encode()
-    expected = b"TCR1" + bytes.fromhex("a1020000") + header + bytes.fromhex("7bc67594")
+    expected = b"TCR1" + bytes.fromhex("b8020000") + header + bytes.fromhex("0804baec")
     assert commit().to_bytes() == expected
     values, _ = read_record("commit", expected)
     assert values == json.loads(header)["values"]
-    assert len(header) == 673
+    assert len(header) == 696
 
 
 def test_the_digest_of_a_commit_is_that_of_its_blob() -> None:
     """In the pages of stores and of shards."""
     data = commit().to_bytes()
     digest = hashlib.sha256(data).hexdigest()
-    assert head_of("commits/7", data) == Head("commits/7", 685, digest)
+    assert head_of("commits/7", data) == Head("commits/7", 708, digest)
     assert digest in page("store.md")
     assert digest in page("shards.md")
 

@@ -82,7 +82,7 @@ class StorePlan:
                 live_C = np.repeat(blocks_R * block, np.diff(layout.next_use_R, prepend=pass_index))
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, num_bytes)
-        unfreed, unfreed_meta = _unfreed_bytes(groups, history)
+        unfreed, unfreed_meta = _unfreed_bytes(history)
         num_passes = 1 + commits * commit_every
         return cls(
             live=int(live.max()) + unfreed,
@@ -117,7 +117,7 @@ def block_bytes(group: Group, rows: int) -> int:
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> tuple[int, int]:
+def _unfreed_bytes(history: History) -> tuple[int, int]:
     """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and those
     of the metadata of their segments.
     """
@@ -126,7 +126,7 @@ def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> tuple[int, in
     total = metadata = 0
     for name, need in history.needed.segments.items():
         segment, before = need.segment, total
-        for group, layout in zip(groups, segment.layouts, strict=True):
+        for group, layout in zip(segment.groups, segment.layouts, strict=True):
             firsts, first_block = [layout.num_blocks], int(need.first_blocks_G[group.index])
             if name in earlier:
                 firsts.append(int(earlier[name].first_blocks_G[group.index]))
@@ -188,7 +188,7 @@ class ReorganizePlan:
         take fewer bytes than used and stale ones, or that are too many to retain. Only their keys tell which these are,
         so the costliest are counted. ``present``: default: the blocks of ``history``.
         """
-        tables = [_TableRows.of(groups, group, table, history, used) for group in groups for table in group.tables]
+        tables = [_TableRows.of(group, table, history, used) for group in groups for table in group.tables]
         unused = _most_unused(tables, history)
 
         def moved(cost: Callable[[_TableRows], float]) -> int:
@@ -197,7 +197,7 @@ class ReorganizePlan:
         of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
         blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block, _ in of_rows.values())
         if present is None:
-            present = _block_bytes_of(groups, history)
+            present = _block_bytes_of(history)
         sorting, marks = compaction_plan.key_scratch_bytes(
             [sum(one.live for one in tables if one.group == g.index) for g in groups]
         )
@@ -255,16 +255,15 @@ class _TableRows:
         return self.row_bytes + _KEY_BYTES + CHANGED_BYTES
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Group], group: Group, table: Table, history: History, used: Mapping[str, int]
-    ) -> _TableRows:
-        newest, place = history.newest, group.place(table.name)
-        live = within = stale = 0
-        if newest.commit is not None:
-            stale = newest.stale_rows(newest.committed, group, table)
-            for segment in newest.segments:
-                rows = segment.layouts[group.index].rows_of_table(place, newest.first_range(segment, group.index))
-                live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
+    def of(cls, group: Group, table: Table, history: History, used: Mapping[str, int]) -> _TableRows:
+        newest, live, within, stale = history.newest, 0, 0, 0
+        stored = None if newest.commit is None else newest.find(table.name, "the store").group
+        if newest.commit is not None and stored is not None:
+            stale = newest.stale_rows(newest.committed, stored, table)
+            live = newest.rows_in(newest.segments, stored, table)
+            # no segment of other groups is retained
+            alone = [s for s in newest.segments if newest.commit.stored or (s.within and s.pass_index >= 0)]
+            within = newest.rows_in(alone, stored, table)
         return cls(
             group=group.index, row_bytes=group.row_bytes, used=used[table.name], live=live, stale=stale, within=within
         )
@@ -301,12 +300,12 @@ def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int, int]:
     return block / cut.block_rows, block, cut.page_rows
 
 
-def _block_bytes_of(groups: Sequence[Group], history: History) -> int:
+def _block_bytes_of(history: History) -> int:
     """Return the bytes of all blocks that a commit needs, with the metadata of their segments."""
     segments = history.needed.segments.values()
     return sum(paged(need.segment.meta_bytes) for need in segments) + sum(
         (layout.num_blocks - int(need.first_blocks_G[group.index]))
         * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
         for need in segments
-        for group, layout in zip(groups, need.segment.layouts, strict=True)
+        for group, layout in zip(need.segment.groups, need.segment.layouts, strict=True)
     )

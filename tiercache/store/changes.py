@@ -14,7 +14,6 @@ from tiercache.store.lookup import read_rows
 from tiercache.store.runs import SortedCursor, VersionReader, hashed, merged, runs_of
 from tiercache.store.scan import SCAN_BYTES, output_row_bytes, scan_segments
 from tiercache.store.store_errors import CommitMissingError
-from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -43,9 +42,12 @@ def changes(
     ``in_order``: that of hashes, as ``scan_segments`` does and with as much memory. Of moved rows it reads their last
     changes, where a block has some that changed and others that did not.
     """
-    group, table = find_table(reader.groups, table_name, reader.label)
+    stored = snapshot.find(table_name, reader.label)
+    table, group = stored.table, stored.group
     changed, choice = _changed(reader, snapshot, group, since)
-    if in_order or snapshot.stale_rows(changed, group, table):
+    if group is None:
+        return
+    if in_order or stored.before or snapshot.stale_rows(changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
         rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
         chunks = scan_segments(
@@ -64,8 +66,11 @@ def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since
 
     Of moved rows it reads their last changes as ``changes`` does, and, where stale ones are among them, keys.
     """
-    group, table = find_table(reader.groups, table_name, reader.label)
+    stored = snapshot.find(table_name, reader.label)
+    table, group = stored.table, stored.group
     changed, choice = _changed(reader, snapshot, group, since)
+    if group is None:
+        return 0
     stale = snapshot.stale_rows(changed, group, table)
     if choice is None:
         return snapshot.rows_in(changed, group, table) - stale
@@ -93,7 +98,7 @@ def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, ta
 
 
 def _changed(
-    reader: BlockReader, snapshot: Snapshot, group: Group, since: int
+    reader: BlockReader, snapshot: Snapshot, group: Group | None, since: int
 ) -> tuple[list[Segment], RowFilter | None]:
     """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
     commit, segments = snapshot.commit, snapshot.segments
@@ -115,6 +120,8 @@ def _changed(
     changed: list[Segment] = []
     changes, choice = VersionReader(reader, commit.named), None
     for segment in segments:
+        if group is None:
+            break
         blocks = range(snapshot.first_block(segment, group.index), segment.layouts[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]
         if any(newest > since for _, newest in bounds):

@@ -98,7 +98,7 @@ class RankList:
         return encode("rank", values, arrays)
 
     @classmethod
-    def from_bytes(cls, data: bytes, groups: Sequence[Group], make: MakeSegment, name: str) -> RankList:
+    def from_bytes(cls, data: bytes, groups: tuple[Group, ...], make: MakeSegment, name: str) -> RankList:
         """Read a record; ``make`` gives segments. Raises CorruptStoreError that calls it ``name``."""
         values, arrays = decode("rank", data, name)
         try:
@@ -127,7 +127,7 @@ class RankList:
                     make(
                         id_=id_, name=str(segment_name), pass_index=_pass(pass_index), within=bool(within),
                         meta_bytes=whole(meta_bytes, "a size"), head_bytes=whole(head_bytes, "a size"),
-                        head_digest=checked_digest(head_digest),
+                        head_digest=checked_digest(head_digest), groups=groups,
                     )
                     for id_, (_, segment_name, pass_index, within, _, meta_bytes, head_bytes, head_digest)
                     in zip(ids, entries, strict=True)
@@ -171,7 +171,7 @@ class Commit:
     environment: dict[str, Any]
     """Plain values that describe where it was made."""
     tables: tuple[Table, ...]
-    """In the order of unsigned table ids."""
+    """As they are now, in the order of unsigned table ids."""
     retention: int
     """The number of newest commits to keep, this one included."""
     own: RankList
@@ -184,6 +184,11 @@ class Commit:
     the cursor."""
     abandoned: tuple[tuple[int, int], ...] = ()
     """First and last id of the commits that each rollback gave up, in their order."""
+    stored: tuple[tuple[Table, ...], ...] = ()
+    """The tables as its segments have them, then those after each alteration but the last; empty if segments have them
+    as they are now."""
+    forgot: int = 0
+    """The newest commit that forgot keys or dropped a table: keys that older ones have may be gone."""
     pins: dict[str, int] = field(default_factory=dict)
     """The commits that are kept by name."""
     kept: tuple[Kept, ...] = ()
@@ -192,6 +197,8 @@ class Commit:
     """The digest of the commit before it; of the first one of what the store was made as."""
     ranks: tuple[Head, ...] = ()
     """By rank the blob that lists what it has."""
+    groups: tuple[Group, ...] = ()
+    """The groups of the layouts of its segments."""
     head: Head | None = None
     """Its own blob; None of one that is not written."""
 
@@ -243,6 +250,8 @@ class Commit:
             "settings": self.settings,
             "environment": self.environment,
             "tables": [table.to_record() for table in self.tables],
+            "stored": [[table.to_record() for table in tables] for tables in self.stored],
+            "forgot": self.forgot,
             "retention": self.retention,
             "pins": self.pins,
             "kept": [[one.id, *one.head] for one in self.kept],
@@ -285,6 +294,8 @@ class CommitRecord:
                 "environment": dict(values["environment"]), "retention": retention, "pins": pins, "kept": kept,
                 "parent": checked_digest(values["parent"]) if values["parent"] else "",
                 "abandoned": tuple((whole(a, "abandoned"), whole(b, "abandoned")) for a, b in values["abandoned"]),
+                "forgot": whole(values["forgot"], "forgot"),
+                "stored": tuple(tables_of({"tables": tables}) for tables in values["stored"]),
             }  # fmt: skip
             ranks = tuple(_head(head) for head in values["ranks"])
             if not ranks:
@@ -293,9 +304,15 @@ class CommitRecord:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unreadable(name, error) from error
 
-    def commit(self, own: RankList, head: Head) -> Commit:
-        """Return the commit with what one rank lists."""
-        return Commit(**self.values, tables=self.tables, ranks=self.ranks, own=own, head=head)
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of the layouts of its segments."""
+        stored: tuple[tuple[Table, ...], ...] = self.values["stored"]
+        return group_tables(stored[0] if stored else self.tables)
+
+    def commit(self, own: RankList, groups: tuple[Group, ...], head: Head) -> Commit:
+        """Return the commit with what one rank lists, of segments in ``groups``."""
+        return Commit(**self.values, tables=self.tables, ranks=self.ranks, own=own, groups=groups, head=head)
 
 
 def tables_of(values: dict[str, Any]) -> tuple[Table, ...]:

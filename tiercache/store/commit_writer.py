@@ -74,6 +74,8 @@ class CommitWriter:
         self._holds: Counter[Snapshot] = Counter()
         stored = engine.list()
         check_blobs(stored, self._history.snapshots, self._label)
+        self._rewritten = Snapshot(None, self._groups)
+        """The segments of a rewrite, until its commit names them in place of others."""
         self._given_up = self._leased_before(stored)
         """Commits that are not kept, and that were leased when that was looked at last."""
         self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
@@ -133,13 +135,18 @@ class CommitWriter:
         within: bool,
         stable: bool,
         moved: Sequence[bool] = (),
+        rewritten: bool = False,
     ) -> Segment:
-        """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``."""
-        check_layouts(layouts, self._groups)
+        """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``.
+
+        ``rewritten``: its rows are to take the place of others, in the groups of the tables as they are now.
+        """
+        groups = self.snapshot.next_groups if rewritten else self.snapshot.groups
+        check_layouts(layouts, groups)
         with self._lock:
             self._free()
             writer = SegmentWriter(
-                self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, self._groups,
+                self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, groups,
                 blocks, compute, within=within, stable=stable, moved=moved,
             )  # fmt: skip
             self._next_id += 1
@@ -150,10 +157,14 @@ class CommitWriter:
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
             self._loader.read_in_place(writer.segment, writer.head)
             self._counters.add(transactions=1, **writer.written)
-            appended = Snapshot(self.snapshot.commit, self._groups, (*self.snapshot.appended, writer.segment))
+            commit, before = (None, self._rewritten) if rewritten else (self.snapshot.commit, self.snapshot)
+            appended = Snapshot(commit, groups, (*before.appended, writer.segment))
             self._allocated = Needed.of([appended], also=self._allocated)
             with self._snapshot_lock:
-                self.snapshot = appended
+                if rewritten:
+                    self._rewritten = appended
+                else:
+                    self.snapshot = appended
         return writer.segment
 
     def discard_uncommitted(self) -> None:
@@ -161,6 +172,7 @@ class CommitWriter:
         with self._lock:
             with self._snapshot_lock:
                 self.snapshot = Snapshot(self.snapshot.commit, self._groups)
+            self._rewritten = Snapshot(None, self._groups)
             self._free()
 
     # -- commits -----------------------------------------------------------------------------------------
@@ -176,7 +188,7 @@ class CommitWriter:
     ) -> Commit:
         """Make a commit of the rows live at ``cursor``."""
         with self._lock:
-            self._check_cursor(cursor)
+            self.snapshot.check_cursor(cursor, self._label)
             before = self.snapshot.commit
             id_ = self.first_id if before is None else before.id + 1
             segments, live = self.snapshot.live_at(cursor)
@@ -187,7 +199,10 @@ class CommitWriter:
                 schedule_digest=schedule_digest,
                 settings=dict(settings),
                 environment=dict(environment),
-                tables=self._tables,
+                tables=self._tables if before is None else before.tables,
+                stored=() if before is None else before.stored,
+                groups=self.snapshot.groups,
+                forgot=0 if before is None else before.forgot,
                 retention=self.retention,
                 own=self._listed(segments, [named.get(segment.id, id_) for segment in segments], live, _NO_STATE),
                 since=id_ if before is None else before.since,
@@ -228,12 +243,12 @@ class CommitWriter:
                 for one in rewrite.segments():
                     segment = self.append(
                         base_pass(start.pass_index), one.layouts, one.blocks, compute,
-                        within=start.sample > 0, stable=False, moved=one.moved,
+                        within=start.sample > 0, stable=False, moved=one.moved, rewritten=True,
                     )  # fmt: skip
                     new += [segment] if segment.rows or segment.within else []
                 commit = self._retaining(
                     before, rewrite.retained, new,
-                    cursor=start, schedule_digest=schedule_digest,
+                    cursor=start, schedule_digest=schedule_digest, stored=(), groups=self.snapshot.next_groups,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                 )  # fmt: skip
                 return self._advance(self._kept(self._history.snapshots, commit), commit, shrink=True)
@@ -241,6 +256,8 @@ class CommitWriter:
                 if self.snapshot.commit is before:
                     self.discard_uncommitted()
                 raise
+            finally:
+                self._rewritten = Snapshot(None, self._groups)
 
     def overlay(self, retained: Sequence[RetainedSegment], settings: Mapping[str, Any]) -> Commit:
         """Make a commit at the same cursor, of the retained segments and of what was appended since the newest."""
@@ -271,12 +288,18 @@ class CommitWriter:
             else:
                 pins[name] = commit
             *older, newest = self._history.snapshots
-            changed = replace(before, id=before.id + 1, pins=pins, retention=self.retention)
-            if self._next_id != before.own.next_segment:
-                changed = replace(changed, own=replace(before.own, next_segment=self._next_id), ranks=())
+            changed = self._like(before, pins=pins)
             stays = before.id in {*pins.values(), *(self.named or ())}
             kept = self._kept(older, changed) + ([newest] if stays else [])
             return self._advance(kept, changed, appended=self.snapshot.appended)
+
+    def amend(self, **changes: Any) -> Commit:
+        """Make a commit that lists the same rows as the newest, with other values."""
+        with self._lock:
+            before = self.snapshot.commit
+            assert before is not None, "an empty store has nothing to amend"
+            commit = self._like(before, **changes)
+            return self._advance(self._kept(self._history.snapshots, commit), commit)
 
     def keep(self, commits: Iterable[int]) -> None:
         """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
@@ -297,20 +320,26 @@ class CommitWriter:
             state=state,
         )  # fmt: skip
 
+    def _like(self, before: Commit, **changes: Any) -> Commit:
+        """Return the commit after ``before`` that lists the same rows."""
+        if self._next_id != before.own.next_segment:
+            changes |= {"own": replace(before.own, next_segment=self._next_id), "ranks": ()}
+        return replace(before, id=before.id + 1, retention=self.retention, **changes)
+
     def _retaining(
         self, before: Commit, retained: Sequence[RetainedSegment], new: Sequence[Segment], **changes: Any
     ) -> Commit:
         """Return the commit after ``before`` that has its retained segments and new ones, and begins a schedule."""
         id_ = before.id + 1
         rows = {segment.id: row for row, segment in enumerate(before.own.segments)}
-        kept = [rows[one.segment_id] for one in retained]
-        live = before.own.live.taken(kept)
+        kept, groups = [rows[one.segment_id] for one in retained], changes.get("groups", before.groups)
+        live = before.own.live.taken(kept) if kept else Live.zeros(0, groups)
         for row, one in enumerate(retained):
             live.stale_ST[row] = [count for of_group in one.stale_rows for count in of_group]
         own = self._listed(
             [*(before.own.segments[row] for row in kept), *new],
             [*(before.own.first_commits[row] for row in kept), *([id_] * len(new))],
-            live.joined(Live.of(new, self._groups)),
+            live.joined(Live.of(new, groups)),
             before.own.state,
         )
         return replace(before, id=id_, since=id_, own=own, ranks=(), retention=self.retention, **changes)
@@ -426,7 +455,7 @@ class CommitWriter:
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
         with self._snapshot_lock:
             held = [*self._holds]
-        needed = Needed.of([*self._history.snapshots, *self._given_up, *held, self.snapshot])
+        needed = Needed.of([*self._history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten])
         drops = list(self._allocated.given_up(needed))
         if drops or shrink:
             self._allocated = needed
@@ -437,7 +466,7 @@ class CommitWriter:
         """Return the error of a whole step, which says what readers hold."""
         with self._snapshot_lock:
             held = [*self._holds]
-        mine = Needed.of([*self._history.snapshots, self.snapshot])
+        mine = Needed.of([*self._history.snapshots, self.snapshot, self._rewritten])
         read = Needed.of([*self._given_up, *held]).num_bytes(but=mine)
         if read:
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
@@ -448,20 +477,6 @@ class CommitWriter:
         newest = before[max(0, len(before) + 1 - self.retention) :] if self.named is None else ()
         ids = {*map(_id, newest), *(self.named or ()), *commit.pins.values()}
         return [snapshot for snapshot in before if _id(snapshot) in ids]
-
-    def _check_cursor(self, cursor: Cursor) -> None:
-        before = None if self.snapshot.commit is None else self.snapshot.commit.cursor
-        if min(cursor) < 0 or (before is not None and cursor < before):
-            raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
-        for segment in self.snapshot.segments:
-            if segment.id not in self.snapshot.retained and segment.pass_index > cursor.pass_index - (
-                not segment.within
-            ):
-                raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
-        if cursor.sample and cursor != before and not any(
-            segment.within_pass == cursor.pass_index for segment in self.snapshot.appended
-        ):  # fmt: skip
-            raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 
 
 _NO_STATE = State("", 0, STATE_CHUNK_BYTES, np.empty(0, np.uint32))

@@ -78,7 +78,7 @@ class CompactionPlan:
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._files = ExitStack()
         try:
-            self._groups = [_GroupRows(reader, snapshot, group, self._files) for group in reader.groups]
+            self._groups = [_GroupRows(reader, snapshot, group, self._files) for group in snapshot.groups]
         except BaseException:
             self._files.close()
             raise

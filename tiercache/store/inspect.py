@@ -36,7 +36,8 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
 
     "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in retained segments
-    whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
+    whose keys newer segments have too. "waiting_bytes" are those of rows that no table has any more, stale ones among
+    them: the next rewrite frees them. "changed_bytes" are those of the last changes of moved rows, dead ones included.
     "space_amplification" is all bytes of files for each of "row_bytes".
 
     Of a sharded store rows and bytes are those of all shards, and "shards" has what is said of each. Raises what
@@ -52,21 +53,17 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
-    live = {table.name: 0 for table in store.tables}
-    snapshot = store.snapshot
+    live, snapshot = {table.name: store.live_rows(table.name) for table in store.tables}, store.snapshot
     segments, stale_bytes = [], 0
     for segment in store.segments:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
-        for group, layout in zip(store.groups, segment.layouts, strict=True):
+        for group, layout in zip(snapshot.groups, segment.layouts, strict=True):
             first = snapshot.first_range(segment, group.index)
             ranges += layout.num_ranges
             live_ranges += layout.num_ranges - first
             for place, table in enumerate(group.tables):
-                count = layout.rows_of_table(place, first)
-                live_rows += count
-                live[table.name] += count
+                live_rows += layout.rows_of_table(place, first)
                 stale = snapshot.stale_rows([segment], group, table)
-                live[table.name] -= stale
                 stale_rows += stale
                 stale_bytes += stale * group.row_bytes
         segments.append(
@@ -99,6 +96,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         "row_bytes": row_bytes,
         "stale_rows": sum(segment["stale_rows"] for segment in segments),
         "stale_bytes": stale_bytes,
+        "waiting_bytes": snapshot.waiting_bytes,
         "changed_bytes": sum(segment["changed_bytes"] for segment in segments),
         "space_amplification": file_bytes / row_bytes if row_bytes else None,
         "live_ranges": sum(segment["live_ranges"] for segment in segments),

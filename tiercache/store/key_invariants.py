@@ -137,12 +137,15 @@ def _ids_of(snapshots: Sequence[Snapshot]) -> list[int]:
 
 
 def _before(commits: Sequence[Commit | None]) -> int | None:
-    """Return the place of the commit that the last one came of: of those before it the newest that was not given up."""
+    """Return the place of the commit that the last one came of: of those before it the newest that was not given up.
+
+    None if keys were forgotten since.
+    """
     *older, last = commits
     for c in reversed(range(len(older))):
         one = older[c]
         if last is not None and one is not None and not any(a <= one.id <= b for a, b in last.abandoned):
-            return c
+            return None if one.id < last.forgot else c
     return None
 
 

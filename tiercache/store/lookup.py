@@ -18,7 +18,6 @@ from tiercache.store.live_keys import KEY_THREADS, Recall, live_keys
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.row_codec import from_words
 from tiercache.store.store_errors import KeyMissingError, StoreError
-from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.live_keys import KeyMemory
+    from tiercache.store.optimizer import Field
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
+    from tiercache.store.stored_table import StoredTable
     from tiercache.store.table import Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -52,21 +53,21 @@ def locate(
     recall: Recall | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Found]:
-    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
+    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises ValueError for no table.
 
     Rows of retained segments count whatever their next use, which is a pass of another schedule. ``recall`` is as for
     ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last call.
     """
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
     least = -1 if snapshot.retained else after
-    tables = {table.name: (group, table) for group in reader.groups for table in group.tables}
-    found = {name: _Search(tables[name][1].table_id, values) for name, values in keys.items()}
+    stored_tables = {name: snapshot.find(name, reader.label) for name in keys}
+    found = {name: _Search(stored_tables[name].table.table_id, values) for name, values in keys.items()}
     with ThreadPoolExecutor(KEY_THREADS) as readers:
-        for group in reader.groups:
+        for group in snapshot.groups:
             searches = {
-                place: found[table.name]
-                for place, table in enumerate(group.tables)
-                if table.name in found and found[table.name].hashes.size
+                group.place(name): search
+                for name, search in found.items()
+                if stored_tables[name].group is group and search.hashes.size
             }
             sought = {place: search.remaining for place, search in searches.items()}
             newest_first = reversed(snapshot.segments)
@@ -78,7 +79,8 @@ def locate(
                 if progress is not None:
                     progress(stored.size)
     for name, search in found.items() if snapshot.retained else ():
-        search.drop(snapshot.segments, snapshot.retained, tables[name][0].index, after)
+        if (of := stored_tables[name].group) is not None:
+            search.drop(snapshot.segments, snapshot.retained, of.index, after)
     return {name: (search.segment_ids, search.rows) for name, search in found.items()}
 
 
@@ -129,11 +131,11 @@ def read_rows(
     reader: BlockReader, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None = None
 ) -> _Columns:
     """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
-    layout = segment.layouts[group]
+    layout, fields = segment.layouts[group], segment.groups[group].fields
     rows = np.asarray(rows, dtype=np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < layout.rows:
         raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {layout.rows} rows")
-    return _read(reader, group, [(segment, np.arange(rows.size))], rows, cached)
+    return from_words(fields, _read(reader, group, fields, [(segment, np.arange(rows.size))], rows, cached))
 
 
 def read_found(
@@ -145,7 +147,7 @@ def read_found(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
-    """Return the rows that ``locate`` found in ``snapshot``, field by field: zeros where it found none.
+    """Return the words of rows that ``locate`` found in ``snapshot``, field by field: zeros where it found none.
 
     As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``progress`` is
     called with how many rows were read since the last call. Raises StoreError for segments that are not of it.
@@ -159,19 +161,19 @@ def read_found(
             f"{reader.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
             "with a store that was opened with mode='r', which stays at its commit"
         )
-    return _read(reader, group, parts, rows, None, progress)
+    return _read(reader, group, snapshot.groups[group].fields, parts, rows, None, progress)
 
 
 def _read(
     reader: BlockReader,
     group: int,
+    fields: Sequence[Field],
     parts: Sequence[tuple[Segment, NDArray[np.int64]]],
     rows: NDArray[np.int64],
     cached: Cached | None,
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
-    """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
-    fields = reader.groups[group].fields
+    """Return (n, words) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
     buffers: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, buffers))
@@ -185,7 +187,7 @@ def _read(
             buffers.append(batch.buffer)
             if progress is not None:
                 progress(batch.places.size)
-    return from_words(fields, out)
+    return out
 
 
 def _batches(
@@ -272,8 +274,8 @@ def lookup(
     """
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
-    group, table = find_table(reader.groups, table_name, reader.label)
-    keys = check_keys(keys)
+    stored = snapshot.find(table_name, reader.label)
+    table, group, keys = stored.table, stored.group, check_keys(keys)
     distinct, which = np.unique(keys, return_inverse=True)
     twice = distinct.size < keys.size
     keys = distinct if twice else keys
@@ -282,7 +284,8 @@ def lookup(
         recall = Recall(memory, reader.folder, {segment.id for segment in snapshot.segments})
     count_keys = count_rows = None
     if progress is not None:
-        count_keys = _counted("keys", snapshot.rows_in(snapshot.segments, group, table), progress)
+        rows_in = 0 if group is None else snapshot.rows_in(snapshot.segments, group, table)
+        count_keys = _counted("keys", rows_in, progress)
     with closing(recall) if recall else nullcontext():
         found = locate(reader, snapshot, {table.name: keys}, after=-1, recall=recall, progress=count_keys)
     ids, rows = found[table.name]
@@ -293,12 +296,25 @@ def lookup(
         raise missing_keys(table, np.sort(keys[absent]), keys.size, reader.label)
     if progress is not None:
         count_rows = _counted("rows", keys.size - absent.size, progress)
-    fields = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
-    if missing == "initial":
-        for values, first in zip(fields, initial_rows(table, keys[absent]), strict=True):
-            values[absent] = first
+    fields = _as_now(stored, keys, () if group is None else read_found(
+        reader, snapshot, group.index, ids, rows, progress=count_rows,
+    ))  # fmt: skip
+    firsts = initial_rows(table, keys[absent]) if missing == "initial" else [np.float32(0)] * len(fields)
+    for values, first in zip(fields, firsts, strict=True):
+        values[absent] = first
     named = zip(table.fields, fields, strict=True)
     return {field.name: values[which] if twice else values for field, values in named}
+
+
+def _as_now(stored: StoredTable, keys: NDArray[np.int64], words: _Columns) -> _Columns:
+    """Return the numbers (n, width) of each field from the words that are stored; zeros from none."""
+    fields = stored.table.fields
+    if stored.group is None:
+        return tuple(np.zeros((keys.size, field.width), np.float32) for field in fields)
+    if stored.before:
+        cuts = np.cumsum([field.words for field in fields])[:-1]
+        words = tuple(np.split(stored.rows(keys, np.concatenate(words, axis=1)), cuts, axis=1))
+    return from_words(fields, words)
 
 
 def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:

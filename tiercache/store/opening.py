@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Blob
 from tiercache.store.files import is_url, local_path
 from tiercache.store.locks import UseCount, WriterLock
-from tiercache.store.openers import SHARD_MANIFEST
+from tiercache.store.openers import OPENERS, SHARD_MANIFEST
 from tiercache.store.records import encode
 from tiercache.store.recovery import tables_at
 from tiercache.store.shards.shard_mark import refuse_shard
@@ -144,6 +144,14 @@ def engine_at(url: str, engine: str | Engine | None, mode: str, store_budget: in
     from tiercache.store.engines.zarr_objects import object_store
 
     return ZarrEngine(object_store(url), create=mode == "a", readonly=mode == "r", store_budget=store_budget)
+
+
+def open_special(place: Path, *arguments: Any) -> Any:
+    """Open a folder that holds more than one plain store; None if there is at most a plain one."""
+    for opener in OPENERS.values():
+        if (found := opener(place, *arguments)) is not None:
+            return found
+    return None
 
 
 def _open_path(

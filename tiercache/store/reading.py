@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.store.locks import UseCount
     from tiercache.store.segment import Segment
     from tiercache.store.store_errors import StoreError
-    from tiercache.store.table import Group
 
 
 Item = TypeVar("Item", bound=tuple[Any, ...])
@@ -97,7 +96,6 @@ class BlockReader:
     def __init__(
         self,
         engine: Engine,
-        groups: Sequence[Group],
         label: str,
         counters: Counters,
         uses: UseCount,
@@ -105,7 +103,7 @@ class BlockReader:
         folder: Path | None,
     ) -> None:
         """``explain`` returns the error to raise for one that was found; ``folder`` is the store's."""
-        self.groups, self.label, self.counters, self.folder = groups, label, counters, folder
+        self.label, self.counters, self.folder = label, counters, folder
         self._engine, self._uses, self._explain = engine, uses, explain
         self._pid, self._closed = os.getpid(), False
         self._threads: ThreadPoolExecutor | None = None
@@ -200,7 +198,7 @@ class BlockReader:
         """Cut pages where blocks end."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
-        blob, stop = segment.blob(ROWS, self.groups[group]), layout.row_of_page(high)
+        blob, stop = segment.blob(ROWS, segment.groups[group]), layout.row_of_page(high)
         while low < high:
             row = layout.row_of_page(low)
             block = row // layout.block_rows
@@ -234,7 +232,7 @@ class BlockReader:
             at -= span.high - span.low
 
     def _corrupt(self, span: _Span, words: str, written: int | None = None) -> StoreError:
-        group = self.groups[span.group]
+        group = span.segment.groups[span.group]
         return self._explain(corrupt_block(self.label, span.segment, group, span.block, words, written))
 
     def keys(
@@ -242,7 +240,7 @@ class BlockReader:
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
         self.check_open()
-        layout, blob = segment.layouts[group], segment.blob(KEYS, self.groups[group])
+        layout, blob = segment.layouts[group], segment.blob(KEYS, segment.groups[group])
         rows = layout.bytes_of_block(block) // layout.row_bytes
         bounds = key_page_bounds(rows)[first : None if last is None else last + 1]
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
@@ -254,13 +252,13 @@ class BlockReader:
         if wrong.size:
             at = int(wrong[0])
             words, expected = f"has checksum {sums[at]:08x} over its keys", int(segment.key_checksums[group][page + at])
-            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, expected))
         starts = (bounds[:-1] - bounds[0]) // KEY_BYTES
         first_row = block * layout.block_rows + int(bounds[0]) // KEY_BYTES
-        hashes = first_hashes_of(keys[starts], first_row + starts, layout, self.groups[group])
+        hashes = first_hashes_of(keys[starts], first_row + starts, layout, segment.groups[group])
         if np.any(hashes != segment.first_hashes[group][page : page + sums.size]):
             words = "has other first keys than the segment's description says"
-            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
+            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words))
         self.counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
@@ -270,15 +268,15 @@ class BlockReader:
         layout, known = segment.layouts[group], segment.changed[group]
         numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
-        blob = segment.blob(CHANGED, self.groups[group])
+        blob = segment.blob(CHANGED, segment.groups[group])
         self._read(ReadRequest(blob, layout.byte_in_blob(CHANGED, block), data), segment, group, block)
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
-            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, expected))
         if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
-            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
+            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words))
         self.counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
 
@@ -309,7 +307,7 @@ class BlockReader:
             with self._uses.using():
                 self._engine.read(request)
         except BlockReadError as error:
-            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, error.seen)) from error
+            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, error.seen)) from error
 
 
 class _RequestQueue:

@@ -74,8 +74,9 @@ class CommitLoader:
         record = CommitRecord.from_bytes(self._blob(head, name), name)
         rank = record.ranks[0]
         name = f"{rank.name} of {self.label}"
-        own = RankList.from_bytes(self._blob(rank, name), self.groups, self._segment, name)
-        return record.commit(own, head)
+        groups = record.groups
+        own = RankList.from_bytes(self._blob(rank, name), groups, self._segment, name)
+        return record.commit(own, groups, head)
 
     def given_up(self, blob: Blob) -> Snapshot:
         """Return a commit that no other names any more: its own checksum says whether it is whole."""
@@ -104,7 +105,7 @@ class CommitLoader:
         self._counters.add(meta_bytes_read=data.size)
         meta = self._described(segment, data.tobytes())
         try:
-            check_layouts(meta.layouts, self.groups)
+            check_layouts(meta.layouts, segment.groups)
         except ValueError as error:
             raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
         return meta

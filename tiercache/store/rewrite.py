@@ -81,7 +81,7 @@ class Rewrite:
         self._first_rows = first_rows or initial_rows
         self._files = ExitStack()
         self._moves: RowFilter | None = None
-        self._orders = [RowOrder(group, uses) for group in reader.groups]
+        self._orders = [RowOrder(group, uses) for group in snapshot.next_groups]
         self.retained: tuple[RetainedSegment, ...] = ()
         """The segments that stay; known when ``segments`` has yielded one."""
 
@@ -145,8 +145,8 @@ class Rewrite:
     def _in_hash_order(self, slice_size: int) -> NewSegment:
         """Return the one segment of all rows that are stored, each table in hash order, written as they are read."""
         layouts, moved = [], []
-        for group in self._reader.groups:
-            rows = tuple(self._snapshot.live_rows(group, table) for table in group.tables)
+        for group in (order.group for order in self._orders):
+            rows = tuple(self._snapshot.live_rows(table.name) for table in group.tables)
             layouts.append(self._layout(group, [Range(next_use=NEVER, table_rows=rows)] if any(rows) else []))
             moved.append(_have_several_changes(self._snapshot, group))
 
@@ -162,7 +162,7 @@ class Rewrite:
         """Yield the live rows of all tables of a group. Raises CorruptStoreError for others than the commit says."""
         remaining = layout.rows
         for table in order.group.tables:
-            rows = self._snapshot.rows_in(self._snapshot.segments, order.group, table)
+            rows = self._stored_rows(table)
             for keys, words in self._moved(table, rows * order.entry_bytes, slice_size):
                 self._progress("read", keys.size)
                 remaining -= keys.size
@@ -191,7 +191,7 @@ class Rewrite:
         if idle is not None:
             return order.used + sum(idle[table.name] for table in tables)
         if self._stored is None:  # of the rows that are used some are stored, nobody knows which
-            return max(order.used, sum(self._snapshot.live_rows(order.group, table) for table in tables))
+            return max(order.used, sum(self._snapshot.live_rows(table.name) for table in tables))
         return max(order.used, sum((self._most_rows or {}).get(table.name, 0) for table in tables))
 
     def _most_rows_of(self, order: RowOrder, place: int, idle: Mapping[str, int] | None) -> int:
@@ -200,8 +200,13 @@ class Rewrite:
         if idle is not None:
             return used + idle[table.name]
         if self._stored is None:
-            return used + self._snapshot.rows_in(self._snapshot.segments, order.group, table)
+            return used + self._stored_rows(table)
         return used + (0 if self._most_rows is None else self._most_rows[table.name])
+
+    def _stored_rows(self, table: Table) -> int:
+        """Return how many rows of a table segments have, the stale ones included."""
+        group = self._snapshot.find(table.name, self._reader.label).group
+        return 0 if group is None else self._snapshot.rows_in(self._snapshot.segments, group, table)
 
     def _moved(self, table: Table, num_bytes: int, slice_size: int) -> RowChunks:
         """Yield the store's own rows that move, at most ``num_bytes``, in hash order, sorted a slice at a time."""
@@ -240,6 +245,8 @@ class Rewrite:
 
 def _have_several_changes(snapshot: Snapshot, group: Group) -> bool:
     """Return whether live rows of a group may have several last changes; reads nothing."""
+    if snapshot.commit is not None and snapshot.commit.stored:
+        return True  # its tables are in other groups
     firsts = {} if snapshot.commit is None else snapshot.commit.named
     bounds = []
     for segment in snapshot.segments:

@@ -19,7 +19,6 @@ from tiercache.store.layout import CHANGED_BYTES
 from tiercache.store.row_codec import from_words
 from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, join_runs, merged, rising, runs_of, whole_keys
 from tiercache.store.store_errors import CorruptStoreError
-from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from tiercache.store.runs import RowFilter, Rows, SortedRun
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Group, Table
+    from tiercache.store.stored_table import StoredTable
+    from tiercache.store.table import Table
 
     Chunk = tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]
     """Keys (n,), and each field (n, width)."""
@@ -74,7 +74,10 @@ def scan_segments(
 
     Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
     """
-    group, table = check_scan(reader, snapshot, table_name, chunk_rows)
+    stored = check_scan(reader, snapshot, table_name, chunk_rows)
+    table, group = stored.table, stored.group
+    if group is None:
+        return iter(())
     firsts = {} if snapshot.commit is None else snapshot.commit.named
     last = (lambda: VersionReader(reader, firsts)) if changed else None
     runs = runs_of(reader, snapshot, segments, group, table, choice, last, hashes)
@@ -83,17 +86,17 @@ def scan_segments(
     stale = 0 if choice is not None and alone else snapshot.stale_rows(segments, group, table)
     if stale:
         chunks = _newest(chunks, stale, label, all_rows=choice is None and hashes is None)
-    return _checked(table, label, as_words, chunks)
+    return _checked(table, label, as_words, ((keys, stored.rows(keys, rows)) for keys, rows in chunks))
 
 
-def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: int | None) -> tuple[Group, Table]:
-    """Return the group and the table that are to be scanned; raises ValueError where they cannot be."""
+def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: int | None) -> StoredTable:
+    """Return the table that is to be scanned. Raises ValueError if it cannot be."""
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
-    group, table = find_table(reader.groups, name, reader.label)
+    found = snapshot.find(name, reader.label)
     if snapshot.commit is None:
         raise ValueError(f"{reader.label} has no commit yet: publish one first")
-    return group, table
+    return found
 
 
 def chunk_rows_of(table: Table) -> int:

@@ -194,8 +194,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_lock", "_meta", "_read", "head_bytes", "head_digest", "id", "meta_bytes", "name", "pass_index",
-        "within",
+        "__weakref__", "_lock", "_meta", "_read", "groups", "head_bytes", "head_digest", "id", "meta_bytes", "name",
+        "pass_index", "within",
     )  # fmt: skip
 
     def __init__(
@@ -205,6 +205,7 @@ class Segment:
         name: str,
         pass_index: int,
         within: bool,
+        groups: Sequence[Group] = (),
         meta: SegmentMeta | None = None,
         read: Callable[[Segment], SegmentMeta] | None = None,
         meta_bytes: int = 0,
@@ -221,6 +222,8 @@ class Segment:
         self.within = within
         """True if a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A
         base may do the same if a schedule is entered inside its first pass."""
+        self.groups = groups
+        """The groups of its layouts: tables as they were when it was written."""
         self.meta_bytes, self.head_bytes, self.head_digest = meta_bytes, head_bytes, head_digest
         self._meta, self._read, self._lock = meta, read, threading.Lock()
 

@@ -12,6 +12,8 @@ from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS
 from tiercache.store.live import Live
 from tiercache.store.segment import meta_name, rows_name
 from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.stored_table import StoredTable
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +35,10 @@ class Snapshot:
     """
 
     def __init__(self, commit: Commit | None, groups: Sequence[Group], appended: Iterable[Segment] = ()) -> None:
-        """``appended`` by id: the segments appended since the commit."""
-        self.commit, self.groups = commit, groups
+        """``groups`` of a store without a commit. ``appended`` by id: the segments appended since the commit."""
+        self.commit = commit
+        self.groups = tuple(groups) if commit is None else commit.groups
+        """The groups of its segments' layouts."""
         self.committed: tuple[Segment, ...] = () if commit is None else commit.own.segments
         """The segments of the commit, without those appended since."""
         self.appended = tuple(appended)
@@ -44,6 +48,27 @@ class Snapshot:
         """The ids of segments of earlier schedules, whose next uses are void."""
         self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
         self._checked = {segment.id for segment in self.appended}
+        self._tables: dict[str, StoredTable] = {}
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables as they are now."""
+        if self.commit is not None:
+            return self.commit.tables
+        return tuple(sorted((t for group in self.groups for t in group.tables), key=lambda table: table.table_id))
+
+    @property
+    def next_groups(self) -> tuple[Group, ...]:
+        """The groups that a rewrite writes."""
+        is_altered = self.commit is not None and self.commit.stored
+        return group_tables(self.tables) if is_altered else self.groups
+
+    def find(self, name: str, label: str) -> StoredTable:
+        """Return a table by name. Raises ValueError that calls the store ``label``."""
+        if name not in self._tables:
+            stored = () if self.commit is None else self.commit.stored
+            self._tables[name] = StoredTable.of(name, self.tables, self.groups, stored, label)
+        return self._tables[name]
 
     @cached_property
     def live(self) -> Live:
@@ -70,13 +95,29 @@ class Snapshot:
         """
         return int(self.first_blocks[self._row(segment), group])
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of rows that no table has: stale ones and those of dropped tables. The next rewrite frees them."""
+        total, live = 0, {table.name: self.find(table.name, "") for table in self.tables}
+        for group in self.groups:
+            for table in group.tables:
+                rows = self.rows_in(self.committed, group, table)
+                if table.name in live and live[table.name].group is group:
+                    rows -= self.live_rows(table.name)
+                total += rows * group.row_bytes
+        return total
+
     def rows_in(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
         """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
         return self._sum(self.live.live_ST, segments, group, table)
 
-    def live_rows(self, group: Group, table: Table) -> int:
-        """Return how many rows a table has at the commit; reads nothing."""
-        return self.rows_in(self.committed, group, table) - self.stale_rows(self.committed, group, table)
+    def live_rows(self, name: str, label: str = "the store") -> int:
+        """Return how many rows a table has at the commit; reads nothing. Raises as ``find`` does."""
+        stored = self.find(name, label)
+        if stored.group is None:
+            return 0
+        rows = self.committed, stored.group, stored.table
+        return self.rows_in(*rows) - self.stale_rows(*rows)
 
     def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
         """Return how many rows of a table in ``segments`` are stale."""
@@ -93,6 +134,18 @@ class Snapshot:
                 )
             self._checked.add(segment.id)
         return row
+
+    def check_cursor(self, cursor: Cursor, label: str) -> None:
+        """Raise ValueError unless a commit at ``cursor`` may follow, and may name all segments."""
+        before = None if self.commit is None else self.commit.cursor
+        if min(cursor) < 0 or (before is not None and cursor < before):
+            raise ValueError(f"{label} stands at {before} and cannot go back to {cursor}")
+        for segment in self.segments:
+            if segment.id not in self.retained and segment.pass_index > cursor.pass_index - (not segment.within):
+                raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
+        appended = any(segment.within_pass == cursor.pass_index for segment in self.appended)
+        if cursor.sample and cursor != before and not appended:
+            raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 
     def live_at(self, cursor: Cursor) -> tuple[list[Segment], Live]:
         """Return the segments with rows that are live at ``cursor``, and what is live in each.

@@ -17,15 +17,14 @@ from tiercache.store.files import local_path
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.lookup import locate, lookup, read_rows
-from tiercache.store.openers import OPENERS
-from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
+from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine, open_special
 from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import CommitLoader
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
 from tiercache.store.segment import base_layout
 from tiercache.store.store_errors import StoreError
-from tiercache.store.table import Table, find_table, group_tables
+from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,16 +63,14 @@ class Store:
         """Where it is; None for an engine without a place."""
         self.label = label_of(path)
         """The store in the words of a message."""
-        self.tables = opened.tables
-        """In the order of unsigned table ids."""
-        self.groups = group_tables(opened.tables)
         self.counters, self.mode = Counters(), mode
         self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
         """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
-        loader = CommitLoader(engine, self.groups, label, self.counters, opened.uses) if of is None else of._loader
+        groups = group_tables(opened.tables)
+        loader = CommitLoader(engine, groups, label, self.counters, opened.uses) if of is None else of._loader
         self._loader: CommitLoader = loader
         self._commits: CommitWriter | CommitReader
         if held is not None:
@@ -83,11 +80,19 @@ class Store:
         elif mode == "r":
             self._commits = CommitReader.leased(engine, loader, at)
         else:
-            self._commits = CommitWriter(engine, loader, self.tables, self.counters, retention)
+            self._commits = CommitWriter(engine, loader, opened.tables, self.counters, retention)
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
-        self.reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain, path)
+        self.reader = BlockReader(engine, label, self.counters, opened.uses, explain, path)
         """Reads its blocks: what functions that read take, with a snapshot."""
+        self.take_tables()
         self._closed = False
+
+    def take_tables(self) -> None:
+        """Have the tables of the commit, which a rollback and an alteration change."""
+        self.tables = self.snapshot.tables
+        """In the order of unsigned table ids."""
+        self.groups = self.snapshot.next_groups
+        """Those of rows that are written."""
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -120,9 +125,9 @@ class Store:
         tables, special = None if tables is None else tuple(tables), None
         place, engine = located(path, engine, mode, store_budget)
         if place is not None and (engine is None or isinstance(engine, str)):
-            special = partial(_open_special, place, tables, engine, mode, store_budget, commit, retention)
+            special = partial(open_special, place, tables, engine, mode, store_budget, commit, retention)
             if (found := special()) is not None:
-                return found
+                return found  # type: ignore[no-any-return]
         try:
             opened = open_engine(place, tables, engine, mode, store_budget)
             try:
@@ -132,7 +137,7 @@ class Store:
                 raise
         except (StoreError, FileNotFoundError):
             if mode == "r" and special is not None and (found := special()) is not None:  # it was sharded meanwhile
-                return found
+                return found  # type: ignore[no-any-return]
             raise
 
     def at(self, commit: int) -> Store:
@@ -244,6 +249,8 @@ class Store:
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
         writer = self.commit_writer
+        if self.commit is not None and self.commit.stored:
+            raise ValueError(f"{self.label} was altered: reorganize or compact it before rows are added")
         with self._opened.uses.using():
             return writer.append(pass_index, layouts, blocks, self.reader.compute, within=within, stable=stable)
 
@@ -273,7 +280,9 @@ class Store:
         """
         writer = self.commit_writer
         with self._opened.uses.using():
-            return writer.rollback(to)
+            commit = writer.rollback(to)
+        self.take_tables()
+        return commit
 
     def pin(self, name: str, commit: int | None = None) -> Commit:
         """Keep ``commit``, the newest where not said, by ``name`` beside ``retention``, until ``unpin``.
@@ -325,7 +334,7 @@ class Store:
         begin = Cursor(*(start or (0, 0)))
         whole = Rewrite(
             self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
-            retain_segments=retain_segments,
+            retain_segments=retain_segments and not self.commit.stored,
         )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
             return writer.rewrite(rewrite, self.reader.compute, schedule_digest, begin)
@@ -374,7 +383,7 @@ class Store:
 
     def live_rows(self, table_name: str) -> int:
         """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-        return self.snapshot.live_rows(*find_table(self.groups, table_name, self.label))
+        return self.snapshot.live_rows(table_name, self.label)
 
     def scan(
         self,
@@ -489,11 +498,3 @@ class Store:
         """Yield what ``items`` yields of the snapshot of the moment when the first one is asked for."""
         with self.pinned() as snapshot:
             yield from items(snapshot)
-
-
-def _open_special(place: Path, *arguments: Any) -> Store | None:
-    """Open a folder that holds more than one plain store; None if there is at most a plain one."""
-    for opener in OPENERS.values():
-        if (found := opener(place, *arguments)) is not None:
-            return found  # type: ignore[no-any-return]
-    return None

@@ -257,9 +257,21 @@ def _check_spread(table: Table) -> None:
 
 def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:
     """Return a table by name, with its group. Raises ValueError, which calls the store ``store``."""
-    known = [(group, table) for group in groups for table in group.tables]
-    for group, table in known:
-        if table.name == name:
-            return group, table
-    names = ", ".join(repr(table.name) for _, table in known)
-    raise ValueError(f"{store} has no table {name!r}: it has {names}")
+    known = {table.name: (group, table) for group in groups for table in group.tables}
+    return known[table_named([table for _, table in known.values()], name, store).name]
+
+
+def table_named(tables: Iterable[Table], name: str, store: str) -> Table:
+    """Return a table by name. Raises ValueError, which calls the store ``store``."""
+    known = {table.name: table for table in tables}
+    if name not in known:
+        raise ValueError(f"{store} has no table {name!r}: it has {', '.join(map(repr, known))}")
+    return known[name]
+
+
+def row_layout(groups: Iterable[Group]) -> tuple[object, ...]:
+    """Return what the layout of rows depends on: groups of tables with the same one are stored in the same way."""
+    return tuple(
+        (tuple(table.name for table in group.tables), group.dtype, group.dim, type(group.optimizer), group.compression)
+        for group in groups
+    )

@@ -20,6 +20,7 @@ from tiercache.store.recovery import ADVICE, check_blobs
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.table import row_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,9 +99,13 @@ class Verification:
     def _check_contents(self, snapshots: Sequence[Snapshot]) -> None:
         """Read rows, keys and dense state."""
         with ThreadPoolExecutor(1) as key_thread, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
+            alike: dict[object, list[Snapshot]] = {}
+            for snapshot in snapshots:  # commits before and after an alteration may have other groups
+                alike.setdefault(row_layout(snapshot.groups), []).append(snapshot)
             keys = [
-                key_thread.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
-                for group in self.store.groups
+                key_thread.submit(key_invariants.KeyInvariantChecker(self.store.reader, of_kind, group, readers).run)
+                for of_kind in alike.values()
+                for group in of_kind[-1].groups
             ]
             self._check_rows()
             for found in keys:

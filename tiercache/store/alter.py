@@ -1,0 +1,159 @@
+"""Schema changes of a store: each is one commit that moves no row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.table import Table, group_tables, row_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiercache.store.commit import Commit
+    from tiercache.store.store import Store
+
+_SETTINGS = {"decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
+"""By field of an optimizer the setting of a commit that replaces it."""
+
+
+def alter(store: Store, tables: Iterable[Table]) -> Commit:
+    """Make a commit with other tables, and return it; the newest one if it has these tables already.
+
+    Tables may be added or dropped, dims may grow; optimizers, their settings, initializers and seeds may change. Rows
+    keep the layout that they have: they are read as rows of the new tables, and the next rewrite stores them so.
+    Vectors stay; new columns are those of the key's first row; state of another kind of optimizer starts over. Dense
+    state and position stay. Unless only settings change, the commit has no schedule: a training reorganizes the store
+    first.
+
+    One atomic, durable step. Raises ValueError for tables that the rows cannot become, StoreFullError.
+    """
+    commit = checked_commit(store, "altered")
+    requested = altered_tables(commit.tables, tables, store.label)
+    if [table.to_record() for table in requested] == [table.to_record() for table in commit.tables]:
+        return commit
+    changes: dict[str, Any] = {"tables": requested, "settings": altered_settings(commit, requested)}
+    groups, id_ = group_tables(requested), commit.id + 1
+    if {table.name for table in commit.tables} - {table.name for table in requested}:
+        changes["forgot"] = id_
+    if commit.stored or row_layout(groups) != row_layout(commit.groups):
+        changes |= {"stored": (*commit.stored, commit.tables), "since": id_, "schedule_digest": ""}
+        changes["overlaid"] = commit.overlaid or commit.schedule_digest
+        check_between_passes(store, "tables, dims or optimizers change")
+    else:
+        changes["groups"] = groups
+    with store._opened.uses.using():
+        altered = store.commit_writer.amend(**changes)
+    store.take_tables()
+    return altered
+
+
+def checked_commit(store: Store, what: str) -> Commit:
+    """Return the newest commit. Raises ValueError if the store cannot be ``what``."""
+    if isinstance(store, ShardedStore):
+        raise ValueError(  # noqa: TRY004
+            f"{store.label} has shards and cannot be {what}: train with one rank to make it plain first"
+        )
+    _ = store.commit_writer
+    if store.commit is None:
+        raise ValueError(f"{store.label} has no commit yet: make a new store, or train and commit first")
+    if len(store.segments) > len(store.snapshot.committed):
+        raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
+    return store.commit
+
+
+def check_between_passes(store: Store, what: str) -> None:
+    """Raise ValueError for a store inside a pass; ``what`` follows "before"."""
+    if store.commit is not None and store.commit.cursor.sample:
+        at = f"stands inside pass {store.commit.cursor.pass_index}"
+        raise ValueError(f"{store.label} {at}: train to the end of a pass before {what}")
+
+
+def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: str) -> tuple[Table, ...]:
+    """Return the requested tables in the order of table ids. Raises ValueError if rows of ``before`` cannot be theirs.
+
+    A table without compression keeps what it has.
+    """
+    stored, found = {table.name: table for table in before}, []
+    for table in sorted(requested, key=lambda table: table.table_id):
+        old = stored.get(table.name)
+        compression = None if old is None else old.compression
+        wrong = None
+        if table.compression not in {None, compression}:
+            wrong = f"compression {compression!r} and {table.compression!r} was given: leave it out"
+        elif old is not None and table.dtype != old.dtype:
+            wrong = f"dtype {old.dtype!r} and {table.dtype!r} was given: give {old.dtype!r}, or import into a new store"
+        elif old is not None and table.dim < old.dim:
+            wrong = f"dim {old.dim} and {table.dim} was given: a dim can only grow"
+        if wrong:
+            raise ValueError(f"table {table.name!r} of {label} has {wrong}")
+        found.append(Table.from_record({**table.to_record(), **({"compression": compression} if compression else {})}))
+    group_tables(found)
+    dropped = sorted(stored.keys() - {table.name for table in found})
+    added = sorted({table.name for table in found} - stored.keys())
+    if dropped and added:
+        raise ValueError(
+            f"{label} has a table {dropped[0]!r} that was not given, and lacks the table {added[0]!r}: a table cannot "
+            "be renamed; to drop one and add another, alter the store twice"
+        )
+    return tuple(found)
+
+
+def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
+    """Return the settings of a commit with other tables: what changes in a table's record replaces its setting.
+
+    Raises ValueError if tables of one group have several learning rates.
+    """
+    settings: dict[str, Any] = {**commit.settings}
+    before = {table.name: table for table in commit.tables}
+    own: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        old, now = before.get(table.name), asdict(table.optimizer)
+        if old is None or type(old.optimizer) is not type(table.optimizer):
+            own[table.name] = {"step": 0} if settings.get("steps") else {}
+            continue
+        changed = {_SETTINGS.get(name) for name, value in asdict(old.optimizer).items() if value != now[name]}
+        kept = settings.get("tables", {}).get(table.name, {})
+        own[table.name] = {name: value for name, value in kept.items() if name not in changed}
+    settings.pop("tables", None)
+    if own := {name: values for name, values in own.items() if values}:
+        settings["tables"] = own
+    if "learning_rates" in settings:
+        rates = {t.name: settings["learning_rates"][g.index] for g in group_tables(commit.tables) for t in g.tables}
+        settings["learning_rates"] = []
+        for group in group_tables(tables):
+            found: dict[float, str] = {}
+            for table in group.tables:
+                old, rate = before.get(table.name), table.optimizer.learning_rate
+                same = old is not None and type(old.optimizer) is type(table.optimizer)
+                stays = same and old is not None and old.optimizer.learning_rate == rate
+                found[rates[table.name] if stays else rate] = table.name
+            if len(found) > 1:
+                (one, first), (other, second), *_ = found.items()
+                raise ValueError(
+                    f"tables {first!r} and {second!r} would share a group, and so a learning rate, and the training "
+                    f"left them at {one} and {other}: give both a new learning_rate"
+                )
+            settings["learning_rates"] += found
+    return settings
+
+
+def alterations(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
+    """Return what changed, a line for each table that is new or dropped and for each value."""
+    old, new = ({table.name: table for table in tables} for tables in (before, after))
+    lines = [f"table {name!r} is dropped" for name in sorted(old.keys() - new.keys())]
+    lines += [f"table {name!r} is new" for name in sorted(new.keys() - old.keys())]
+    for name in sorted(old.keys() & new.keys()):
+        one, other = old[name].to_record(), new[name].to_record()
+        for part in one:
+            if one[part] != other.get(part):
+                lines.append(f"table {name!r}: {part} {_text(one[part])} becomes {_text(other.get(part))}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    """Return a value of a table's record as one writes it in a schema."""
+    if not isinstance(value, dict):
+        return str(value)
+    return f"{value['kind']}({', '.join(f'{name}={one}' for name, one in value.items() if name != 'kind')})"
