@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.store.openers import OPENERS, SHARD_MANIFEST
 
 if TYPE_CHECKING:
+    from tiercache.store.alter import alter
     from tiercache.store.bits import hash_keys, mix, xxh64
     from tiercache.store.bulk_load import load_rows
     from tiercache.store.changes import Difference, differences
@@ -60,6 +61,7 @@ def _open_sharded(*arguments: Any) -> Any:
 OPENERS[SHARD_MANIFEST] = _open_sharded
 
 _HOME = {
+    "alter": "alter",
     "Commit": "commit",
     "Cursor": "commit",
     "Counters": "engines.engine",
@@ -146,6 +148,7 @@ __all__ = [
     "Uniform",
     "ZarrEngine",
     "Zeros",
+    "alter",
     "differences",
     "group_tables",
     "hash_keys",

@@ -35,8 +35,6 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
         return commit
     changes: dict[str, Any] = {"tables": requested, "settings": altered_settings(commit, requested)}
     groups, id_ = group_tables(requested), commit.id + 1
-    if {table.name for table in commit.tables} - {table.name for table in requested}:
-        changes["forgot"] = id_
     if commit.stored or row_layout(groups) != row_layout(commit.groups):
         changes |= {"stored": (*commit.stored, commit.tables), "since": id_, "schedule_digest": ""}
         changes["overlaid"] = commit.overlaid or commit.schedule_digest

@@ -188,7 +188,7 @@ class Commit:
     """The tables as its segments have them, then those after each alteration but the last; empty if segments have them
     as they are now."""
     forgot: int = 0
-    """The newest commit that forgot keys or dropped a table: keys that older ones have may be gone."""
+    """The newest rewrite that left out rows of forgotten keys or dropped tables: older commits may have them."""
     pins: dict[str, int] = field(default_factory=dict)
     """The commits that are kept by name."""
     kept: tuple[Kept, ...] = ()

@@ -250,6 +250,7 @@ class CommitWriter:
                     before, rewrite.retained, new,
                     cursor=start, schedule_digest=schedule_digest, stored=(), groups=self.snapshot.next_groups,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
+                    forgot=before.id + 1 if before.stored else before.forgot,
                 )  # fmt: skip
                 return self._advance(self._kept(self._history.snapshots, commit), commit, shrink=True)
             except BaseException:

@@ -1,0 +1,364 @@
+"""Schema changes: one small commit, rows as the new tables have them wherever they are read, stored by a rewrite."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import Home, narrow_tables, small_tables, stored_bytes
+from tests.store.world import Key, World
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Cursor,
+    MemoryEngine,
+    RowWiseAdagrad,
+    Store,
+    Table,
+    Uniform,
+    Zeros,
+    alter,
+    info,
+    load_rows,
+)
+from tiercache.store.bits import ITEM_BYTES
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.row_codec import row_words
+from tiercache.store.verification import Verification
+
+
+def first_row(table: Table, key: int) -> bytes:
+    """Return the words of a key's first row."""
+    return row_words(table.fields, initial_rows(table, np.array([key]))).tobytes()
+
+
+def converted(rows: dict[Key, bytes], before: Sequence[Table], after: Sequence[Table]) -> dict[Key, bytes]:
+    """Return rows as they are after an alteration, byte by byte: the slow obvious way."""
+    old, found = {table.name: table for table in before}, {}
+    for table in after:
+        for (name, key), row in rows.items():
+            if name != table.name:
+                continue
+            one, new, at, to = old[name], bytearray(first_row(table, key)), 0, 0
+            for stored, field in zip(one.fields, table.fields, strict=False):
+                count = stored.width * ITEM_BYTES[stored.dtype]
+                if field is table.fields[0] or type(one.optimizer) is type(table.optimizer):
+                    new[to : to + count] = row[at : at + count]
+                at, to = at + 4 * stored.words, to + 4 * field.words
+            found[name, key] = bytes(new)
+    return found
+
+
+def in_words(table: Table, chunks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]]) -> dict[int, bytes]:
+    """Return the words of rows by key."""
+    found: dict[int, bytes] = {}
+    for keys, fields in chunks:
+        words = row_words(table.fields, tuple(fields))
+        found |= {key: words[i].tobytes() for i, key in enumerate(keys.tolist())}
+    return found
+
+
+def check(store: Store, rows: dict[Key, bytes]) -> None:
+    """Assert that all that reads rows by the tables gives these."""
+    for table in store.tables:
+        mine = {key: row for (name, key), row in rows.items() if name == table.name}
+        assert in_words(table, store.scan(table.name)) == mine
+        assert store.live_rows(table.name) == len(mine)
+        asked = np.arange(-60, 60)
+        firsts = {key: mine.get(key, first_row(table, key)) for key in asked.tolist()}
+        found = store.lookup(table.name, asked, missing="initial")
+        assert in_words(table, [(asked, [*found.values()])]) == firsts
+        zeros = store.lookup(table.name, asked, missing="zeros")
+        assert not any(values[[key not in mine for key in asked.tolist()]].any() for values in zeros.values())
+        changes = ((keys, [*fields.values()]) for keys, fields in store.changes(table.name, since=-1))
+        assert in_words(table, changes) == mine
+        assert store.changed_rows(table.name, since=-1) == len(mine)
+    assert Verification(store).run()["problems"] == []
+
+
+def changed(tables: Sequence[Table], name: str, **values: object) -> list[Table]:
+    """Return tables of which one has other values."""
+    return [replace(table, **values) if table.name == name else table for table in tables]
+
+
+def grown(tables: Sequence[Table]) -> list[Table]:
+    """Return tables with larger dims: two that were of one group, one of optimizer state of a number a row."""
+    return [replace(t, dim=t.dim + {"user": 2, "place": 3, "word": 1}.get(t.name, 0)) for t in tables]
+
+
+CHANGES: dict[str, Callable[[list[Table]], list[Table]]] = {
+    "a new table": lambda tables: [*tables, Table(name="new", dim=2)],
+    "a dropped table": lambda tables: [table for table in tables if table.name != "item"],
+    "a dim": grown,
+    "optimizers": lambda tables: changed(
+        changed(changed(tables, "user", optimizer=Adam()), "word", optimizer=SGD()),
+        "place", optimizer=Adagrad(initial_accumulator=0.5),
+    ),
+    "all at once": lambda tables: changed(
+        [*grown(tables), Table(name="new", dim=2)], "word", optimizer=RowWiseAdagrad(), dim=20,
+        initializer=Uniform(low=1.0, high=2.0),
+    ),
+    "the learning rate of one table of a group": lambda tables: changed(
+        tables, "item", optimizer=replace(tables[1].optimizer, learning_rate=0.5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [small_tables, narrow_tables])
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_are_those_of_the_new_tables_at_once_and_after_a_rewrite(
+    home: Home, change: str, make: Callable[[], list[Table]]
+) -> None:
+    """Vectors stay, new columns are a first row's, other state starts over; position and dense state stay."""
+    world = World(make(), keys_per_pass=25)
+    store = home.open(world.tables, retention=2)
+    world.run(store, 4)
+    before, tables = store.commit, CHANGES[change](make())
+    segments = stored_bytes(store, "segments")
+    commit = alter(store, tables)
+    assert stored_bytes(store, "segments").keys() <= segments.keys()
+    assert (commit.id, commit.cursor, commit.overlaid) == (before.id + 1, before.cursor, before.schedule_digest)
+    assert (store.state(), commit.ranks) == (world.state, before.ranks)
+    rows = converted(world.rows, world.tables, tables)
+    check(store, rows)
+    dropped = [row for (name, _), row in world.rows.items() if name not in {table.name for table in tables}]
+    assert store.snapshot.waiting_bytes == sum(map(len, dropped))
+    store = home.open(tables)
+    assert {table.name for table in store.tables} == {table.name for table in tables}
+    check(store, rows)
+    with store.at(before.id) as older:
+        check(older, world.rows)
+    store.compact()
+    check(store, rows)
+    assert (store.commit.cursor, store.commit.stored, store.commit.overlaid) == (before.cursor, (), "cyclic")
+    assert store.snapshot.waiting_bytes == 0
+    store = home.open(tables)
+    check(store, rows)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_training_continues_as_in_a_store_that_was_made_of_the_converted_rows(home: Home, compact: bool) -> None:
+    """The schedule is entered where it was left; the rows that it loads are those of the new tables."""
+    world, tables = World(small_tables()), CHANGES["all at once"](small_tables())
+    store = home.open(world.tables)
+    world.run(store, 4)
+    rows = converted(world.rows, world.tables, tables)
+    alter(store, tables)
+    if compact:
+        store.compact()
+    other = World(tables, pass_index=4)
+    other.rows, other.state = {**rows}, world.state
+    passes = [{**keys, "new": np.array([1, 5])} for keys in world.passes]
+    other.follow(store, passes, start=(4, 0))
+    assert store.commit.cursor == Cursor(4, 0)
+    assert {key: row for key, row in other.rows.items() if key in rows} == rows
+    check(store, other.rows)
+    for _ in range(4):
+        other.check_load(store, other.pass_index)
+        other.run(store, 1)
+        check(store, other.rows)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 99), steps=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4))
+def test_several_alterations_are_those_of_one_after_the_other(seed: int, steps: list[str]) -> None:
+    """State that started over does not come back, and a table that was dropped and added anew has no rows."""
+    world, tables = World(small_tables(), seed=seed, keys_per_pass=9), small_tables()
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        world.run(store, 3)
+        rows = world.rows
+        for number, step in enumerate(steps):
+            after = CHANGES["a new table" if step == "all at once" and number else step](tables)
+            names = {table.name for table in tables}
+            after = [*{table.name: table for table in after if table.name != "new" or "new" not in names}.values()]
+            if {table.name for table in tables} - {table.name for table in after}:
+                after = [table for table in after if table.name in names]
+            rows, tables = converted(rows, tables, after), after
+            alter(store, tables)
+            check(store, rows)
+        names = {table.name for table in tables}
+        for made in small_tables():
+            if made.name not in names:
+                tables = [*tables, made]
+                alter(store, tables)
+        check(store, rows)
+        store.compact()
+        check(store, rows)
+
+
+def test_settings_alone_keep_the_schedule_and_every_segment(home: Home) -> None:
+    """A learning rate of all tables of a group, and an initializer: training continues, even inside a pass."""
+    world = World(small_tables())
+    store = home.open(world.tables)
+    world.run(store, 2)
+    world.train()
+    world.append(store, within=True)
+    world.publish(store, sample=7)
+    before = store.commit
+    tables = [
+        replace(
+            table, optimizer=replace(table.optimizer, learning_rate=table.optimizer.learning_rate / 4),
+            initializer=Constant(value=0.25),
+        )
+        for table in small_tables()
+    ]  # fmt: skip
+    commit = alter(store, tables)
+    assert (commit.schedule_digest, commit.cursor, commit.stored) == (before.schedule_digest, before.cursor, ())
+    assert commit.segment_ids == before.segment_ids
+    assert store.tables == store.commit.tables
+    assert {table.name: table.optimizer for table in store.tables} == {t.name: t.optimizer for t in tables}
+    store = home.open(tables)
+    world.check_within(store)
+    assert store.lookup("word", np.array([1000]), missing="initial")["vector"].tolist() == [[0.25] * 8]
+    world.train(part=1)
+    world.append(store)
+    world.pass_index += 1
+    world.publish(store)
+    world.run(store, 2)
+    check(store, world.rows)
+
+
+def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
+    """Its rows wait for the rewrite; verification does not miss them, though an older commit has them."""
+    world = World(small_tables())
+    store = home.open(world.tables, retention=9)
+    world.run(store, 2)
+    store.pin("before")
+    alter(store, [table for table in small_tables() if table.name != "item"])
+    alter(store, small_tables())
+    assert store.live_rows("item") == 0
+    rows = {key: row for key, row in world.rows.items() if key[0] != "item"}
+    check(store, rows)
+    store.compact()
+    check(store, rows)
+    world.rows = rows
+    world.follow(store, world.passes, start=(2, 0))
+    check(store, world.rows)
+
+
+def test_a_rollback_brings_the_tables_back(home: Home) -> None:
+    """With the rows and the schedule of the commit before."""
+    world = World(small_tables())
+    store = home.open(world.tables, retention=3)
+    world.run(store, 2)
+    before = store.commit
+    alter(store, CHANGES["all at once"](small_tables()))
+    store.compact()
+    store.rollback(before.id)
+    assert {table.name for table in store.tables} == {table.name for table in world.tables}
+    assert store.commit.schedule_digest == before.schedule_digest
+    world.check(store, after=1)
+    world.run(store, 1)
+    check(store, world.rows)
+
+
+def test_the_same_tables_make_no_commit(home: Home) -> None:
+    """A command that was killed may be run again."""
+    world = World(small_tables())
+    store = home.open(world.tables)
+    world.run(store, 1)
+    assert alter(store, small_tables()) is store.commit
+    assert store.commit.id == 0
+
+
+def test_live_learning_rates_and_steps_stay_unless_the_record_changes() -> None:
+    """A rate in the new record wins; other rates are as the training left them; a new optimizer begins at step 0."""
+    tables = [
+        Table(name="a", dim=2, optimizer=SGD(learning_rate=0.1), initializer=Zeros()),
+        Table(name="b", dim=3, optimizer=Adagrad(learning_rate=0.2, eps=0.5), initializer=Zeros()),
+        Table(name="c", dim=4, optimizer=Adam(learning_rate=0.3), initializer=Zeros()),
+    ]
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        live = {"a": 0.01, "b": 0.02, "c": 0.03}
+        by_group = [live[group.tables[0].name] for group in store.groups]
+        own = {"b": {"eps": 0.75, "weight_decay": 0.5}, "c": {"step": 9, "eps": 0.25}}
+        load_rows(store, [], settings={"steps": 10, "learning_rates": by_group, "tables": own})
+        after = changed(changed(tables, "b", optimizer=Adagrad(learning_rate=0.2, eps=0.25)), "c", optimizer=SGD())
+        commit = alter(store, [*after, Table(name="d", dim=9)])
+        rates = dict(zip((g.tables[0].name for g in store.groups), commit.settings["learning_rates"], strict=True))
+        assert rates == {"a": 0.01, "b": 0.02, "c": 0.01, "d": 0.01}
+        assert commit.settings["steps"] == 10
+        assert commit.settings["tables"] == {"b": {"weight_decay": 0.5}, "c": {"step": 0}, "d": {"step": 0}}
+        joined = changed(after, "c", optimizer=Adagrad(learning_rate=0.2, eps=0.25), dim=4)
+        with pytest.raises(ValueError, match=r"would share a group.*left them at 0.0[12] and 0.[02]+: give both"):
+            alter(store, [*changed(joined, "b", dim=4), Table(name="d", dim=9)])
+
+
+REFUSED = {
+    "a smaller dim": (lambda tables: changed(tables, "user", dim=2), "has dim 3 and 2 was given: a dim can only grow"),
+    "a dtype": (lambda tables: changed(tables, "user", dtype="bfloat16"), "dtype 'float32' and 'bfloat16' was given"),
+    "a name": (
+        lambda tables: [*tables[1:], replace(tables[0], name="person")],
+        "has a table 'user' that was not given, and lacks the table 'person': a table cannot be renamed",
+    ),
+    "a compression": (lambda tables: changed(tables, "day", compression="zstd"), "compression None and 'zstd'"),
+    "nothing": (lambda _: [], "there are no tables"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_rows_cannot_become_is_refused(name: str) -> None:
+    """And nothing is written."""
+    change, match = REFUSED[name]
+    world, engine = World(small_tables()), MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        world.run(store, 1)
+        head = engine.newest()
+        with pytest.raises(ValueError, match=match):
+            alter(store, change(small_tables()))
+        assert engine.newest() == head
+        check(store, world.rows)
+
+
+def test_a_store_that_cannot_be_altered_says_why() -> None:
+    """Without a commit, inside a pass, with appended rows, and open for reading."""
+    world, engine, tables = World(small_tables()), MemoryEngine(), grown(small_tables())
+    with Store.open(None, tables=world.tables, engine=engine) as store:
+        with pytest.raises(ValueError, match="has no commit yet"):
+            alter(store, tables)
+        world.run(store, 1)
+        world.train()
+        world.append(store, within=True)
+        with pytest.raises(ValueError, match="rows that no commit names"):
+            alter(store, tables)
+        world.publish(store, sample=3)
+        with pytest.raises(ValueError, match="stands inside pass 1: train to the end of a pass before tables, dims or"):
+            alter(store, tables)
+    with Store.open(None, engine=engine, mode="r") as store, pytest.raises(ValueError, match="is open for reading"):
+        alter(store, tables)
+
+
+def test_an_altered_store_takes_no_rows_before_a_rewrite() -> None:
+    """They would be of other groups than those that it has."""
+    world, tables = World(small_tables()), grown(small_tables())
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 1)
+        alter(store, tables)
+        user = next(table for table in store.tables if table.name == "user")
+        rows = [("user", (np.array([3]), initial_rows(user, np.array([3]))))]
+        with pytest.raises(ValueError, match="was altered: reorganize or compact it before rows are added"):
+            load_rows(store, rows)
+        store.compact()
+        load_rows(store, rows)
+        assert store.lookup("user", np.array([3]))["vector"].tobytes() == rows[0][1][1][0].tobytes()
+
+
+def test_info_says_how_many_bytes_wait(home: Home) -> None:
+    """Those of a dropped table, until the rewrite."""
+    if home.kind == "memory":
+        pytest.skip("info takes a path")
+    world = World(small_tables())
+    store = home.open(world.tables)
+    world.run(store, 3)
+    waiting = sum(len(row) for (name, _), row in world.rows.items() if name == "word")
+    alter(store, [table for table in small_tables() if table.name != "word"])
+    found = info(home.path)
+    assert (found["waiting_bytes"], [table["name"] for table in found["tables"]].count("word")) == (waiting, 0)
+    assert found["rows"] == sum(name != "word" for name, _ in world.rows)
+    store.compact()
+    assert info(home.path)["waiting_bytes"] == 0
