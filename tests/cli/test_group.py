@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "compact": ("s.tc",),
     "plan": ("passes", "--store", "planned.tc", "--samples-per-second", "1e5"),
     "rollback": ("s.tc", "--to", "0"),
+    "alter": ("s.tc", "--schema", "schema.toml"),
     "reorganize": ("s.tc", "passes"),
     "repartition": ("passes", "new", "--rows", "650", "--batch-multiple", "100"),
     "export": ("s.tc", "out", "--format", "numpy"),
@@ -104,6 +105,26 @@ def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: 
     assert error_of(command, *(one.replace("part-0", "gone") for one in arguments))
     assert invoke(command, "--no-such-option").exit_code == 2
     assert invoke(command).exit_code == 2
+
+
+def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
+    """A larger dim and a new table; then the table is dropped; a schema that the store has makes no commit."""
+    wider = SCHEMA.replace("dim = 4", "dim = 6") + "[tables.b]\ndim = 2\n[features.b]\n"
+    Path("wider.toml").write_text(wider)
+    changes = ["table 'b' is new", "table 'a': dim 4 becomes 6"]
+    done = {"commit": 2, "changes": changes, "dropped_rows": {}, "waiting_bytes": 0}
+    assert told("alter", "s.tc", "--schema", "wider.toml") == done
+    assert len(told("lookup", "s.tc", "a", "1")[0]["vector"]) == 6
+    assert "s.tc has these tables already" in run("alter", "s.tc", "--schema", "wider.toml")
+    Path("new.toml").write_text(wider.replace("[tables.a]\ndim = 6", "[tables.c]").replace(".a]", ".c]"))
+    assert "a table cannot be renamed" in error_of("alter", "s.tc", "--schema", "new.toml")
+    Path("b.toml").write_text(
+        wider.replace("[tables.a]", "").partition("dim = 6")[0] + wider[wider.index("[tables.b]") :]
+    )
+    found = run("alter", "s.tc", "--schema", "b.toml")
+    for line in ("table 'a' is dropped", "table 'a' had 700 rows", "the next rewrite frees 10.9 KiB"):
+        assert line in found
+    assert told("info", "s.tc")["waiting_bytes"] == 700 * 16
 
 
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:

@@ -143,6 +143,44 @@ def key_hash(key: int, table: str) -> int:
     return x ^ x >> 31
 
 
+def altered(key: int, fields: tuple[bytes, ...], before: Values, after: Values) -> tuple[bytes, ...]:
+    """Return the fields of a row, without padding, after one alteration of its table."""
+    new = initial_vector(key, after) if after["dim"] > before["dim"] else fields[0]
+    vector = fields[0] + new[len(fields[0]) :]
+    kind, dim = after["optimizer"]["kind"], after["dim"]
+    widths = {"sgd": [], "adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim]}[kind]
+    start = struct.pack("<f", after["optimizer"].get("initial_accumulator", 0.0))
+    same = kind == before["optimizer"]["kind"]
+    states = fields[1:] if same else [b""] * len(widths)
+    return vector, *(state + start * (width - len(state) // 4) for state, width in zip(states, widths, strict=True))
+
+
+def initial_vector(key: int, table: Values) -> bytes:
+    """Return the initial vector of a key of a float32 table: of zeros, a constant or uniform numbers."""
+    start, dim = table["initializer"], table["dim"]
+    if start["kind"] != "uniform":
+        return np.full(dim, start.get("value", 0.0), np.float32).tobytes()
+    words = [word for block in range(-(-dim // 4)) for word in philox(key & ALL, block, table)]
+    low, high = np.float32(start["low"]), np.float32(start["high"])
+    unit = np.array([word >> 8 for word in words[:dim]], np.float32) * np.float32(2.0**-24)
+    return (low + unit * (high - low)).tobytes()
+
+
+def philox(key: int, block: int, table: Values) -> list[int]:
+    """Return four random words of Philox4x32-10."""
+    x = table["seed"] ^ xxh64(table["name"].encode())
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
+    x ^= x >> 31
+    half = 0xFFFFFFFF
+    a, b, c, d, k, m = key & half, key >> 32, block, 0, x & half, x >> 32
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = q >> 32 ^ b ^ k, q & half, p >> 32 ^ d ^ m, p & half
+        k, m = k + 0x9E3779B9 & half, m + 0xBB67AE85 & half
+    return [a, b, c, d]
+
+
 def xxh64(data: bytes) -> int:
     """Return XXH64 with seed 0 of at most 31 bytes."""
     assert len(data) < 32

@@ -15,6 +15,7 @@ from tests.store.independent_format import (
     Arrays,
     Layout,
     Values,
+    altered,
     check,
     field_bytes,
     key_hash,
@@ -68,7 +69,8 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
     """Return everything in a plain store at its newest commit, or at one that it keeps; every digest is checked."""
     files = files_of(path)
     _, values = read_commit(files, commit)
-    tables: dict[str, dict[int, Row]] = {table["name"]: {} for table in values["tables"]}
+    steps = [*values["stored"], values["tables"]]
+    tables: dict[str, dict[int, Row]] = {table["name"]: {} for table in steps[0]}
     states, counted = [], dict.fromkeys(tables, 0)
     for head in values["ranks"]:
         listed, arrays = named(files, "rank", *head)
@@ -83,12 +85,21 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
                     tables[table][key] = row  # segments by id: a newer row replaces a stale one
                     if (bits := about["maps"][group]) is not None:
                         assert in_range in ranges_of(key_hash(key, table), bits, of_segment, group)
-        names = names_in_order(values["tables"])
+        names = names_in_order(steps[0])
         for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
             counted[names[table]] += live
         for at, stale in zip(arrays["stale_at"].tolist(), arrays["stale"].tolist(), strict=True):
             counted[names[arrays["live_tables"][at]]] -= stale
     assert counted == {name: len(rows) for name, rows in tables.items()}
+    for before, after in pairwise(steps):
+        old = {table["name"]: table for table in before}
+        tables = {
+            table["name"]: {
+                key: row._replace(fields=altered(key, row.fields, old[table["name"]], table))
+                for key, row in (tables[table["name"]] if table["name"] in old else {}).items()
+            }
+            for table in after
+        }
     return Contents(values, tables, states)
 
 

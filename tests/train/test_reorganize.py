@@ -31,7 +31,8 @@ from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.planning.pass_plan import segments_by_pass
-from tiercache.store import Cursor, MemoryEngine, external_sort, load_rows, verify
+from tiercache.store import Cursor, MemoryEngine, alter, external_sort, load_rows, verify
+from tiercache.store.bulk_load import load_sorted
 from tiercache.store.segment import BASE_PASS, base_layout
 
 if TYPE_CHECKING:
@@ -350,6 +351,40 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
         )
         untouched = store.lookup("item", np.array([-3]))
         assert [values[0].tolist() for values in untouched.values()] == [values[0].tolist() for values in fields]
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: Path, engine: str) -> None:
+    """Another optimizer in the midst of a schedule: the position stays, vectors stay, and Adam begins at its step 0."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=2, batch=16)
+    cuts, adam = cuts_of(case, drift=5), tc.optim.Adam(learning_rate=0.03)
+    passes = write_dataset(tmp_path / "passes", case.schema, cuts)
+    tables = (*(replace(one, optimizer=adam) for one in case.tables[:2]), case.tables[2])
+    altered = replace(case, tables=tables)
+    new_passes = write_dataset(tmp_path / "altered", altered.schema, cuts)
+
+    def stop(pass_index: int, _batch: int) -> None:
+        if pass_index == 6:
+            raise InterruptedError
+
+    with open_store(tmp_path / "s.tc", case, engine) as store, open_store(tmp_path / "b.tc", altered, engine) as other:
+        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
+            train(tiers, case, each_batch=stop)
+        before = {one.name: [fields[0] for _, fields in store.scan(one.name)] for one in tables}
+        commit = alter(store, tables)
+        assert commit.settings["tables"] == {"item": {"step": 0}, "user": {"step": 0}}
+        for name, vectors in before.items():
+            assert [fields[0].tolist() for _, fields in store.scan(name)] == [one.tolist() for one in vectors]
+        load_sorted(other, lambda one: store.scan(one.name), state=store.state(), settings=commit.settings)
+        tc.reorganize(other, new_passes, start=commit.cursor, progress=False)
+        results = []
+        for one in (store, other):
+            with tiered(one, new_passes, reorganize=True) as tiers:
+                assert one.commit.cursor == commit.cursor == (6, 0)
+                model = train(tiers, altered, seed=9)
+            results.append(result_of(one, new_passes, model))
+        assert_same_bits(*results)
+        assert store.lookup("item", np.array([cuts[3].features["a"].keys[0]]))["exp_avg"].any()
 
 
 @pytest.mark.parametrize("pass_rows", [256, 2048])

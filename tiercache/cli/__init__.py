@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiercache.cli import extract_command, info, plan_command, store_commands, transfer
+from tiercache.cli import alter_commands, extract_command, info, plan_command, store_commands, transfer
 from tiercache.cli.output import printable
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
@@ -54,6 +54,7 @@ for name, command in (
     ("rollback", store_commands.rollback),
     ("pin", store_commands.pin),
     ("unpin", store_commands.unpin),
+    ("alter", alter_commands.alter),
     ("reorganize", store_commands.reorganize),
     ("repartition", store_commands.repartition),
     ("export", transfer.export),
