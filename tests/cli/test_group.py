@@ -60,6 +60,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("passes", "--store", "planned.tc", "--samples-per-second", "1e5"),
     "rollback": ("s.tc", "--to", "0"),
     "alter": ("s.tc", "--schema", "schema.toml"),
+    "forget": ("s.tc", "a", "--unused-since", "0"),
     "reorganize": ("s.tc", "passes"),
     "repartition": ("passes", "new", "--rows", "650", "--batch-multiple", "100"),
     "export": ("s.tc", "out", "--format", "numpy"),
@@ -125,6 +126,23 @@ def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
     for line in ("table 'a' is dropped", "table 'a' had 700 rows", "the next rewrite frees 10.9 KiB"):
         assert line in found
     assert told("info", "s.tc")["waiting_bytes"] == 700 * 16
+
+
+def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
+    """Keys of a text file and of a .npy file, unknown ones among them; a line that is no key is refused."""
+    Path("keys.txt").write_text("1\n2\n\n9999\n")
+    np.save("keys.npy", np.array([3, 4]))
+    listed = ["commit 1 (retention)"]
+    done = {"commit": 2, "rows": 2, "unknown": 1, "waiting_bytes": 32, "listed_by": listed}
+    assert told("forget", "s.tc", "a", "--keys", "keys.txt") == done
+    assert "have no row" in error_of("lookup", "s.tc", "a", "1")
+    found = run("forget", "s.tc", "a", "--keys", "keys.npy", "--now")
+    assert "commit 4 has 2 rows less in table a" in found
+    assert "no commit lists the rows any more, and their bytes are free" in found
+    assert told("info", "s.tc")["rows"] == 696
+    Path("keys.txt").write_text("1\nx\n")
+    assert "line 2 of keys.txt is 'x': expected an int64 key" in error_of("forget", "s.tc", "a", "--keys", "keys.txt")
+    assert "give either keys or unused_since" in error_of("forget", "s.tc", "a")
 
 
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:

@@ -24,7 +24,10 @@ from tiercache.store import (
     StoreError,
     StoreFullError,
     Table,
+    TableMismatchError,
     Zeros,
+    alter,
+    forget,
     group_tables,
     hash_keys,
     mix,
@@ -36,6 +39,10 @@ TABLES = (
     Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
     Table(name="word", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
 )
+ADDED = Table(name="added", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
+"""Added to them by an alteration."""
+ERASED = 50
+"""The first keys of the first table, which are forgotten."""
 UNIVERSE = 240
 """Keys of a table: 0 to UNIVERSE - 1."""
 PASS_KEYS = (150, 40, 90)
@@ -84,6 +91,10 @@ class Step:
     """Whether a reader opens the store before, and reads all of its commit, which no name keeps, two commits later."""
     compact: bool = False
     """Whether nothing is dumped and the store is compacted, which is the commit: no pass comes after it."""
+    erase: bool = False
+    """Whether the first keys of a table are forgotten, which is the commit."""
+    alter: bool = False
+    """Whether a table is added, which is the commit."""
     pin: str = ""
     """The name by which the commit before is kept from this one on, which is like it."""
     unpin: str = ""
@@ -94,7 +105,7 @@ class Step:
     @property
     def like(self) -> bool:
         """Whether it has the position, the settings and the dense state of an older commit."""
-        return self.compact or bool(self.pin or self.unpin) or self.rollback >= 0
+        return self.compact or self.erase or self.alter or bool(self.pin or self.unpin) or self.rollback >= 0
 
     @property
     def cursor(self) -> Cursor:
@@ -122,6 +133,9 @@ STEPS = (
     Step(passes=(6, 7), forget=True, state_bytes=300_000),
     Step(pin="best"),
     Step(passes=(8,)),
+    Step(compact=True),
+    Step(erase=True),
+    Step(alter=True),
     Step(compact=True),
     Step(unpin="best"),
 )
@@ -183,7 +197,10 @@ def _check_reader(reader: Store) -> None:
 
 def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | None) -> Store:
     try:
-        return Store.open(path, tables=TABLES, engine=engine)
+        try:
+            return Store.open(path, tables=TABLES, engine=engine)
+        except TableMismatchError:
+            return Store.open(path, tables=[*TABLES, ADDED], engine=engine)
     except StoreFullError as error:
         if relieve is None:
             raise
@@ -203,6 +220,10 @@ def take(store: Store, number: int, note: Note) -> None:
         note(begun=number)
         if step.compact:
             store.compact()
+        elif step.erase:
+            forget(store, TABLES[0].name, np.arange(ERASED))
+        elif step.alter:
+            alter(store, [*TABLES, ADDED])
         elif step.rollback >= 0:
             store.rollback(step.rollback)
         elif step.pin:
@@ -291,8 +312,10 @@ def _problems_at(store: Store, number: int) -> list[str]:
     if store.state() != state(number):
         found.append(f"the dense state of commit {number} has other bits")
     keys = np.arange(UNIVERSE, dtype=np.int64)
-    for group in store.groups:
+    for group in store.snapshot.groups:
         for table in group.tables:
+            if table == ADDED:
+                continue
             ids, rows = store.locate(table.name, keys, after=cursor.pass_index - 1)
             versions, uses = _RESULT[table.name]
             if not np.array_equal(ids >= 0, versions[number] >= 0):
@@ -355,6 +378,8 @@ def _results() -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
             versions[number], uses[number] = versions[before], uses[before]
             if step.compact:  # no pass comes after it
                 uses[number, versions[number] >= 0] = NEVER
+            if step.erase and table is TABLES[0]:
+                versions[number, :ERASED] = -1
             for pass_index in step.passes:
                 keys = _keys(table, pass_index)
                 versions[number, keys] = _version(pass_index, step.sample)

@@ -85,12 +85,15 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
                     tables[table][key] = row  # segments by id: a newer row replaces a stale one
                     if (bits := about["maps"][group]) is not None:
                         assert in_range in ranges_of(key_hash(key, table), bits, of_segment, group)
+                    if id_ in listed["tombstones"]:
+                        tables[table][key] = row._replace(fields=())
         names = names_in_order(steps[0])
         for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
             counted[names[table]] += live
         for at, stale in zip(arrays["stale_at"].tolist(), arrays["stale"].tolist(), strict=True):
             counted[names[arrays["live_tables"][at]]] -= stale
     assert counted == {name: len(rows) for name, rows in tables.items()}
+    tables = {name: {key: row for key, row in rows.items() if row.fields} for name, rows in tables.items()}
     for before, after in pairwise(steps):
         old = {table["name"]: table for table in before}
         tables = {

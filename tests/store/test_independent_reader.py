@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.dist import sharded_world
@@ -14,7 +15,7 @@ from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import Contents, read_shards, read_store
 from tests.store.test_row_versions import mixed
 from tests.store.world import Key, World
-from tiercache.store import Adagrad, Cursor, Store, Table, alter
+from tiercache.store import Adagrad, Cursor, Store, Table, alter, forget
 from tiercache.store.row_codec import row_words
 
 
@@ -57,6 +58,7 @@ def test_rows_of_altered_tables_are_those_that_the_format_says(engine: str, comp
         alter(store, tables)
         tables = [replace(table, optimizer=Adagrad(initial_accumulator=0.5)) for table in tables]
         alter(store, [*tables, Table(name="new", dim=2)])
+        assert forget(store, "item", np.arange(10)).rows > 3
         if compact:
             store.compact()
         expected = {}

@@ -55,6 +55,7 @@ for name, command in (
     ("pin", store_commands.pin),
     ("unpin", store_commands.unpin),
     ("alter", alter_commands.alter),
+    ("forget", alter_commands.forget),
     ("reorganize", store_commands.reorganize),
     ("repartition", store_commands.repartition),
     ("export", transfer.export),

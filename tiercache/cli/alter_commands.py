@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath, open_store
@@ -40,3 +41,62 @@ def alter(
         lines.append(f"the next rewrite frees {format_bytes(waiting)}")
     done = {"commit": commit.id, "changes": changes, "dropped_rows": dropped, "waiting_bytes": waiting}
     Output(as_json, quiet).result(done, "\n".join(lines))
+
+
+def forget(
+    path: StorePath,
+    table: Annotated[str, typer.Argument(help="The name of the table.")],
+    keys: Annotated[
+        Path | None, typer.Option(help="A .npy file of keys (int64), or text with a key in each line.")
+    ] = None,
+    unused_since: Annotated[
+        int | None, typer.Option(help="Instead of keys: rows that no commit after this one wrote.")
+    ] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Rewrite the store too, and give up commits that only the retention keeps.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete rows of a table. The next rewrite frees their bytes, or this command with --now."""
+    from tiercache.store.forget import forget as run
+
+    output = Output(as_json, quiet)
+    with open_store(path, mode="a") as store, output.working():
+        done = run(store, table, None if keys is None else _keys_in(keys), unused_since=unused_since, now=now)
+    lines = [f"commit {done.commit.id} has {done.rows:,} rows less in table {table}"]
+    if done.unknown:
+        lines.append(f"{done.unknown:,} of the keys had no row")
+    if done.waiting_bytes:
+        lines.append(f"the next rewrite frees {format_bytes(done.waiting_bytes)}")
+    if done.listed_by:
+        lines.append(
+            f"still listed by {', '.join(done.listed_by)}: unpin these commits, close readers, and run it again"
+        )
+    elif now:
+        lines.append("no commit lists the rows any more, and their bytes are free")
+    record = {
+        "commit": done.commit.id, "rows": done.rows, "unknown": done.unknown, "waiting_bytes": done.waiting_bytes,
+        "listed_by": list(done.listed_by),
+    }  # fmt: skip
+    output.result(record, "\n".join(lines))
+
+
+def _keys_in(path: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the keys of a file. Raises ValueError for something else."""
+    if path.suffix == ".npy":
+        from tiercache.io.numpy_format import map_array
+
+        keys = map_array(path)
+        if keys.dtype != np.int64 or keys.ndim != 1:
+            raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+        return np.asarray(keys)
+    found = []
+    for number, line in enumerate(path.read_text().split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(np.int64(int(line)))
+        except (ValueError, OverflowError):
+            raise ValueError(f"line {number} of {path} is {line[:40]!r}: expected an int64 key in each line") from None
+    return np.array(found, np.int64)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tiercache.store.engines.lmdb_engine import LmdbEngine
     from tiercache.store.engines.memory_engine import MemoryEngine
     from tiercache.store.engines.zarr_engine import ZarrEngine
+    from tiercache.store.forget import Forgotten, forget
     from tiercache.store.inspect import info, verify
     from tiercache.store.layout import NEVER, Range, SegmentLayout
     from tiercache.store.optimizer import (
@@ -81,6 +82,8 @@ _HOME = {
     "StoreInUseError": "store_errors",
     "StoreMissingError": "store_errors",
     "TableMismatchError": "store_errors",
+    "Forgotten": "forget",
+    "forget": "forget",
     "load_rows": "bulk_load",
     "hash_keys": "bits",
     "mix": "bits",
@@ -126,6 +129,7 @@ __all__ = [
     "Difference",
     "Engine",
     "Field",
+    "Forgotten",
     "FormatVersionError",
     "Group",
     "KeyMissingError",
@@ -150,6 +154,7 @@ __all__ = [
     "Zeros",
     "alter",
     "differences",
+    "forget",
     "group_tables",
     "hash_keys",
     "info",

@@ -47,7 +47,7 @@ def changes(
     changed, choice = _changed(reader, snapshot, group, since)
     if group is None:
         return
-    if in_order or stored.before or snapshot.stale_rows(changed, group, table):
+    if in_order or stored.before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
         rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
         chunks = scan_segments(
@@ -73,7 +73,9 @@ def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since
         return 0
     stale = snapshot.stale_rows(changed, group, table)
     if choice is None:
-        return snapshot.rows_in(changed, group, table) - stale
+        return snapshot.living_rows(changed, group, table)
+    if snapshot.has_tombstones:
+        return sum(keys.size for keys, _ in changes(reader, snapshot, table_name, since))
     runs = runs_of(reader, snapshot, changed, group, table, choice)
     return _count_keys(reader, runs, group, table, choice) if stale else sum(run.remaining for run in runs)
 

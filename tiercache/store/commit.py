@@ -16,7 +16,7 @@ from tiercache.store.engines.engine import Blob, Head
 from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, decode, digest, encode, whole
 from tiercache.store.store_errors import CorruptStoreError
-from tiercache.store.table import Table, group_tables
+from tiercache.store.table import Table, group_tables, tombstone_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,6 +93,7 @@ class RankList:
                 [one.id, one.name, one.pass_index, one.within, first, one.meta_bytes, one.head_bytes, one.head_digest]
                 for one, first in zip(self.segments, self.first_commits, strict=True)
             ],
+            "tombstones": [one.id for one in self.segments if one.tombstone],
             "state": [self.state.name, self.state.size, self.state.chunk_bytes],
         }
         return encode("rank", values, arrays)
@@ -116,6 +117,9 @@ class RankList:
             next_segment = whole(values["next_segment"], "next_segment")
             if any(b <= a for a, b in pairwise([*ids, next_segment])):
                 raise ValueError("its segments do not stand in the order of their ids")
+            tombstones, without_rows = {*values["tombstones"]}, tombstone_groups(groups)
+            if tombstones - {*ids}:
+                raise ValueError(f"it has no segment {min(tombstones - {*ids})}, which is said to be a tombstone")
             state_name, size, chunk_bytes = values["state"]
             state = State(str(state_name), whole(size, "state"), whole(chunk_bytes, "a chunk"), arrays["state"])
             if chunk_bytes < 1 or -(-size // chunk_bytes) != state.checksums.size:
@@ -127,7 +131,8 @@ class RankList:
                     make(
                         id_=id_, name=str(segment_name), pass_index=_pass(pass_index), within=bool(within),
                         meta_bytes=whole(meta_bytes, "a size"), head_bytes=whole(head_bytes, "a size"),
-                        head_digest=checked_digest(head_digest), groups=groups,
+                        head_digest=checked_digest(head_digest), tombstone=id_ in tombstones,
+                        groups=without_rows if id_ in tombstones else groups,
                     )
                     for id_, (_, segment_name, pass_index, within, _, meta_bytes, head_bytes, head_digest)
                     in zip(ids, entries, strict=True)

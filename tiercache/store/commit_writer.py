@@ -20,6 +20,7 @@ from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.table import tombstone_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,6 +100,11 @@ class CommitWriter:
         """The commits that are kept."""
         return self._history
 
+    @property
+    def given_up(self) -> list[Snapshot]:
+        """Commits that are not kept, and that others read."""
+        return [*self._given_up, *(one for one in self._holds if one not in self._history.snapshots)]
+
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
         """Keep what the newest snapshot, or that of a commit that is kept, needs until this ends; from any thread.
@@ -136,18 +142,20 @@ class CommitWriter:
         stable: bool,
         moved: Sequence[bool] = (),
         rewritten: bool = False,
+        tombstone: bool = False,
     ) -> Segment:
         """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``.
 
-        ``rewritten``: its rows are to take the place of others, in the groups of the tables as they are now.
+        ``rewritten``: it takes the place of others, in the groups of the tables as they are now.
         """
-        groups = self.snapshot.next_groups if rewritten else self.snapshot.groups
+        now = self.snapshot
+        groups = now.next_groups if rewritten else tombstone_groups(now.groups) if tombstone else now.groups
         check_layouts(layouts, groups)
         with self._lock:
             self._free()
             writer = SegmentWriter(
                 self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, groups,
-                blocks, compute, within=within, stable=stable, moved=moved,
+                blocks, compute, within=within, stable=stable, moved=moved, tombstone=tombstone,
             )  # fmt: skip
             self._next_id += 1
             try:
@@ -250,7 +258,7 @@ class CommitWriter:
                     before, rewrite.retained, new,
                     cursor=start, schedule_digest=schedule_digest, stored=(), groups=self.snapshot.next_groups,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
-                    forgot=before.id + 1 if before.stored else before.forgot,
+                    forgot=before.id + 1 if before.stored or self.snapshot.has_tombstones else before.forgot,
                 )  # fmt: skip
                 return self._advance(self._kept(self._history.snapshots, commit), commit, shrink=True)
             except BaseException:

@@ -98,6 +98,7 @@ class CompactionPlan:
         ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
         """
         for rows in self._groups:
+            rows.is_rewritten = not overlay
             rows.sort(self._uses, self._progress)
         segments = self._snapshot.segments
         needed_S, live_S = (np.zeros(len(segments), dtype=np.int64) for _ in range(2))
@@ -110,6 +111,8 @@ class CompactionPlan:
             kept = np.nonzero((needed_S > 0) & may_S)[0]
         else:
             may_S = np.array([not s.within or s.pass_index < 0 for s in segments], dtype=np.bool_)
+            for rows in self._groups:
+                may_S &= ~rows.forgotten_S
             worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
             kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
         self.retained = tuple(
@@ -150,6 +153,11 @@ class _GroupRows:
         """(S, T): live rows."""
         self.needed_ST = np.zeros_like(self.live_ST)
         """(S, T): those that are neither used nor stale."""
+        self._tombstone_S = np.array([segment.tombstone for segment in snapshot.segments], dtype=np.bool_)
+        self.is_rewritten = False
+        """True if rows of forgotten keys are stale, and tombstones go; else these stay as rows would."""
+        self.forgotten_S = self._tombstone_S.copy()
+        """(S,): segments that may not stay: with rows of forgotten keys; after ``sort``."""
         self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
         """(S + 1,): the number of each segment's first live row."""
         self._index = {segment.id: i for i, segment in enumerate(snapshot.segments)}
@@ -243,11 +251,24 @@ class _GroupRows:
             if not hashes.size:
                 continue
             newest = np.append(hashes[1:] != hashes[:-1], True)
+            if self.is_rewritten and np.any(self._tombstone_S):
+                newest = self._without_forgotten(newest, numbers)
             used = np.isin(hashes, used_hashes)
             for mark, rows in ((STALE, numbers[~newest]), (USED, numbers[newest & used])):
                 codes.add(mark_codes(rows, mark) << self._code_shift)
             idle = np.searchsorted(self._starts_S, numbers[newest & ~used], side="right") - 1
             self.needed_ST[:, place] += np.bincount(idle, minlength=self.needed_ST.shape[0])
+
+    def _without_forgotten(self, newest: NDArray[np.bool_], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which rows are the newest of keys that were not forgotten; note the segments of other rows of keys
+        that were, once.
+        """
+        segments = np.searchsorted(self._starts_S, numbers, side="right") - 1
+        key = np.append(0, np.cumsum(newest[:-1]))
+        once = np.bincount(key, self._tombstone_S[segments])[key] > 0
+        newest = newest & ~self._tombstone_S[segments]
+        self.forgotten_S[segments[once & ~newest]] = True
+        return newest
 
     def _set(self, codes: ExternalSorter) -> None:
         """Write the marks in the order of rows."""

@@ -62,7 +62,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
             ranges += layout.num_ranges
             live_ranges += layout.num_ranges - first
             for place, table in enumerate(group.tables):
-                live_rows += layout.rows_of_table(place, first)
+                live_rows += layout.rows_of_table(place, first) * (not segment.tombstone)
                 stale = snapshot.stale_rows([segment], group, table)
                 stale_rows += stale
                 stale_bytes += stale * group.row_bytes
@@ -73,7 +73,8 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
                 "within": segment.within,
                 "retained": segment.id in snapshot.retained,
                 "rows": segment.rows,
-                "live_rows": live_rows - stale_rows,
+                "tombstone": segment.tombstone,
+                "live_rows": max(0, live_rows - stale_rows),
                 "stale_rows": stale_rows,
                 "live_ranges": live_ranges,
                 "dead_ranges": ranges - live_ranges,

@@ -78,7 +78,7 @@ def locate(
                 sought[place] = searches[place].remaining
                 if progress is not None:
                     progress(stored.size)
-    for name, search in found.items() if snapshot.retained else ():
+    for name, search in found.items() if snapshot.retained or snapshot.has_tombstones else ():
         if (of := stored_tables[name].group) is not None:
             search.drop(snapshot.segments, snapshot.retained, of.index, after)
     return {name: (search.segment_ids, search.rows) for name, search in found.items()}
@@ -125,6 +125,8 @@ class _Search:
                 ranges = np.searchsorted(layout.first_row_R, self.rows[selected], side="right") - 1
                 gone = selected[layout.next_use_R[ranges] <= after]
                 self.segment_ids[gone] = self.rows[gone] = -1
+            if segment.tombstone:
+                self.segment_ids[selected] = self.rows[selected] = -1
 
 
 def read_rows(

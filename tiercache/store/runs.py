@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
 
 
+FORGOTTEN = (1 << 32) - 1
+"""The last change of a key without a row, for who merges runs: above that of every row."""
 HASHES = 1 << 64
 """All hashes are below it."""
 
@@ -147,7 +149,7 @@ class SortedRun:
     @property
     def words(self) -> int:
         """Words of a row, its last change included."""
-        return self._layout.row_bytes // 4 + (self.changed is not None)
+        return self._group.row_bytes // 4 + (self.changed is not None)
 
     @property
     def block_rows(self) -> int:
@@ -180,14 +182,17 @@ class SortedRun:
         first = layout.page_of_row(self.low)
         last = layout.page_of_row(min(self.high, self.low + rows) - 1) + 1
         start, end = layout.row_of_page(first), min(self.high, layout.row_of_page(last))
-        data = np.empty(layout.byte_of_page(last) - layout.byte_of_page(first), dtype=np.uint8)
-        self._reader.load([Pages(self.segment, self._group.index, first, last, data)])
-        out = np.empty((layout.row_of_page(last) - start, self.words), dtype=np.float32)
-        unpack(self._group, layout.page_sizes(first, last).tolist(), data, out)
+        out = np.zeros((layout.row_of_page(last) - start, self.words), dtype=np.float32)
+        if not self.segment.tombstone:
+            data = np.empty(layout.byte_of_page(last) - layout.byte_of_page(first), dtype=np.uint8)
+            self._reader.load([Pages(self.segment, self._group.index, first, last, data)])
+            unpack(self._group, layout.page_sizes(first, last).tolist(), data, out)
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
         if self.changed is not None:
             out[:, -1] = self.changed(self.segment, self._group.index, self.low, end).view(np.float32)
+            if self.segment.tombstone:
+                out[:, -1].view(np.uint32)[:] = FORGOTTEN
         self.low = end
         return keys, out
 

@@ -17,7 +17,17 @@ from tiercache.store.bits import hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, part_rows
 from tiercache.store.layout import CHANGED_BYTES
 from tiercache.store.row_codec import from_words
-from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, join_runs, merged, rising, runs_of, whole_keys
+from tiercache.store.runs import (
+    FORGOTTEN,
+    LastKeys,
+    SortedCursor,
+    VersionReader,
+    join_runs,
+    merged,
+    rising,
+    runs_of,
+    whole_keys,
+)
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -79,13 +89,16 @@ def scan_segments(
     if group is None:
         return iter(())
     firsts = {} if snapshot.commit is None else snapshot.commit.named
-    last = (lambda: VersionReader(reader, firsts)) if changed else None
+    forgotten = any(segment.tombstone for segment in segments)
+    last = (lambda: VersionReader(reader, firsts)) if changed or forgotten else None
     runs = runs_of(reader, snapshot, segments, group, table, choice, last, hashes)
     chunks = _chunks(reader, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
     label = f"table {table.name!r} of {reader.label}"
     stale = 0 if choice is not None and alone else snapshot.stale_rows(segments, group, table)
-    if stale:
+    if stale or forgotten:
         chunks = _newest(chunks, stale, label, all_rows=choice is None and hashes is None)
+    if forgotten:
+        chunks = _with_rows(chunks, changed=changed)
     return _checked(table, label, as_words, ((keys, stored.rows(keys, rows)) for keys, rows in chunks))
 
 
@@ -125,6 +138,14 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -
         raise CorruptStoreError(
             f"{label} has {remaining} stale rows of {stale} less than its commit says: restore the store from a copy"
         )
+
+
+def _with_rows(chunks: Iterator[Rows], *, changed: bool) -> Iterator[Rows]:
+    """Yield the keys that were not forgotten; with their last changes if ``changed``."""
+    for keys, rows in chunks:
+        have = rows[:, -1].view(np.uint32) != FORGOTTEN
+        if np.any(have):
+            yield keys[have], rows[have] if changed else rows[have, :-1]
 
 
 def _checked(table: Table, label: str, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:

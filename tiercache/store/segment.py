@@ -195,7 +195,7 @@ class Segment:
 
     __slots__ = (
         "__weakref__", "_lock", "_meta", "_read", "groups", "head_bytes", "head_digest", "id", "meta_bytes", "name",
-        "pass_index", "within",
+        "pass_index", "tombstone", "within",
     )  # fmt: skip
 
     def __init__(
@@ -206,6 +206,7 @@ class Segment:
         pass_index: int,
         within: bool,
         groups: Sequence[Group] = (),
+        tombstone: bool = False,
         meta: SegmentMeta | None = None,
         read: Callable[[Segment], SegmentMeta] | None = None,
         meta_bytes: int = 0,
@@ -224,6 +225,8 @@ class Segment:
         base may do the same if a schedule is entered inside its first pass."""
         self.groups = groups
         """The groups of its layouts: tables as they were when it was written."""
+        self.tombstone = tombstone
+        """True if its keys were forgotten: they have no row here, and none in older segments."""
         self.meta_bytes, self.head_bytes, self.head_digest = meta_bytes, head_bytes, head_digest
         self._meta, self._read, self._lock = meta, read, threading.Lock()
 

@@ -55,6 +55,7 @@ class SegmentWriter:
         within: bool,
         stable: bool,
         moved: Sequence[bool] = (),
+        tombstone: bool = False,
     ) -> None:
         """``name`` is that of the segment's blobs; ``moved``: by group, if last changes are stored; empty: no row has
         one.
@@ -80,7 +81,15 @@ class SegmentWriter:
             first_hashes=self._first_hashes, maps=(None,) * len(layouts),
             changed=tuple(Changed(oldest_B=a, newest_B=b, checksums_B=c) for a, b, c in self._changed),
         )  # fmt: skip
-        self.segment = Segment(id_=id_, name=name, pass_index=pass_index, within=within, groups=groups, meta=self._meta)
+        self.segment = Segment(
+            id_=id_,
+            name=name,
+            pass_index=pass_index,
+            within=within,
+            groups=groups,
+            tombstone=tombstone,
+            meta=self._meta,
+        )
         """All that describes it is there when it is written."""
         self.head = b""
         """That of what describes it, when it is written."""

@@ -96,12 +96,17 @@ class Snapshot:
         return int(self.first_blocks[self._row(segment), group])
 
     @property
+    def has_tombstones(self) -> bool:
+        """True if a segment hides keys that were forgotten."""
+        return any(segment.tombstone for segment in self.segments)
+
+    @property
     def waiting_bytes(self) -> int:
         """Bytes of rows that no table has: stale ones and those of dropped tables. The next rewrite frees them."""
         total, live = 0, {table.name: self.find(table.name, "") for table in self.tables}
         for group in self.groups:
             for table in group.tables:
-                rows = self.rows_in(self.committed, group, table)
+                rows = self.rows_in((s for s in self.committed if not s.tombstone), group, table)
                 if table.name in live and live[table.name].group is group:
                     rows -= self.live_rows(table.name)
                 total += rows * group.row_bytes
@@ -116,7 +121,11 @@ class Snapshot:
         stored = self.find(name, label)
         if stored.group is None:
             return 0
-        rows = self.committed, stored.group, stored.table
+        return self.living_rows(self.committed, stored.group, stored.table)
+
+    def living_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        """Return how many keys of a table have their newest row in ``segments``: none in tombstones."""
+        rows = [segment for segment in segments if not segment.tombstone], group, table
         return self.rows_in(*rows) - self.stale_rows(*rows)
 
     def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +267,17 @@ def table_named(tables: Iterable[Table], name: str, store: str) -> Table:
     if name not in known:
         raise ValueError(f"{store} has no table {name!r}: it has {', '.join(map(repr, known))}")
     return known[name]
+
+
+def tombstone_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Return groups of the same tables for keys without rows: a row is one word."""
+
+    def empty(table: Table) -> Table:
+        return replace(
+            table, dim=1, dtype="float32", optimizer=SGD(), initializer=Zeros(), first_column=0, whole_dim=None
+        )
+
+    return tuple(Group(index=group.index, tables=tuple(map(empty, group.tables))) for group in groups)
 
 
 def row_layout(groups: Iterable[Group]) -> tuple[object, ...]:

@@ -1,0 +1,231 @@
+"""Forgotten rows: hidden at once wherever rows are read, gone with the next rewrite, and from the files on request."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import Home, small_tables
+from tests.store.failing import FailingEngine
+from tests.store.test_alter import changed, check, converted, grown
+from tests.store.test_rewrite import rows_of
+from tests.store.world import World
+from tiercache.store import Adam, Cursor, MemoryEngine, Store, StoreFullError, alter, differences, forget, verify
+from tiercache.store.store_errors import CommitMissingError
+
+
+def keys_of(world: World, name: str) -> np.ndarray:
+    """Return the keys of a table that have rows."""
+    return np.array(sorted(key for table, key in world.rows if table == name), np.int64)
+
+
+def drop(world: World, name: str, keys: np.ndarray) -> None:
+    """Have the dict forget rows."""
+    for key in keys.tolist():
+        del world.rows[name, key]
+        del world.changed[name, key]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    trained=st.integers(1, 4),
+    steps=st.lists(st.sampled_from(["forget", "import", "alter", "compact"]), min_size=1, max_size=5),
+    share=st.floats(0, 1),
+)
+def test_forgotten_keys_have_no_row_whatever_comes_after(
+    seed: int, trained: int, steps: list[str], share: float
+) -> None:
+    """Imports over them, alterations, more of them, a compaction, and then a training that uses them again."""
+    world, draw = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30), np.random.default_rng(seed)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=3) as store:
+        world.run(store, trained)
+        for step in ["forget", *steps]:
+            cursor, state = store.commit.cursor, store.state()
+            match step:
+                case "forget":
+                    keys = keys_of(world, "item")
+                    keys = keys[draw.random(keys.size) < share]
+                    done = forget(store, "item", np.append(keys, [7777, 7778]))
+                    assert (done.rows, done.unknown, done.commit) == (keys.size, 2, store.commit)
+                    drop(world, "item", keys)
+                case "import" if not store.commit.stored:
+                    world.lay_over(store, {"item": draw.choice(np.arange(-20, 25), 9, replace=False).tolist()})
+                case "alter":
+                    dim = 1 + next(table.dim for table in store.tables if table.name == "item")
+                    tables = changed(store.tables, "item", dim=dim, optimizer=Adam())
+                    world.rows = converted(world.rows, store.tables, tables)
+                    alter(store, tables)
+                    world.tables = tables
+                case "compact":
+                    store.compact()
+            check(store, world.rows)
+            for since in range(-1, store.commit.id + 1):
+                world.check_changes(store, since)
+            assert (store.commit.cursor, store.state()) == (cursor, state)
+        world.follow(store, world.passes, start=(world.pass_index, 0))
+        assert not store.snapshot.has_tombstones
+        check(store, world.rows)
+        for _ in range(3):
+            world.check_load(store, world.pass_index)
+            world.run(store, 1)
+            check(store, world.rows)
+
+
+def test_rows_are_hidden_at_once_and_freed_by_the_next_rewrite(home: Home) -> None:
+    """With the position and the dense state; the report says how many bytes wait; a diff sees the keys."""
+    world = World(small_tables(), keys_per_pass=30)
+    store = home.open(world.tables, retention=2)
+    world.run(store, 4)
+    before, keys = store.commit, keys_of(world, "word")[::3]
+    done = forget(store, "word", keys)
+    assert (done.rows, done.unknown) == (keys.size, 0)
+    assert done.waiting_bytes == keys.size * 8 * 4 * 3
+    assert done.listed_by == (f"commit {before.id} (retention)",)
+    commit = store.commit
+    assert (commit.cursor, commit.overlaid, store.state()) == (before.cursor, "cyclic", world.state)
+    store = home.open()
+    with store.at(before.id) as older:
+        check(older, world.rows)
+        (found,) = (one for one in differences(older, store) if one.table == "word")
+        assert (found.only_first, found.only_second, found.different) == (keys.size, 0, 0)
+    drop(world, "word", keys)
+    check(store, world.rows)
+    world.follow(store, world.passes, start=(4, 0))
+    assert store.snapshot.waiting_bytes <= done.waiting_bytes
+    check(store, world.rows)
+    world.run(store, 4)
+    check(store, world.rows)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str) -> None:
+    """Not under a commit of the retention; under a pin they stay, and the pin is named."""
+    world, path = World(small_tables(), keys_per_pass=30), tmp_path / "s.tc"
+    with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
+        world.run(store, 4)
+        keys = keys_of(world, "word")[::3]
+        vectors = store.lookup("word", keys)["vector"]
+
+    def are_there() -> int:
+        files = [file.read_bytes() for file in path.rglob("*") if file.is_file()]
+        return sum(any(vector.tobytes() in data for data in files) for vector in vectors)
+
+    assert are_there() == keys.size
+    with Store.open(path) as store:
+        store.pin("best")
+        done = forget(store, "word", keys, now=True)
+        assert [line.split(" (")[1] for line in done.listed_by] == ["pin 'best')"]
+        store.unpin("best")
+        done = forget(store, "word", keys, now=True)
+        assert (done.rows, done.listed_by, done.waiting_bytes) == (0, (), 0)
+        assert store.commit.retention == 3
+        drop(world, "word", keys)
+        check(store, world.rows)
+    assert are_there() == 0
+    assert verify(path)["problems"] == []
+
+
+def test_a_reader_that_lists_the_rows_is_named(tmp_path: Path) -> None:
+    """In this process and in its lease, until it is closed."""
+    world, path = World(small_tables()), tmp_path / "s.tc"
+    with Store.open(path, tables=world.tables) as store:
+        world.run(store, 2)
+        keys = keys_of(world, "user")[:5]
+        with Store.open(path, mode="r") as reader:
+            done = forget(store, "user", keys, now=True)
+            assert done.listed_by == ("commit 1 (a reader)",)
+            assert reader.lookup("user", keys)["vector"].any()
+        assert forget(store, "user", keys, now=True).listed_by == ()
+
+
+def test_rows_that_no_commit_wrote_since_are_forgotten(home: Home) -> None:
+    """A row that was only moved counts as unused."""
+    world = World(small_tables(), num_passes=4)
+    store = home.open(world.tables)
+    world.run(store, 3)
+    store.compact()
+    old = np.array([key for (name, key), id_ in world.changed.items() if name == "item" and id_ <= 1])
+    assert 0 < old.size < keys_of(world, "item").size
+    assert forget(store, "item", unused_since=1).rows == old.size
+    drop(world, "item", old)
+    check(store, world.rows)
+    with pytest.raises(
+        ValueError, match=r"no row of .* changed after commit 4, as the newest is 4: give an older commit"
+    ):
+        forget(store, "item", unused_since=4)
+
+
+def test_an_altered_store_forgets_keys_of_its_tables(home: Home) -> None:
+    """The tombstone has the groups of the segments; a new table has no row to forget."""
+    world, tables = World(small_tables()), grown(small_tables())
+    store = home.open(world.tables)
+    world.run(store, 2)
+    alter(store, tables)
+    keys = keys_of(world, "user")[::2]
+    assert forget(store, "user", keys).rows == keys.size
+    drop(world, "user", keys)
+    rows = converted(world.rows, world.tables, tables)
+    check(store, rows)
+    store.compact()
+    check(store, rows)
+    assert not store.snapshot.has_tombstones
+
+
+def test_a_forget_that_fails_changes_nothing() -> None:
+    """Wherever the store has no more room, and an alteration as well."""
+    refused = 0
+    for call in range(1, 60):
+        world, engine = World(small_tables()), FailingEngine(MemoryEngine())
+        with Store.open(None, tables=world.tables, engine=engine) as store:
+            world.run(store, 2)
+            keys = keys_of(world, "item")[:5]
+            rows, commit = rows_of(store), store.commit
+            engine.fail_in(call)
+            try:
+                alter(store, grown(small_tables()))
+                rows, commit = {}, store.commit
+                forget(store, "item", keys)
+            except StoreFullError:
+                refused += 1
+                engine.fail_in(None)
+                assert store.commit == commit
+                assert not rows or rows_of(store) == rows
+                check(store, converted(world.rows, small_tables(), store.tables))
+                continue
+            if not engine.failed:
+                engine.fail_in(None)
+                drop(world, "item", keys)
+                check(store, converted(world.rows, small_tables(), store.tables))
+                break
+    else:
+        pytest.fail("nothing came to its end")
+    assert refused > 3
+
+
+def test_what_cannot_be_forgotten_is_refused() -> None:
+    """No such table, keys that are none, both or neither choice, inside a pass, without a commit, an unknown commit."""
+    world, keys = World(small_tables()), np.array([1, 2])
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        with pytest.raises(ValueError, match="has no commit yet"):
+            forget(store, "item", keys)
+        world.run(store, 2)
+        with pytest.raises(ValueError, match="has no table 'none': it has"):
+            forget(store, "none", keys)
+        with pytest.raises(ValueError, match="they must be integers"):
+            forget(store, "item", np.array([0.5]))
+        for options in ({}, {"keys": keys, "unused_since": 0}):
+            with pytest.raises(ValueError, match="give either keys or unused_since"):
+                forget(store, "item", **options)
+        with pytest.raises(CommitMissingError, match="knows no changes since -2"):
+            forget(store, "item", unused_since=-2)
+        world.train()
+        world.append(store, within=True)
+        world.publish(store, sample=3)
+        with pytest.raises(
+            ValueError, match="stands inside pass 2: train to the end of a pass before rows are forgotten"
+        ):
+            forget(store, "item", keys)
+        assert store.commit.cursor == Cursor(2, 3)
