@@ -305,9 +305,8 @@ class CommitWriter:
     def amend(self, **changes: Any) -> Commit:
         """Make a commit that lists the same rows as the newest, with other values."""
         with self._lock:
-            before = self.snapshot.commit
-            assert before is not None, "an empty store has nothing to amend"
-            commit = self._like(before, **changes)
+            assert self.snapshot.commit is not None, "an empty store has nothing to amend"
+            commit = self._like(self.snapshot.commit, **changes)
             return self._advance(self._kept(self._history.snapshots, commit), commit)
 
     def keep(self, commits: Iterable[int]) -> None:
