@@ -33,6 +33,8 @@ from tiercache.store import (
     StoreError,
     StoreFullError,
     StoreMissingError,
+    alter,
+    forget,
     info,
     verify,
 )
@@ -90,6 +92,18 @@ def test_the_class_opens_a_sharded_store_whatever_module_it_comes_from(tmp_path:
     command = [sys.executable, "-c", FROM_ITS_OWN_MODULE, str(tmp_path / "s")]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.split() == [type(store).__name__, str(rows)]
+
+
+def test_a_sharded_store_is_neither_altered_nor_made_to_forget(tmp_path: Path) -> None:
+    """It says so, and stays as it was."""
+    assert train_shards(tmp_path / "s", 2, 3) == [None] * 2
+    with Store.open(tmp_path / "s") as store:
+        commit = store.commit.id
+        with pytest.raises(ValueError, match="has shards and cannot be altered: train with one rank to make it plain"):
+            alter(store, store.tables[:1])
+        with pytest.raises(ValueError, match="has shards and cannot be made to forget rows: train with one rank"):
+            forget(store, store.tables[0].name, np.array([1]))
+        assert store.commit.id == commit
 
 
 @pytest.mark.parametrize("divided", [False, True])
