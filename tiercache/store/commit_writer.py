@@ -475,8 +475,7 @@ class CommitWriter:
         with self._snapshot_lock:
             held = [*self._holds]
         mine = Needed.of([*self._history.snapshots, self.snapshot, self._rewritten])
-        read = Needed.of([*self._given_up, *held]).num_bytes(but=mine)
-        if read:
+        if read := Needed.of([*self._given_up, *held]).num_bytes(but=mine):
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
         return error.during(what, needed_bytes)
 

@@ -121,9 +121,7 @@ def _append(store: Store, table_name: str, keys: Int64s) -> None:
     before = store.commit
     try:
         with store._opened.uses.using():
-            writer.append(
-                BASE_PASS, layouts, blocks, store.reader.checksums, within=False, stable=False, tombstone=True
-            )
+            writer.append(BASE_PASS, layouts, blocks, store.reader.compute, within=False, stable=False, tombstone=True)
         store.overlay()
     except BaseException:
         if not store.closed and store.commit is before:
