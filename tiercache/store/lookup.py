@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.stored_table import StoredTable
     from tiercache.store.table import Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -65,9 +64,9 @@ def locate(
     with ThreadPoolExecutor(KEY_THREADS) as readers:
         for group in snapshot.groups:
             searches = {
-                group.place(name): search
-                for name, search in found.items()
-                if stored_tables[name].group is group and search.hashes.size
+                place: found[table.name]
+                for place, table in enumerate(group.tables)
+                if table.name in found and stored_tables[table.name].group is group and found[table.name].hashes.size
             }
             sought = {place: search.remaining for place, search in searches.items()}
             newest_first = reversed(snapshot.segments)
@@ -298,25 +297,19 @@ def lookup(
         raise missing_keys(table, np.sort(keys[absent]), keys.size, reader.label)
     if progress is not None:
         count_rows = _counted("rows", keys.size - absent.size, progress)
-    fields = _as_now(stored, keys, () if group is None else read_found(
-        reader, snapshot, group.index, ids, rows, progress=count_rows,
-    ))  # fmt: skip
+    if group is None:  # no segment has rows of it
+        fields = tuple(np.zeros((keys.size, field.width), np.float32) for field in table.fields)
+    else:
+        words = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
+        if stored.before:
+            cuts = np.cumsum([field.words for field in table.fields])[:-1]
+            words = tuple(np.split(stored.rows(keys, np.concatenate(words, axis=1)), cuts, axis=1))
+        fields = from_words(table.fields, words)
     firsts = initial_rows(table, keys[absent]) if missing == "initial" else [np.float32(0)] * len(fields)
     for values, first in zip(fields, firsts, strict=True):
         values[absent] = first
     named = zip(table.fields, fields, strict=True)
     return {field.name: values[which] if twice else values for field, values in named}
-
-
-def _as_now(stored: StoredTable, keys: NDArray[np.int64], words: _Columns) -> _Columns:
-    """Return the numbers (n, width) of each field from the words that are stored; zeros from none."""
-    fields = stored.table.fields
-    if stored.group is None:
-        return tuple(np.zeros((keys.size, field.width), np.float32) for field in fields)
-    if stored.before:
-        cuts = np.cumsum([field.words for field in fields])[:-1]
-        words = tuple(np.split(stored.rows(keys, np.concatenate(words, axis=1)), cuts, axis=1))
-    return from_words(fields, words)
 
 
 def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -49,6 +49,8 @@ class Snapshot:
         self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
         self._checked = {segment.id for segment in self.appended}
         self._tables: dict[str, StoredTable] = {}
+        self.has_tombstones = any(segment.tombstone for segment in self.segments)
+        """True if a segment hides keys that were forgotten."""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -94,11 +96,6 @@ class Snapshot:
         Raises CorruptStoreError if the commit lists other rows than the segment has.
         """
         return int(self.first_blocks[self._row(segment), group])
-
-    @property
-    def has_tombstones(self) -> bool:
-        """True if a segment hides keys that were forgotten."""
-        return any(segment.tombstone for segment in self.segments)
 
     @property
     def waiting_bytes(self) -> int:

@@ -249,7 +249,7 @@ class Store:
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
         writer = self.commit_writer
-        if self.commit is not None and self.commit.stored:
+        if (commit := writer.snapshot.commit) is not None and commit.stored:
             raise ValueError(f"{self.label} was altered: reorganize or compact it before rows are added")
         with self._opened.uses.using():
             return writer.append(pass_index, layouts, blocks, self.reader.compute, within=within, stable=stable)
