@@ -1,4 +1,4 @@
-"""What a store computes beside a training: by kernels, which leave the interpreter to the training thread."""
+"""Kernels for a store that is used during training: they run without the GIL."""
 
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.hashing import hash_runs

@@ -99,7 +99,7 @@ def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: s
 
 
 def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
-    """Return the settings of a commit with other tables: what changes in a table's record replaces its setting.
+    """Return the settings of a commit with other tables: a value that changes in a table's record wins.
 
     Raises ValueError if tables of one group have several learning rates.
     """

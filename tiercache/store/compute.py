@@ -1,4 +1,4 @@
-"""What a store computes over many rows, by libraries; a training puts kernels in their place, with the same bits."""
+"""The array functions of a store, from libraries; training replaces them by kernels that return the same bits."""
 
 from __future__ import annotations
 

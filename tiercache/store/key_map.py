@@ -57,7 +57,7 @@ class KeyMap:
     range_bits: int
     """That have the number of a range."""
     print_bits: int
-    """Of a fingerprint, which follow those of the bucket."""
+    """Bits of a fingerprint, right after the bucket's bits of a hash."""
     entry_bytes: int
     starts: Numbers
     """(B / 64 rounded up,) uint32: how many entries are before each 64 buckets."""
@@ -169,7 +169,7 @@ class KeyMapBuilder:
         self._lows[first_row : first_row + hashes.size] = hashes & _LOW
 
     def build(self, entries_of: Entries) -> KeyMap | None:
-        """Return the map; None where so many keys have alike hashes that it would be of no use."""
+        """Return the map, or None if a bucket has more than 255 keys: their hashes are too much alike."""
         bucket_bits, range_bits, entry_bytes = _sizes(self._layout)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
         counts, entries = entries_of(
@@ -230,7 +230,7 @@ def _parts(lows: NDArray[np.uint32], bucket_bits: int) -> Iterator[Int64s]:
 
 
 def needs_map(layout: SegmentLayout) -> bool:
-    """Return False for a layout of one range, where a map says nothing, and for one that is too large for a map."""
+    """Return False for a layout of one range, where a map would add nothing, and for one that is too large."""
     return layout.rows <= MOST_ROWS and int(np.count_nonzero(np.diff(layout.first_row_R))) > 1
 
 
@@ -241,5 +241,5 @@ def _sizes(layout: SegmentLayout) -> tuple[int, int, int]:
 
 
 def _print_bits(bucket_bits: int, range_bits: int, entry_bytes: int) -> int:
-    """Return the bits of a fingerprint: what an entry has room for, of the last 32 bits of a hash."""
+    """Return the bits of a fingerprint: the room in an entry, up to the bits that the bucket leaves of 32."""
     return min(8 * entry_bytes - range_bits, 32 - bucket_bits)

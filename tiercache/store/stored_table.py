@@ -28,17 +28,17 @@ class StoredTable:
     """A table whose rows keep the layout that they were written in until the next rewrite."""
 
     table: Table
-    """As it is now."""
+    """The present table."""
     group: Group | None
     """The group of the segments' layouts that has its rows; None if they have none."""
     before: tuple[Table, ...] = ()
-    """As it was in the segments, then after each alteration but the last; empty if that is as it is now."""
+    """The table in the segments, then after each alteration but the last; empty if nothing changed since."""
 
     @classmethod
     def of(
         cls, name: str, tables: Sequence[Table], groups: Sequence[Group], stored: Sequence[Sequence[Table]], label: str
     ) -> StoredTable:
-        """Find a table among ``tables``; ``groups`` and ``stored`` are those of a commit.
+        """Find a table among ``tables``; a commit has ``groups`` and ``stored``.
 
         Raises ValueError that calls the store ``label``.
         """
@@ -57,7 +57,7 @@ class StoredTable:
 
 
 def _altered(before: Table, after: Table, keys: NDArray[np.int64], words: Floats) -> Floats:
-    """Return rows of a table after one alteration: what fields of before do not say is as in the first row of a key."""
+    """Return rows of a table after one alteration: new numbers are those of a key's first row."""
     same = type(before.optimizer) is type(after.optimizer)
     if same and before.dim == after.dim:
         return words
