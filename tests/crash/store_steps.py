@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,15 +197,20 @@ def _check_reader(reader: Store) -> None:
 
 def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | None) -> Store:
     try:
-        try:
-            return Store.open(path, tables=TABLES, engine=engine)
-        except TableMismatchError:
-            return Store.open(path, tables=[*TABLES, ADDED], engine=engine)
+        return opened(path, engine=engine)
     except StoreFullError as error:
         if relieve is None:
             raise
         relieve(error)
-        return Store.open(path, tables=TABLES, engine=engine)
+        return opened(path, engine=engine)
+
+
+def opened(path: Path, **options: Any) -> Store:
+    """Open or make a store for writing: with its first tables, or with those after the alteration."""
+    try:
+        return Store.open(path, tables=TABLES, **options)
+    except TableMismatchError:
+        return Store.open(path, tables=[*TABLES, ADDED], **options)
 
 
 def stands(store: Store) -> int:

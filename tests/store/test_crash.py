@@ -15,7 +15,7 @@ import pytest
 from tests.apart import command, ran
 from tests.crash.image import Camera
 from tests.crash.store import QUICK
-from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
+from tests.crash.store_steps import STEPS, TABLES, go_on, opened, problems, quiet, stands, take
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import Store, StoreFullError, verify
 
@@ -123,7 +123,7 @@ def take_all(store: Store) -> None:
 
 def finish(path: Path, **options: Any) -> None:
     """Go on to the last commit, where there is room, and check all."""
-    with Store.open(path, tables=TABLES, **options) as store:
+    with opened(path, **options) as store:
         assert problems(store) == []
         take_all(store)
         assert problems(store) == []
