@@ -43,11 +43,6 @@ class ArrayPlace(NamedTuple):
         """Bytes of all numbers."""
         return self.size * np.dtype(self.dtype).itemsize
 
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of it; the last one may be shorter."""
-        return -(-self.num_bytes // CHUNK_BYTES)
-
 
 def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
     """Return where arrays stand that are described as (name, dtype, size), one after another.
@@ -61,7 +56,7 @@ def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
             raise ValueError(f"array {name!r} is of {dtype!r}")
         places[str(name)] = place = ArrayPlace(dtype, whole(size, "the size of an array"), begin, chunk)
         begin += -(-place.num_bytes // _ALIGNED) * _ALIGNED
-        chunk += place.num_chunks
+        chunk += -(-place.num_bytes // CHUNK_BYTES)
     return places
 
 
@@ -70,7 +65,8 @@ def end_of(places: Mapping[str, ArrayPlace]) -> tuple[int, int]:
     last = next(reversed(list(places.values())), None)
     if last is None:
         return 0, 0
-    return last.begin + -(-last.num_bytes // _ALIGNED) * _ALIGNED, last.first_chunk + last.num_chunks
+    size = last.num_bytes
+    return last.begin + -(-size // _ALIGNED) * _ALIGNED, last.first_chunk + -(-size // CHUNK_BYTES)
 
 
 def describe(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[list[Any]], list[NDArray[np.uint8]], NDArray[np.uint32]]:
