@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,28 @@ def test_an_interrupt_in_a_publish_leaves_what_is_durable(
     assert reader.newest() == head_of(2)
     check(reader, kept)
     reader.close()
+
+
+def test_others_see_the_head_before_while_a_publish_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no error that nobody knows yet what it stands at."""
+    engine = LmdbEngine(tmp_path, create=True)
+    put(engine, [plain("states/0.0", some_bytes(5000))])
+    publish(engine, 0)
+    seen = []
+
+    def looked(*place: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(engine.newest).result())
+        return lmdb_records.read_head(*place)
+
+    monkeypatch.setattr(lmdb_engine, "read_head", looked)
+    put(engine, [plain("states/0.1", some_bytes(5000))])
+    publish(engine, 1)
+    assert seen == [head_of(0)]
+    assert engine.newest() == head_of(1)
+    engine.close()
 
 
 def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

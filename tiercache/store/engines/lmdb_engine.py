@@ -268,9 +268,12 @@ class LmdbEngine:
 
     def _note(self, record: HeadRecord) -> None:
         """Be at a head if LMDB shows it: an error may come when the transaction is done, or when nothing of it is."""
-        self._unknown = True
-        shown = read_head(self.path, self.label)[1]
-        self._unknown = shown not in (record, self._record)
+        is_unknown = True
+        try:
+            shown = read_head(self.path, self.label)[1]
+            is_unknown = shown not in (record, self._record)
+        finally:  # not before: other threads ask for the newest head meanwhile
+            self._unknown = is_unknown
         if shown != record:
             raise CorruptStoreError(f"{self.path / DATA} does not have what was written: restore the store from a copy")
         self._record = record
