@@ -19,7 +19,7 @@ from tests.store.big import BIG, dump, publish
 from tests.store.conftest import engine_of, needed_bytes, small_tables, stored_bytes
 from tests.store.failing import Between, FailingEngine, KilledError
 from tests.store.world import World, WorldUses
-from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
+from tiercache.store import SGD, Cursor, MemoryEngine, SegmentLayout, Store, StoreFullError, Table
 from tiercache.store import rewrite as rewrite_module
 from tiercache.store.bits import hash_keys
 from tiercache.store.engines.engine import Blob, Counters
@@ -65,6 +65,29 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
         with pytest.raises(StoreFullError, match="commit 1 of the store at") as full:
             publish(store, 1, bytes(2 << 20))
         assert numbers(full.value)[0] == full.value.needed_bytes > free
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_dump_whose_description_is_larger_than_its_rows_says_what_it_needs(
+    tmp_path: Path, leave: Leave, engine: str
+) -> None:
+    """30,000 ranges of 26 tables: 3 MB say how many rows each has, and 120 kB are the rows."""
+    tables = [Table(name=f"t{i}", dim=1, optimizer=SGD()) for i in range(26)]
+    counts = np.zeros((30_000, 26), np.int64)
+    counts[:, 0] = 1
+    layout = SegmentLayout(
+        row_bytes=4, page_rows=10_240, block_bytes=4 << 20, next_use_R=np.arange(30_000) + 100, table_rows_RT=counts
+    )
+    blocks = [(0, 0, np.zeros(4 * layout.rows, np.uint8), np.arange(layout.rows))]
+    with Store.open(tmp_path / "s", tables=tables, engine=engine) as store:
+        leave(3 << 20)
+        with pytest.raises(StoreFullError, match="the dump of pass 0 to the store at") as full:
+            store.append(0, [layout], blocks)
+        assert full.value.needed_bytes > ROOM_FOR_RECORDS + 4 * counts.size
+        assert store.segments == ()
+    with Store.open(tmp_path / "s") as store:
+        assert stored_bytes(store, "segments") == {}
 
 
 @pytest.mark.disk

@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.apart import command
@@ -15,9 +17,11 @@ from tests.store.world import World
 from tiercache.store import (
     SGD,
     CorruptStoreError,
+    Cursor,
     FormatVersionError,
     MemoryEngine,
     NotAStoreError,
+    SegmentLayout,
     Store,
     StoreClosedError,
     StoreInUseError,
@@ -262,3 +266,37 @@ def test_an_option_that_is_no_whole_number_is_refused(tmp_path: Path, option: st
     mode = {"commit": "r", "retention": "a"}[option]
     with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: give an int"):
         Store.open(tmp_path / "s", tables=[one()], mode=mode, **{option: wrong})
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_an_opening_asks_the_file_system_as_often_whatever_the_number_of_blocks(
+    engine: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 TB in blocks of 4 MiB are 2.5 million of them."""
+    table, calls = Table(name="u", dim=1, optimizer=SGD()), []
+    for blocks in (10, 1000):
+        path = tmp_path / str(blocks)
+        layout = SegmentLayout(
+            row_bytes=4, page_rows=1, block_bytes=4, next_use_R=np.array([9]), table_rows_RT=np.array([[blocks]])
+        )
+        rows = ((0, block, np.zeros(4, np.uint8), np.array([block])) for block in range(blocks))
+        with Store.open(path, tables=[table], engine=engine) as store:
+            store.append(0, [layout], rows)
+            store.publish(Cursor(1), state=b"", schedule_digest="", settings={}, environment={})
+        counted = Counter[str]()
+        with monkeypatch.context() as patched:
+            for name in ("fstat", "stat", "lstat", "open", "pread", "preadv", "scandir", "listdir"):
+                real = getattr(os, name)
+
+                def call(
+                    *args: Any, name: str = name, real: Any = real, to: Counter[str] = counted, **options: Any
+                ) -> Any:
+                    to[name] += 1
+                    return real(*args, **options)
+
+                patched.setattr(os, name, call)
+            Store.open(path, mode=mode).close()
+        calls.append(counted)
+    assert calls[0] == calls[1]
+    assert sum(calls[0].values()) > 3
