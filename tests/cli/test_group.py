@@ -126,6 +126,7 @@ def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
     for line in ("table 'a' is dropped", "table 'a' had 700 rows", "the next rewrite frees 10.9 KiB"):
         assert line in found
     assert told("info", "s.tc")["waiting_bytes"] == 700 * 16
+    assert "; the next rewrite frees 10.9 KiB" in run("info", "s.tc")
 
 
 def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.store import Store
+from tiercache.store.reads import StoreReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def test_changes_are_counted_without_reading_rows(
 ) -> None:
     """For each table as many as later passes trained."""
     path, past = trained
-    monkeypatch.delattr(Store, "changes")
+    monkeypatch.delattr(StoreReads, "changes")
     found = told("changes", path, "--since", 2)
     counts = {table.name: len({key for name, key in past[2].keys(3) if name == table.name}) for table in past[3].tables}
     assert found == {"since": 2, "commit": 3, "rows": counts}

@@ -53,7 +53,10 @@ def train_to_cursor(
     seed: int = 99,
     shards: ShardWriter | None = None,
 ) -> Net:
-    """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go."""
+    """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go.
+
+    shards: what the store is of, whose commits are published.
+    """
     last_pass, sample_end = cursor
     with tiered(store, passes, order_seed=case.order_seed) as cache:
         torch.manual_seed(seed)
@@ -62,9 +65,7 @@ def train_to_cursor(
         cache.register(model=model, optimizer=optimizer)
         optimizer = cache.optimizer
         for p in cache.passes(epochs=10):
-            if shards is not None:
-                cache.drain()
-                shards.publish(store.commit.cursor)
+            publish(cache, shards)
             if cursor == (p.index, 0):
                 break
             batches = [] if p.index in skip else p.batches(case.batch, shuffle=case.shuffle)
@@ -74,6 +75,7 @@ def train_to_cursor(
                 optimizer.zero_grad()
                 if (p.index, p.samples_done) == (last_pass, sample_end):
                     cache.commit()
+                    publish(cache, shards)
                     break
             if cursor == (p.index, p.samples_done):
                 break
@@ -83,14 +85,25 @@ def train_to_cursor(
     return model
 
 
-def let_through(store: Store, share: ShardView, last_pass: int, order_seed: int | None = None) -> None:
+def let_through(
+    store: Store, share: Any, last_pass: int, order_seed: int | None = None, *, shards: ShardWriter | None = None
+) -> None:
     """Bring a rank's rows through the passes before ``last_pass``, untrained, with the dense state as it is."""
     with tiered(store, share, order_seed=order_seed) as cache:
         cache.register(model=Kept(), optimizer=Kept())
         for p in cache.passes(epochs=10):
+            publish(cache, shards)
             if p.index == last_pass:
                 break
             p.skip()
+
+
+def publish(cache: tc.TierCache, shards: ShardWriter | None) -> None:
+    """Publish the commit that the cache has prepared, where its store is what a rank has. Collective."""
+    if shards is not None:
+        cache.drain()
+        if shards.ahead:
+            shards.publish()
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
@@ -109,8 +122,7 @@ def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any,
 
 
 def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
-    """Train a sharded store of one rank."""
+    """Train a store of one rank to a commit."""
     alone = ShardView(passes, ways(1, 0), 0)
     with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
         train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
-        shards.publish(cursor)

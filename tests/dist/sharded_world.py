@@ -5,23 +5,22 @@ So what the sharded store must hold at a cursor is known without having run anyt
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.dist.meeting import meet
 from tests.store.world import World
+from tiercache.dist.resharding import OldRanks
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.row_codec import row_words
-from tiercache.store.shards.shard_manifest import GlobalCommit, ShardCommit, ShardManifest, shard_name
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -142,9 +141,9 @@ def divide_anew(
     note: Callable[..., None] = lambda **_: None,
     **options: object,
 ) -> None:
-    """Make shards of another sharding; the new ones have the rows that the old ones have."""
-    with ShardWriter.begin_generation(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
-        cursor = shards.manifest.cursor
+    """Divide a store by another sharding; the new ranks have the rows that the old ones have."""
+    with ShardWriter.divide(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
+        cursor = shards.before.values["cursor"]
         assert not cursor.sample
         world = world_of(sharding, ranks.rank)
         for pass_index in range(max(0, cursor.pass_index - NUM_PASSES), cursor.pass_index):
@@ -177,9 +176,9 @@ def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
     return found
 
 
-def problems(store: ShardedStore) -> Iterator[str]:
+def problems(store: Store) -> Iterator[str]:
     """Yield a sentence for each thing that is not as it is at the store's cursor."""
-    for rank, shard in enumerate(store.shards):
+    for rank, shard in enumerate(store.ranks):
         if shard.commit is None or shard.commit.cursor != store.commit.cursor:
             yield f"shard {rank} stands elsewhere than {store.commit.cursor}"
     if store.state() != f"state at {store.commit.cursor.pass_index}, {store.commit.cursor.sample}".encode():
@@ -199,20 +198,9 @@ def problems(store: ShardedStore) -> Iterator[str]:
                     yield f"row {key} of table {name!r} at {store.commit.cursor} has other bits"
 
 
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> ShardedStore:
-    """Return the sharded store that stores in memory would be, at their newest commits."""
-    manifest = ShardManifest(
-        id="0" * 32,
-        generation=0,
-        engine="lmdb",
-        retention=1,
-        tables=tuple(sorted(tables, key=lambda table: table.table_id)),
-        sharding=sharding,
-        shards=tuple(shard_name(0, rank) for rank in range(sharding.num_ranks)),
-    )
-    commits = [shard.commit for shard in shards]
-    newest = GlobalCommit.of(0, commits[0].cursor, [ShardCommit.of(shard) for shard in shards])
-    return ShardedStore(Path("memory"), manifest, tuple(shards), (newest,))
+def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> OldRanks:
+    """Return the rows of ranks in memory, at their newest commits."""
+    return OldRanks("the store in memory", tables, sharding, shards)
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
@@ -260,7 +248,7 @@ def sentences(errors: list[Any]) -> str:
 
 
 def ahead(path: Path, num_ranks: int, *who: int) -> None:
-    """Have some ranks make a commit that no manifest names."""
+    """Have some ranks prepare a commit that is not published."""
 
     def body(ranks: Any) -> None:
         shards, world = opened(path, ranks)

@@ -32,7 +32,8 @@ from tests.dist.meeting import Processes, meet
 from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.directory import StoreDirectory
+from tiercache.store.opening import newest_record, open_folder
 
 if TYPE_CHECKING:
     import random
@@ -41,12 +42,13 @@ if TYPE_CHECKING:
     from tests.crash.child import Ended, Teller
     from tests.crash.schedule import Death
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.store.commit import CommitRecord
 
 FIRST, LAST = Cursor(2), Cursor(4)
 """Where it is divided anew, and where it ends."""
 NONE = (-1, -1)
 """Where a store without a commit stands."""
-PHASES = ("open", "append and commit", "manifest", "divide anew", "switch and delete")
+PHASES = ("open", "append", "prepare and publish", "divide", "switch and delete")
 
 
 def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
@@ -63,9 +65,9 @@ def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = N
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
     teller.phase = PHASES[0]
-    manifest = ShardManifest.read(path)
-    ranks.agree("reading the manifest")
-    turn = 0 if manifest is None else turn_of(manifest)
+    record = newest_record(path)
+    ranks.agree("reading the newest commit")
+    turn = 0 if record is None else turn_of(record)
     while True:
         teller.phase = PHASES[0]
         shards, world = opened(path, ranks, turn, engine=engine)
@@ -81,9 +83,9 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
         turn = 1
 
 
-def turn_of(manifest: ShardManifest) -> int:
-    """Return which sharding a manifest has."""
-    return int(manifest.sharding == sharding_on(manifest.num_ranks, 1))
+def turn_of(record: CommitRecord) -> int:
+    """Return which sharding a commit has."""
+    return int(record.values["sharding"] == sharding_on(len(record.ranks), 1))
 
 
 def run(
@@ -171,7 +173,7 @@ class Shards:
         return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at the manifest and read all rows, in a process of its own."""
+        """Look at the newest commit and read all rows, in a process of its own."""
         begun, done = (
             max((tuple(c) for one in runs for c in one.of(what)), default=NONE) for what in ("begun", "done")
         )
@@ -185,7 +187,7 @@ class Shards:
 
 def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
     """Tell where the store stands and what is wrong with it, as it was left."""
-    cursor = stands(ShardManifest.read(path))
+    cursor = stands(newest_record(path))
     teller.say("stands", cursor)
     if cursor < done:
         teller.say("wrong", f"it stands at {cursor} and {done} was published")
@@ -199,15 +201,17 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
                 teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
 
 
-def stands(manifest: ShardManifest | None) -> tuple[int, ...]:
-    """Return the cursor of a manifest."""
-    return NONE if manifest is None or manifest.cursor is None else tuple(manifest.cursor)
+def stands(record: CommitRecord | None) -> tuple[int, ...]:
+    """Return the cursor of a commit."""
+    return NONE if record is None else tuple(record.values["cursor"])
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
-    manifest = ShardManifest.read(path)
-    turn, cursor = 0 if manifest is None else turn_of(manifest), stands(manifest)
+    record = newest_record(path)
+    turn, cursor = 0 if record is None else turn_of(record), stands(record)
+    if (path / "rank-1").is_dir() and record is not None and _is_ahead(path, record):
+        teller.say("ahead", 1)
 
     def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
         shards, _ = opened(path, ranks, turn, engine=engine)
@@ -217,15 +221,11 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
 
     stand = meet(num_ranks, open_all)
     if any(at != cursor for at in stand):
-        teller.say("wrong", f"the shards stand at {stand} and the manifest at {cursor}")
-    now = ShardManifest.read(path)
-    if now is None:
-        teller.say("wrong", "there is no manifest once it was opened")
-        return
-    if manifest is not None and manifest.commits != now.commits:
-        teller.say("ahead", 1)
-    wanted = {"shards.json", "ranks.lock", "writer.lock", *now.shards, *(f"{shard}.json" for shard in now.shards)}
-    if (names := {entry.name for entry in path.iterdir()} - {"shards.json.tmp"}) != wanted:
+        teller.say("wrong", f"the shards stand at {stand} and the newest commit at {cursor}")
+    if record is not None and newest_record(path).values != record.values:
+        teller.say("wrong", "opening it has made another commit")
+    wanted = {f"rank-{rank}" for rank in range(1, num_ranks)}
+    if (names := {entry.name for entry in path.glob("rank-*")}) != wanted:
         teller.say("wrong", f"opened, it has {sorted(names ^ wanted)} too many or too few")
     if cursor != NONE:
         with Store.open(path, mode="r") as store:
@@ -234,6 +234,21 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)):
         if error:
             teller.say("wrong", f"going on, {error!r}")
+
+
+def _is_ahead(path: Path, record: CommitRecord) -> bool:
+    """Return True if rank 1 has prepared a commit that the newest one does not name."""
+    opened = open_folder(path / "rank-1", record.tables, engine_of(path), "r", None, create=False)
+    try:
+        head = opened.engine.newest()
+        return head is not None and len(record.ranks) > 1 and head != record.ranks[1]
+    finally:
+        opened.close()
+
+
+def engine_of(path: Path) -> str:
+    """Return the engine of a store."""
+    return str(StoreDirectory(path).marker()["engine"])
 
 
 def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]:
@@ -274,7 +289,7 @@ def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -
     parser.add_argument("--engine", default="lmdb")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma", *modules):
+    for module in (f"tiercache.store.engines.{options.engine}_engine", "numpy.ma", *modules):
         importlib.import_module(module)
     return options
 

@@ -1,7 +1,9 @@
-"""A manifest binds its shards: one of another run, another rank or another moment is refused by whoever opens it."""
+"""A commit binds what its ranks have: that of another run, rank or moment is refused by whoever opens it."""
 
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,33 @@ import pytest
 
 from tests.dist import sharded_world
 from tests.dist.sharded_world import check_shards, sentences, train_shards
-from tests.store.independent_reader import check_manifest
-from tiercache.store import CommitMissingError, CorruptStoreError, Cursor, Store, Table, verify
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tests.store.independent_reader import read_store
+from tiercache.store import (
+    CorruptStoreError,
+    Cursor,
+    NotAStoreError,
+    Store,
+    StoreError,
+    StoreMissingError,
+    Table,
+    verify,
+)
+from tiercache.store.engines.engine import Blob
+from tiercache.store.opening import newest_record, open_folder
 
-WORDS = r"commit \d of shard \d of .* is not the one that the manifest names: .* is a shard of another run"
+LISTS = (
+    r"ranks/1\.\d of the store at .*rank-1 (is not what was written|is missing.*|ends at byte .*|is not whole, .*): "
+    "restore the store from a copy"
+)
 
 
-def take_from(other: Path, path: Path) -> None:
-    """Put shard 1 of another store in place of the own one; the mark stays."""
-    shutil.rmtree(path / "shard-0-1")
-    shutil.copytree(other / "shard-0-1", path / "shard-0-1")
+def take_from(other: Path, path: Path, rank: int = 1, as_rank: int = 1) -> None:
+    """Put what a rank of another store has in place of the own; the marker, which says whose it is, stays."""
+    folder = path / f"rank-{as_rank}"
+    marker = (folder / "store.json").read_bytes()
+    shutil.rmtree(folder)
+    shutil.copytree(other / f"rank-{rank}", folder)
+    (folder / "store.json").write_bytes(marker)
 
 
 def other_rows(patch: pytest.MonkeyPatch) -> None:
@@ -35,25 +53,25 @@ def other_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_run(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the shard of a run of the same script that ended with other rows."""
+    """Take the rank of a run of the same script that ended with other rows."""
     other_rows(patch)
-    assert train_shards(path.parent / "twin", 2, 4, engine=engine, retention=2) == [None] * 2
+    assert train_shards(path.parent / "twin", 3, 4, engine=engine, retention=2) == [None] * 3
     take_from(path.parent / "twin", path)
 
 
 def another_rank(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Exchange the folders of two shards."""
-    (path / "shard-0-0").rename(path / "x")
-    (path / "shard-0-1").rename(path / "shard-0-0")
-    (path / "x").rename(path / "shard-0-1")
+    """Exchange what two ranks have."""
+    shutil.copytree(path, path.parent / "twin")
+    take_from(path.parent / "twin", path, 2, 1)
+    take_from(path.parent / "twin", path, 1, 2)
 
 
 def a_fork(path: Path, patch: pytest.MonkeyPatch, _engine: str) -> None:
     """Train a copy of the store and the store from the same commit on, to other rows."""
     shutil.copytree(path, path.parent / "fork")
-    assert train_shards(path, 2, 2) == [None] * 2
+    assert train_shards(path, 3, 2) == [None] * 3
     other_rows(patch)
-    assert train_shards(path.parent / "fork", 2, 2) == [None] * 2
+    assert train_shards(path.parent / "fork", 3, 2) == [None] * 3
     take_from(path.parent / "fork", path)
 
 
@@ -66,7 +84,7 @@ def a_compacted_fork(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> No
 
 
 def one_row(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the shard of a run in which one number of the last pass was another."""
+    """Take the rank of a run in which one number of the last pass was another."""
     plain = sharded_world.whole_row
 
     def row(table: Table, key: int, pass_index: int, half: int) -> Any:
@@ -75,92 +93,181 @@ def one_row(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
         return fields
 
     patch.setattr(sharded_world, "whole_row", row)
-    assert train_shards(path.parent / "twin", 2, 4, engine=engine, retention=2) == [None] * 2
+    assert train_shards(path.parent / "twin", 3, 4, engine=engine, retention=2) == [None] * 3
     take_from(path.parent / "twin", path)
 
 
 def another_state(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the shard of a run with other dense state."""
+    """Take the rank of a run with other dense state."""
     plain = Store.publish
 
     def publish(store: Store, cursor: Cursor, **options: Any) -> Any:
         return plain(store, cursor, **options | {"state": options["state"].upper()})
 
     patch.setattr(Store, "publish", publish)
-    assert train_shards(path.parent / "twin", 2, 4, engine=engine, retention=2) == [None] * 2
+    assert train_shards(path.parent / "twin", 3, 4, engine=engine, retention=2) == [None] * 3
     take_from(path.parent / "twin", path)
 
 
+def an_older_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
+    """Take the rank from a backup of before two more commits."""
+    shutil.copytree(path, path.parent / "backup")
+    assert train_shards(path, 3, 2) == [None] * 3
+    take_from(path.parent / "backup", path)
+
+
+def a_newer_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
+    """Take a backup of all but one rank, which was two commits further."""
+    shutil.copytree(path, path.parent / "newer")
+    assert train_shards(path.parent / "newer", 3, 3) == [None] * 3
+    take_from(path.parent / "newer", path)
+
+
 MIXES: list[Callable[[Path, pytest.MonkeyPatch, str], None]] = [
-    another_run, another_rank, a_fork, a_compacted_fork, one_row, another_state
+    another_run, another_rank, a_fork, a_compacted_fork, one_row, another_state, an_older_moment, a_newer_moment
 ]  # fmt: skip
+
+
+def assert_refused(path: Path, kind: type[StoreError], words: str) -> None:
+    """Assert that every way to open a store of three ranks says so: also ``verify``, and the ranks themselves."""
+    newest = read_id(path)
+    for options in ({"mode": "r"}, {"mode": "r", "commit": newest}, {}):
+        with pytest.raises(kind, match=words):
+            Store.open(path, **options)
+    try:
+        problems = verify(path)["problems"]
+    except StoreError as error:
+        problems = [str(error)]
+    assert problems
+    for problem in [*problems, sentences(train_shards(path, 3, 0))]:
+        assert re.search(words, problem)
+
+
+def read_id(path: Path) -> int:
+    """Return the newest commit, whatever its ranks have."""
+    record = newest_record(path)
+    assert record is not None
+    return int(record.values["id"])
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_shard_that_the_manifest_does_not_name_is_refused(
+def test_a_rank_that_the_commit_does_not_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: Callable[[Path, pytest.MonkeyPatch, str], None], engine: str
 ) -> None:
-    """For reading, at the newest commit and at an older one, for writing, by all ranks and by ``verify``."""
+    """For reading, at the newest commit and by its number, for writing, by all ranks and by ``verify``."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, engine=engine, retention=2) == [None] * 2
-    check_manifest(path)
+    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
+    read_store(path)
     with monkeypatch.context() as patch:
         mix(path, patch, engine)
-    with pytest.raises(AssertionError):
-        check_manifest(path)
-    newest = ShardManifest.read(path).newest.id
-    for options in ({"mode": "r"}, {"mode": "r", "commit": newest}, {}):
-        with pytest.raises(CorruptStoreError, match=WORDS):
-            Store.open(path, **options)
-    (problem,) = verify(path)["problems"]
-    assert "is not the one that the manifest names" in problem
-    assert "is not the one that the manifest names" in sentences(train_shards(path, 2, 0))
+    with pytest.raises((AssertionError, KeyError, OSError)):
+        read_store(path)
+    assert_refused(path, CorruptStoreError, LISTS)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+@pytest.mark.parametrize("what", ["of another store", "of another rank", "missing", "without a marker"])
+def test_a_folder_of_another_rank_is_known_by_its_marker(tmp_path: Path, what: str, engine: str) -> None:
+    """Before anything in it is read: the error names the folder, and the rank that should be there."""
+    path, folder = tmp_path / "s", tmp_path / "s" / "rank-1"
+    assert train_shards(path, 3, 2, engine=engine) == [None] * 3
+    kind: type[StoreError] = NotAStoreError
+    if what == "of another store":
+        assert train_shards(tmp_path / "other", 3, 2, engine=engine) == [None] * 3
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "other" / "rank-1", folder)
+        words = r"rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore it from a copy"
+    elif what == "of another rank":
+        shutil.rmtree(folder)
+        shutil.copytree(path / "rank-2", folder)
+        words = r"rank-1 has rank 2 of that store, not rank 1 of the store at .*: restore it from a copy"
+    elif what == "missing":
+        folder.rename(tmp_path / "aside")
+        kind, words = StoreMissingError, "rank 1 of the store at .* is missing: there is no folder .*: restore it"
+    else:
+        (folder / "store.json").unlink()
+        words = "rank 1 of the store at .* has no marker: .* cannot be read"
+    before = sorted(path.rglob("*"))
+    assert_refused(path, kind, words)
+    assert [one for one in before if not one.exists()] == []
 
 
 def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another seed gives the first rows of later keys."""
+    """Another seed gives the first rows of later keys: the commit has the tables, and says so to the ranks."""
     path, tables = tmp_path / "s", sharded_world.TABLES
     assert train_shards(path, 2, 1) == [None] * 2
     with monkeypatch.context() as patch:
         patch.setattr(sharded_world, "TABLES", tuple(replace(table, seed=5) for table in tables))
+        assert "has seed 0 and 5 was given: give the tables it has" in sentences(train_shards(path, 2, 0))
         assert train_shards(tmp_path / "twin", 2, 1) == [None] * 2
-    take_from(tmp_path / "twin", path)
-    with pytest.raises(CorruptStoreError, match=WORDS):
-        Store.open(path, mode="r")
-
-
-def test_an_older_commit_with_another_digest_is_left_out_and_told(tmp_path: Path) -> None:
-    """Others are read; ``verify`` and ranks say what is wrong."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    manifest = ShardManifest.read(path)
-    oldest = replace(manifest.commits[0], digests=("0" * 64, manifest.commits[0].digests[1]))
-    replace(manifest, commits=(oldest, *manifest.commits[1:])).write(path)
     with Store.open(path, mode="r") as store:
-        assert [commit.id for commit in store.commits] == [2, 3]
-        with pytest.raises(CommitMissingError, match="has no commit 1: give one of 2, 3"):
-            store.at(1)
-    (problem,) = verify(path)["problems"]
-    for sentence in (problem, sentences(train_shards(path, 2, 0))):
-        assert "commit 1 of shard 0 of" in sentence
-        assert "is not the one that the manifest names" in sentence
+        seeds = [table.seed for table in store.tables]
+    take_from(tmp_path / "twin", path)  # its list is the same: it has no rows, and tables are in the commit
+    with Store.open(path, mode="r") as store:
+        assert [table.seed for table in store.tables] == [table.seed for table in store.ranks[1].tables] == seeds
+
+
+def damage(path: Path, name: str, engine: str) -> None:
+    """Have other bytes in place of a blob of rank 1."""
+    with Store.open(path, mode="r") as store:
+        tables, size = tuple(store.ranks[1].tables), store.ranks[1].reader.stored()[name].size
+    opened = open_folder(path / "rank-1", tables, engine, "a", None, create=False)
+    with closing(opened):
+        head = opened.engine.newest()
+        opened.engine.drop([(name, None)])
+        opened.engine.put([Blob(name, size)], [(0, 0, np.zeros(size, np.uint8))])
+        opened.engine.publish(head, head)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_copy_of_all_shards_is_the_store(tmp_path: Path, engine: str) -> None:
-    """Also where a shard is ahead, and after rollbacks and compactions; a reader of the format finds the digests."""
+def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str) -> None:
+    """The others are read; ``verify`` and ranks say what is wrong."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=3, engine=engine) == [None] * 2
+    damage(path, "ranks/1.1", engine)
+    with Store.open(path, mode="r") as store:
+        assert [commit.id for commit in store.commits] == [1, 2, 3]
+        store.at(2).close()
+        assert list(sharded_world.problems(store)) == []
+        with pytest.raises(CorruptStoreError, match=r"ranks/1\.1 of"):
+            store.at(1)
+    with pytest.raises(CorruptStoreError, match=r"ranks/1\.1 of"):
+        Store.open(path, mode="r", commit=1)
+    (problem,) = verify(path)["problems"]
+    assert problem.startswith("in commit 1, ")
+    for sentence in (problem, sentences(train_shards(path, 2, 0))):
+        assert re.search(r"ranks/1\.1 of .* is not what was written: restore the store from a copy", sentence)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
+    """Also where a rank has prepared a commit, and after rollbacks and compactions; the format tells the digests."""
     assert train_shards(tmp_path / "s", 2, 4, engine=engine, retention=2) == [None] * 2
     sharded_world.ahead(tmp_path / "s", 2, 1)
     shutil.copytree(tmp_path / "s", tmp_path / "copy")
-    check_manifest(tmp_path / "copy")
+    read_store(tmp_path / "copy")
     check_shards(tmp_path / "copy", Cursor(2))
     assert train_shards(tmp_path / "copy", 2, 1) == [None] * 2
     with Store.open(tmp_path / "copy") as store:
         store.rollback(store.commits[0].id)
-    check_manifest(tmp_path / "copy")
+    read_store(tmp_path / "copy")
     with Store.open(tmp_path / "copy") as store:
         store.compact()
-    check_manifest(tmp_path / "copy")
+    read_store(tmp_path / "copy")
     assert verify(tmp_path / "copy")["problems"] == []
     assert train_shards(tmp_path / "copy", 2, 0) == [None] * 2
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_rank_that_is_copied_back_with_a_prepared_commit_is_the_same(tmp_path: Path, engine: str) -> None:
+    """It has what the newest commit names: what it prepared then is dropped."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, engine=engine, retention=2) == [None] * 2
+    shutil.copytree(path, tmp_path / "further")
+    sharded_world.ahead(tmp_path / "further", 2, 1)
+    take_from(tmp_path / "further", path)
+    check_shards(path, Cursor(2))
+    assert train_shards(path, 2, 1) == [None] * 2
+    read_store(path)
+    assert verify(path)["problems"] == []

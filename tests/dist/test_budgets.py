@@ -23,7 +23,7 @@ from tests.dist.trainings import trained as trained_by_step
 from tests.train.cases import Case
 from tiercache.data.pass_builder import device_bytes
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.inspect import file_bytes_of
 from tiercache.store.table import group_tables
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
@@ -71,6 +71,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def held(path: Path) -> list[Any]:
+    """Return the commits of a store, the blobs that each rank has once it is opened, and the names of its files.
+
+    Without the next uses of keys, which are computed again.
+    """
+    with tc.Store.open(path) as store:
+        blobs = [dict(rank.reader.stored()) for rank in store.ranks or [store]]
+        commits = [commit.head for commit in store.commits]
+    return [commits, blobs, {name for name in files_of(path) if "schedule" not in Path(name).parts}]
+
+
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
     """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
@@ -87,7 +98,7 @@ def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
 def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
-    """For another number of ranks or another sharding; the record and every part keep their bytes and commits."""
+    """For another number of ranks or another sharding; every file keeps its bytes, and the store its commits."""
     trained(ranks_pool, tmp_path)
     rows = stored(tmp_path)
     before = files_of(tmp_path / "model.tc")
@@ -101,29 +112,33 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     assert_same_rows(stored(tmp_path), rows)
 
 
-@pytest.mark.parametrize("order_seed", [None, 5])
+@pytest.mark.parametrize(("size", "order_seed"), [(1, None), (1, 5), (3, None)])
 def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small_for_them(
-    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
+    ranks_pool: RanksPool, tmp_path: Path, size: int, order_seed: int | None
 ) -> None:
-    """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
+    """As where they have rows of earlier passes, of which sizes alone do not tell: nothing is left of new ones."""
     CASES["one"].cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise"), "order_seed": order_seed}
     ranks_pool.run(2, TRAIN, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
-    before = files_of(tmp_path / "model.tc")
+    rows, before = stored(tmp_path), held(tmp_path / "model.tc")
+    file_bytes = file_bytes_of(tmp_path / "model.tc")
 
     options["reorganize"] = True
     shutil.copytree(tmp_path, tmp_path / "copy")
-    (needed,) = ranks_pool.run(1, "tests.dist.test_budgets:needed", **options | {"folder": str(tmp_path / "copy")})
-    errors = ranks_pool.errors(1, OPEN, **options | {"store_budget": needed - 1})
+    copied = options | {"folder": str(tmp_path / "copy")}
+    needed = max(ranks_pool.run(size, "tests.dist.test_budgets:needed", **copied))
+    errors = ranks_pool.errors(size, OPEN, **options | {"store_budget": needed - 1})
     assert_refused(errors, f"raise store_budget to {needed} bytes")
-    assert files_of(tmp_path / "model.tc") == before
-    assert ranks_pool.run(1, OPEN, **options | {"store_budget": needed}) == [[0, 0]]
+    assert file_bytes_of(tmp_path / "model.tc") <= file_bytes
+    assert held(tmp_path / "model.tc") == before
+    assert_same_rows(stored(tmp_path), rows)
+    assert ranks_pool.run(size, OPEN, **options | {"store_budget": needed}) == [[0, 0]] * size
 
 
 def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
+    """Opened with a smaller retention, or a larger one; the commits of one that is not refused drop them."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise")}
@@ -134,11 +149,11 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
             assert_refused(errors, sentence)
             assert files_of(tmp_path / "model.tc") == before
 
-    for retention, kept in ((3, 2), (1, 1)):
-        assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2
-        assert ShardManifest.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
+    for epochs, retention, kept in ((3, 3, [10, 11, 12]), (4, 1, [16])):
+        ranks_pool.run(2, TRAIN, case="one", **options, retention=retention, epochs=epochs)
         with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)][-kept:]
+            assert [commit.cursor for commit in store.commits] == [(index, 0) for index in kept]
+            assert store.retention == retention
 
 
 @pytest.mark.parametrize("order_seed", [None, 5])
@@ -147,14 +162,14 @@ def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_
 ) -> None:
     """The commits of the passes before stay the newest ones."""
     trained(ranks_pool, tmp_path)
-    record = (tmp_path / "model.tc" / "shards.json").read_bytes()
+    before = files_of(tmp_path / "model.tc")
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
 
     for name, sentence in SENTENCES.items():
         assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
-        assert (tmp_path / "model.tc" / "shards.json").read_bytes() == record
+        assert files_of(tmp_path / "model.tc") == before
         with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
 

@@ -1,6 +1,5 @@
-"""Commits of a sharded store that are kept: read whole, gone back to, and what changed since."""
+"""Commits of a store of several ranks that are kept: read whole, gone back to, and what changed since."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.cli.command import run, told
+from tests.cli.command import error_of, run, told
 from tests.dist import sharded_world
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
@@ -19,17 +18,22 @@ from tests.dist.sharded_world import (
     opened,
     problems,
     roll_back,
+    sentences,
     sharding_on,
+    take,
     train_shards,
     whole_row,
 )
 from tests.dist.trainings import CASES, stored
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.locks import leased_commits
+from tiercache.store.shards.rank_writer import RankWriter
+from tiercache.store.snapshot import Needed
 
 
 def kept(path: Path) -> list[int]:
-    """Return the ids of the commits that a sharded store keeps, each read whole."""
+    """Return the ids of the commits that a store of several ranks keeps, each read whole."""
     with tc.Store.open(path, mode="r") as store:
         commits = store.commits
         assert (store.commit.id, store.commit.cursor) == (commits[-1].id, commits[-1].cursor)
@@ -43,22 +47,28 @@ def kept(path: Path) -> list[int]:
     return [commit.id for commit in commits]
 
 
-def kept_by_shards(path: Path) -> list[list[int]]:
-    """Return the ids of the commits that each shard keeps."""
-    manifest, found = ShardManifest.read(path), []
-    for rank in range(manifest.num_ranks):
-        with Store.open(manifest.folder(path, rank), mode="r") as shard:
-            found.append([commit.id for commit in shard.commits])
-    return found
+def kept_by_ranks(path: Path) -> list[list[int]]:
+    """Return the ids of the commits that each rank has a list for, once a writer has opened the store."""
+    with Store.open(path) as store:
+        return [lists_of(rank, i) for i, rank in enumerate(store.ranks or (store,))]
+
+
+def lists_of(store: Store, rank: int) -> list[int]:
+    """Return the ids of the commits that a rank has a list for; it has all bytes that they need, and no other."""
+    stored = {name: blob.size - blob.dropped for name, blob in store.reader.stored().items()}
+    needed = Needed.of(store.history.snapshots)
+    assert stored == {need.name: need.size - need.first_byte for need in needed.blobs()}
+    lists = [name.removeprefix(f"ranks/{rank}.") for name in stored if name.startswith("ranks/")]
+    return sorted(int(name.partition("-")[0]) for name in lists)
 
 
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """As many as were asked for, and by later openings; every shard keeps exactly these and the one before them."""
+    """As many as were asked for, and by later openings; every rank has exactly these."""
     path = tmp_path / "s"
     assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
     assert kept(path) == [2, 3, 4]
-    assert kept_by_shards(path) == [[1, 2, 3, 4]] * num_ranks
+    assert kept_by_ranks(path) == [[2, 3, 4]] * num_ranks
     assert train_shards(path, num_ranks, 2) == [None] * num_ranks
     assert kept(path) == [4, 5, 6]
     with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: give one of 4, 5, 6"):
@@ -70,43 +80,146 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
         if engine == "zarr":  # a process opens the other engine's files once
             assert train_shards(path, num_ranks, 3) == [None] * num_ranks
         assert list(problems(before.at(4))) == []  # a reader keeps what it sees
-        with pytest.raises(CommitMissingError, match="has no commit 5: give one of 4"):
-            before.at(5)
+        if engine == "zarr":
+            with pytest.raises(CommitMissingError, match="has no commit 5: give one of 7, 8, 9"):
+                before.at(5)
+        else:
+            assert list(problems(before.at(5))) == []
+        before.close()
     with pytest.raises(StoreClosedError):
         store.at(5)
     assert train_shards(path, num_ranks, 1, retention=1) == [None] * num_ranks
     assert kept(path) == [10 if engine == "zarr" else 7]
+    assert kept_by_ranks(path) == [kept(path)] * num_ranks
 
 
-def test_commits_beyond_a_lower_retention_go_when_ranks_open_the_store(tmp_path: Path) -> None:
-    """So shards take no more room than a store budget counts; the manifest names none before shards drop it."""
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str) -> None:
+    """As the rank of the store at that commit; a view that nobody has any more keeps nothing."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    with tc.Store.open(path, mode=mode) as store:
+        for commit in store.commits:
+            whole = store.at(commit.id)
+            for rank, other in zip(store.ranks, whole.ranks, strict=True):
+                views = (rank.at(commit.id), rank.at(commit.id).at(commit.id), other.at(commit.id))
+                assert [one.commit.own.rank for one in views] == [other.commit.own.rank] * 3
+                for name in WHOLE:
+                    rows = [(keys.tolist(), [one.tobytes() for one in fields]) for keys, fields in other.scan(name)]
+                    for view in views:
+                        found = [(keys.tolist(), [one.tobytes() for one in fields]) for keys, fields in view.scan(name)]
+                        assert found == rows
+        del whole, rank, other, views, view
+        assert leased_commits(store._opened.engine.lease_folder) == ({4} if mode == "r" else set())
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mode: str) -> None:
+    """Also after commits gave it up."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    with tc.Store.open(path, mode=mode) as store:
+        view = store.ranks[1].at(3)
+        rows = [keys.tolist() for keys, _ in view.scan("item")]
+        if mode == "a":
+            for _ in range(4):
+                store.compact()
+        elif engine == "zarr":  # a process opens the other engine's files once
+            assert train_shards(path, 2, 5) == [None] * 2
+        assert [keys.tolist() for keys, _ in view.scan("item")] == rows
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_ranks_free_what_no_kept_commit_needs_as_they_train(tmp_path: Path, engine: str) -> None:
+    """After each commit, every rank of it."""
+
+    def body(ranks: Any) -> None:
+        shards, world = opened(tmp_path / "s", ranks, engine=engine, retention=2)
+        with shards:
+            for id_ in range(6):
+                take(shards, world)
+                assert lists_of(shards.store, ranks.rank) == [*range(max(0, id_ - 1), id_ + 1)]
+
+    assert meet(3, body) == [None] * 3
+
+
+def test_commits_beyond_a_lower_retention_go_with_the_next_commit(tmp_path: Path) -> None:
+    """Of all ranks, also if one had prepared a commit; without a next commit all that were kept stay."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 6, retention=4) == [None] * 2
     sharded_world.ahead(path, 2, 1)
     assert train_shards(path, 2, 0, retention=2) == [None] * 2
-    assert kept(path) == [4, 5]
-    assert kept_by_shards(path) == [[4, 5], [4, 7]]
+    assert kept(path) == [2, 3, 4, 5]
+    assert kept_by_ranks(path) == [[2, 3, 4, 5]] * 2
+    assert train_shards(path, 2, 1, retention=2) == [None] * 2
+    assert kept(path) == [5, 6]
     assert train_shards(path, 2, 2) == [None] * 2
-    assert kept_by_shards(path) == [[5, 6, 7], [7, 8, 9]]
-    replace(ShardManifest.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before shards drop any
-    assert kept(path) == [7]
+    assert kept_by_ranks(path) == [[7, 8]] * 2
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_what_ranks_could_not_free_goes_when_they_open_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """As a kill leaves it after a commit was published, before any rank dropped what only older ones need."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(RankWriter, "_free", lambda *_, **__: None)
+        assert train_shards(path, 2, 1, retention=1) == [None] * 2
+    assert kept(path) == [6]
+    with Store.open(path, mode="r") as store:
+        for rank, one in enumerate(store.ranks):
+            assert {f"ranks/{rank}.{id_}" for id_ in range(3, 7)} <= {
+                name.partition("-")[0] for name in one.reader.stored()
+            }
     assert train_shards(path, 2, 0) == [None] * 2
-    assert kept_by_shards(path) == [[7], [9]]
+    assert kept_by_ranks(path) == [[6]] * 2
 
 
-def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
-    """The commit of all ranks has the same id, of other commits of shards; time and again."""
+@pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
+def test_a_commit_that_was_prepared_and_not_published_costs_nothing(tmp_path: Path, who: tuple[int, ...]) -> None:
+    """Whichever ranks prepared it, time and again: readers see none of it, and the next opening drops it."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=3) == [None] * 2
     for _ in range(2):
-        sharded_world.ahead(path, 2, 1)
+        sharded_world.ahead(path, 2, *who)
         assert kept(path) == [1, 2, 3]
+        assert verify(path)["problems"] == []
         assert train_shards(path, 2, 0) == [None] * 2
         assert kept(path) == [1, 2, 3]
-    assert kept_by_shards(path) == [[0, 1, 2, 3], [1, 2, 5, 7]]
+        assert kept_by_ranks(path) == [[1, 2, 3]] * 2
     assert train_shards(path, 2, 2) == [None] * 2
     assert kept(path) == [3, 4, 5]
-    assert kept_by_shards(path) == [[2, 3, 4, 5], [2, 7, 8, 9]]
+    assert kept_by_ranks(path) == [[3, 4, 5]] * 2
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_commit_that_other_ranks_did_not_hear_of_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Rank 0 has published it; the others take it when they open the store, and train on from there."""
+    path = tmp_path / "s"
+    assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
+
+    def body(ranks: Any) -> None:
+        shards, world = opened(path, ranks)
+        with shards:
+            take(shards, world)
+            assert shards.ahead == (ranks.rank > 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "_hear", lambda _: None)
+        assert meet(3, body) == [None] * 3
+    assert kept(path) == [3, 4]
+    assert train_shards(path, 3, 0) == [None] * 3
+    assert kept(path) == [3, 4]
+    assert kept_by_ranks(path) == [[3, 4]] * 3
+    assert train_shards(path, 3, 2) == [None] * 3
+    assert kept(path) == [5, 6]
+    assert verify(path)["problems"] == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +237,7 @@ def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:
-    """A new commit of all ranks with the rows of the old one; those in between are gone, and what a shard was ahead."""
+    """A new commit with the rows of the old one; those in between are gone, and what a rank had prepared."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
     with tc.Store.open(path, mode="r") as store:
@@ -134,7 +247,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     commit = roll_back(path, to)
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
-    assert kept_by_shards(path) == [list(ShardManifest.read(path).commits_of(rank)) for rank in range(2)]
+    assert kept_by_ranks(path) == [kept(path)] * 2
     assert train_shards(path, 2, 3) == [None] * 2
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []
@@ -156,7 +269,7 @@ def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
                 shards.close()
             ranks.all_gather_object(None)
             if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/shard-0-1 is being written by process"):
+                with pytest.raises(StoreInUseError, match=r"the store at .*/s/rank-1 is being written by process"):
                     roll_back(path, 2)
             ranks.all_gather_object(None)
 
@@ -164,39 +277,62 @@ def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
     assert kept(path) == [2, 3]
 
 
-def test_shards_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
-    """Ids go on; older commits are refused in a sentence that says why."""
+def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
+    """Ids go on, and older commits are gone; all rows changed since any of them that was not rolled back."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+    assert train_shards(path, 2, 3, retention=3) == [None] * 2
+    assert roll_back(path, 1).id == 3
+    assert train_shards(path, 2, 2) == [None] * 2
     assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
-    assert kept(path) == [4]
-    words = (
-        r"commit 3 of .* went with the shards that other ranks or another sharding had before commit 4: give one of 4"
-    )
-    for back in (lambda: tc.Store.open(path, commit=3, mode="r"), lambda: roll_back(path, 3)):
-        with pytest.raises(CommitMissingError, match=words):
+    assert kept(path) == [6]
+    for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: roll_back(path, 5)):
+        with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6"):
             back()
-    with tc.Store.open(path, mode="r") as store, pytest.raises(CommitMissingError, match=words + ", or take all rows"):
-        store.changed_rows("item", since=3)
+    with tc.Store.open(path, mode="r") as store:
+        for since in (0, 1, 3, 4, 5):
+            check_changes(store, since, None)
+        with pytest.raises(CommitMissingError, match=r"commit 2 of .* was given up by a rollback to commit 1: give 1"):
+            store.changed_rows("item", since=2)
     assert train_shards(path, 3, 3, turn=1) == [None] * 3
-    assert kept(path) == [5, 6, 7]
-    assert roll_back(path, 5).id == 8
+    assert kept(path) == [7, 8, 9]
+    assert kept_by_ranks(path) == [[7, 8, 9]] * 3
+    assert roll_back(path, 7).id == 10
     assert train_shards(path, 3, 1, turn=1) == [None] * 3
-    assert kept(path) == [5, 8, 9]
+    assert kept(path) == [7, 10, 11]
 
 
-def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ranks: int) -> None:
+    """All ranks are told what to do, and the store stays as it was; once it is unpinned it is divided."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=2) == [None] * 2
+    with tc.Store.open(path) as store:
+        store.pin("best", 2)
+    bodies = [None] * num_ranks
+    errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1)))
+    assert "has the pinned commits 'best', which other ranks would give up: unpin them first" in sentences(errors)
+    assert kept(path) == [2, 4]
+    assert train_shards(path, 2, 0) == [None] * 2
+    assert kept_by_ranks(path) == [[2, 3]] * 2  # a pin lists the same rows
+    assert sorted(one.name for one in path.glob("rank-*")) == ["rank-1"]
+    with tc.Store.open(path) as store:
+        store.unpin("best")
+    assert meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1))) == bodies
+    assert kept(path) == [6]
+
+
+def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path) -> None:
     """As they do a store of one process, and at its commits."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 6, retention=3) == [None] * 3
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
-    for shard in told("info", path)["shards"]:
-        assert shard["retention"] == 3
-        assert [(one["id"], one["pass"], one["sample"]) for one in shard["commits"]] == [
+    for rank in told("info", path)["shards"]:
+        assert rank["retention"] == 3
+        assert [(one["id"], one["pass"], one["sample"]) for one in rank["commits"]] == [
             (3, 2, 0), (4, 3, 0), (5, 3, 5)
         ]  # fmt: skip
     assert "3 are kept" in run("info", path)
-    assert "3 shards that belong together at 3 commits" in run("verify", path)
+    assert "3 ranks at 3 commits" in run("verify", path)
     trained = {key: (pass_index, shard) for key, (pass_index, shard) in expected(Cursor(2))["item"].items()}
     later = expected(Cursor(3, 5))["item"]
     key = next(key for key, at in trained.items() if later[key] != at)
@@ -226,24 +362,36 @@ def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     assert "commit 7 has the rows and the position of commit 4" in run("rollback", path, "--to", 4)
     assert info(path)["cursor"] == {"pass": 3, "sample": 0}
 
+    assert told("pin", path, "best", 4) == {"commit": 8, "name": "best", "pinned": 4}
+    assert "pinned   commit 4 as 'best'" in run("info", path)
+    assert train_shards(path, 3, 4) == [None] * 3
+    assert kept(path) == [4, 10, 11, 12]
+    run("diff", path, tmp_path / "one", "--from", 4)
+    assert "no commit is kept as 'best' any more" in run("unpin", path, "best")
+    assert kept(path) == [10, 11, 13]
+    assert "has no pinned commit 'best': it has none" in error_of("unpin", path, "best")
+    assert "has no commit 4: give one of 10, 11, 13" in error_of("pin", path, "best", 4)
+
 
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
-    """The commits of the manifest that it held the shards against, when it had read them all."""
+    """The commits that were kept when it began: they stay until it has read them all."""
     path = tmp_path / "s"
-    assert train_shards(path, 1, 3, retention=2) == [None]
+    assert train_shards(path, 2, 3, retention=2) == [None] * 2
     told = list[list[Any]]()
 
     def train_on(*_: int) -> None:
         if not told:
-            told.append(train_shards(path, 1, 1))
+            told.append(train_shards(path, 2, 3))
 
     report = verify(path, progress=train_on)
-    assert told == [[None]]
-    assert (report["commits"], report["problems"]) == ([2, 3], [])
+    assert told == [[None] * 2]
+    assert (report["commits"], report["problems"]) == ([1, 2], [])
+    assert train_shards(path, 2, 0) == [None] * 2
+    assert kept_by_ranks(path) == [[4, 5]] * 2
 
 
 @pytest.mark.parametrize("format", ["numpy", "parquet", "safetensors"])
-def test_an_export_has_all_rows_of_all_shards(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
+def test_an_export_has_all_rows_of_all_ranks(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
     """With their optimizer state: imported into a store of one process they are the same."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4) == [None] * 2
@@ -279,6 +427,9 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     assert different(stored(tmp_path), theirs) == []
     for name, value in whole[0].items():
         np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
+    words = "has 2 ranks, which write its rows together: train on it, or train with one rank"
+    assert words in error_of("reorganize", path, tmp_path / "passes", "--order-seed", 5)
+    assert different(stored(tmp_path), theirs) == []
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -311,21 +462,21 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
                 words = "knows no changes since" if at.id < since.id else "has no commit 99|knows no changes"
                 with pytest.raises(CommitMissingError, match=words):
                     store.changed_rows("item", since=max(99 * (at.id == since.id), since.id))
-            gone = newest.commits[0].id - 1
-            with pytest.raises(CommitMissingError, match=rf"has no commit {gone}: give .*, or take all rows with -1"):
-                list(newest.changes("item", since=gone))
-            if not turn:
-                to = newest.commits[1].id
-        roll_back(path, to)
+            assert newest.commits[0].id == 3
+            check_changes(newest, 2, Cursor(1, 5))  # which is gone
+            for since in (5, 6) if turn else ():
+                with pytest.raises(CommitMissingError, match=f"commit {since} of .* was given up by a rollback to"):
+                    list(newest.changes("item", since=since))
+        roll_back(path, 4)
         assert train_shards(path, num_ranks, 1) == [None] * num_ranks
 
 
-def test_changes_of_slices_read_the_keys_of_each_part_a_few_times(tmp_path: Path) -> None:
+def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path) -> None:
     """However many chunks there are."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 7) == [None] * 2
     with tc.Store.open(path, mode="r") as store:
-        first, other = store.shards
+        first, other = store.ranks
         rows = store.live_rows("word")
         keys = np.concatenate([keys for keys, _ in store.changes("word", since=-1)])
         assert sorted(keys.tolist()) == sorted(expected(store.commit.cursor)["word"])

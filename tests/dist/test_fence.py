@@ -1,5 +1,7 @@
-"""The fence of several ranks: a sharded store that is not in its place any more is written by none of them."""
+"""The fence of several ranks: a store that is not in its place any more is written by none of them."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.dist.meeting import meet
-from tests.dist.sharded_world import check_shards, opened, sentences, take, train_shards
+from tests.dist.sharded_world import advance, check_shards, opened, sentences, take, train_shards
 from tests.files import files_of
+from tiercache.errors import RankError
 from tiercache.store import Cursor, Store, StoreError, StoreInUseError, verify
 
 KINDS = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -32,15 +35,37 @@ def gone(path: Path) -> None:
     path.rename(path.with_name("away"))
 
 
-def no_lock(path: Path) -> None:
-    """Delete the lock of the ranks as stale."""
-    (path / "ranks.lock").unlink()
+def no_marker(path: Path) -> None:
+    """Delete the marker of the store."""
+    (path / "store.json").unlink()
 
 
-def a_new_lock(path: Path) -> None:
-    """And have another process make one."""
-    no_lock(path)
-    (path / "ranks.lock").write_text("7\n")
+def a_new_marker(path: Path) -> None:
+    """Have another process make one."""
+    marker = path / "store.json"
+    text = marker.read_text()
+    marker.unlink()
+    marker.write_text(text)
+
+
+def of_a_rank(change: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Return the change of the folder of rank 1 alone."""
+
+    def of_rank(path: Path) -> None:
+        change(path / "rank-1")
+
+    of_rank.__name__ = f"{change.__name__}_of_a_rank"
+    return of_rank
+
+
+def another_stores_rank(path: Path) -> None:
+    """Put the folder of rank 1 of another store in the place of that of this one."""
+    (path / "rank-1").rename(path / "away")
+    (path.with_name("other") / "rank-1").rename(path / "rank-1")
+
+
+OF_THE_STORE = (a_backup, another_store, gone, no_marker, a_new_marker)
+OF_A_RANK = (of_a_rank(a_backup), another_stores_rank, of_a_rank(gone), of_a_rank(no_marker), of_a_rank(a_new_marker))
 
 
 def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[Any]:
@@ -55,17 +80,19 @@ def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[An
             if ranks.rank == 0:
                 between(path)
             ranks.all_gather_object(None)
-            take(shards, world)
+            with ranks.raise_on_all("training"):
+                after = advance(shards.store, world, shards.cursor)
+            shards.publish(after)
 
     return meet(2, body)
 
 
 @KINDS
-@pytest.mark.parametrize("change", [a_backup, another_store, gone, no_lock, a_new_lock])
+@pytest.mark.parametrize("change", OF_THE_STORE)
 def test_ranks_whose_store_was_moved_write_nothing_there(
     tmp_path: Path, engine: str, change: Callable[[Path], None]
 ) -> None:
-    """All of them end with an error; what stands at the path, and where the store went, opens at its commit."""
+    """All of them end with an error; what is at the path, and where the store went, opens at its commit."""
     path, held = tmp_path / "s", dict[str, bytes]()
     assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
 
@@ -77,38 +104,84 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
     assert "was moved, replaced or deleted while it was written" in sentences(errors)
     if change in {a_backup, another_store}:
         assert files_of(path) == held
+    if change is no_marker:
+        held.clear()
+        (path / "store.json").write_text(json.dumps(marker_of(tmp_path / "other") | {"id": rank_of(path)["store"]}))
     for folder in (path, tmp_path / "away"):
         if folder.exists():
             assert verify(folder)["problems"] == []
     check_shards(tmp_path / "away" if change in {a_backup, another_store, gone} else path, Cursor(1))
 
 
+def marker_of(path: Path) -> dict[str, Any]:
+    """Return what the marker of a store says."""
+    found: dict[str, Any] = json.loads((path / "store.json").read_text())
+    return found
+
+
+def rank_of(path: Path) -> dict[str, Any]:
+    """Return what the marker of rank 1 of a store says."""
+    return marker_of(path / "rank-1")
+
+
 @KINDS
-@pytest.mark.parametrize("change", ["another store's", "none", "an older one"])
-def test_a_manifest_that_something_else_wrote_is_not_replaced(tmp_path: Path, engine: str, change: str) -> None:
-    """It may be all that says which commits belong together: what stands there stays, and no rank goes on."""
-    path, kept = tmp_path / "s", list[bytes]()
+@pytest.mark.parametrize("change", OF_A_RANK, ids=lambda change: change.__name__)
+def test_ranks_of_which_one_was_moved_make_no_commit(
+    tmp_path: Path, engine: str, change: Callable[[Path], None]
+) -> None:
+    """All of them end with an error, and nothing is written in its place; put back, the store is at its commit."""
+    path, held = tmp_path / "s", dict[str, bytes]()
     assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
-    assert train_shards(path, 2, 2, engine=engine) == [None] * 2
-    older = (path / "shards.json").read_bytes()
 
     def between(path: Path) -> None:
-        there = path / "shards.json"
-        if change == "none":
-            there.unlink()
-            return
-        there.write_bytes(older if change == "an older one" else (tmp_path / "other" / "shards.json").read_bytes())
-        kept.append(there.read_bytes())
+        held["marker"] = (path / "rank-1" / "store.json").read_bytes()
+        change(path)
+        if (path / "rank-1").exists():
+            held.update(files_of(path / "rank-1"))
 
-    assert "is not what this training wrote" in sentences(trained(path, engine, between))
-    there = path / "shards.json"
-    assert [there.read_bytes()] == kept if kept else not there.exists()
+    errors = trained(path, engine, between)
+    assert "was moved, replaced or deleted while it was written" in sentences(errors)
+    marker = held.pop("marker")
+    if (path / "away").exists():
+        if (path / "rank-1").exists():
+            assert files_of(path / "rank-1") == held
+            shutil.rmtree(path / "rank-1")
+        (path / "away").rename(path / "rank-1")
+    (path / "rank-1" / "store.json").write_bytes(marker)
+    check_shards(path, Cursor(1))
+    assert train_shards(path, 2, 1) == [None] * 2
+    check_shards(path, Cursor(1, 5))
+    assert verify(path)["problems"] == []
+
+
+@pytest.mark.parametrize("change", ["another store's", "none", "an older one"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path, change: str, rank: int) -> None:
+    """What is there stays, and no rank goes on; engine LMDB has its head in a file that it keeps open."""
+    path, kept = tmp_path / "s", dict[str, bytes]()
+    assert train_shards(tmp_path / "other", 2, 5, engine="zarr") == [None] * 2
+    assert train_shards(path, 2, 2, engine="zarr") == [None] * 2
+    inside = Path("rank-1" if rank else ".") / "heads"
+    shutil.copytree(path / inside, tmp_path / "older")
+
+    def between(path: Path) -> None:
+        shutil.rmtree(path / inside)
+        if change == "none":
+            (path / inside).mkdir()
+        else:
+            source = tmp_path / "older" if change == "an older one" else tmp_path / "other" / inside
+            shutil.copytree(source, path / inside)
+        kept.update(files_of(path / inside))
+
+    errors = trained(path, "zarr", between)
+    assert re.search("the newest head of .* is .*another one has written|the head of .* is missing", sentences(errors))
+    assert files_of(path / inside) == kept
 
 
 @KINDS
-def test_shards_keep_out_a_second_training_whose_lock_was_deleted(tmp_path: Path, engine: str) -> None:
-    """Each is locked by its own marker, too."""
-    refused: list[BaseException] = []
+def test_ranks_keep_out_a_second_training_whose_locks_were_deleted(tmp_path: Path, engine: str) -> None:
+    """Each is locked by its own marker, too: the first one goes on, and no commit of it is lost."""
+    refused: list[Any] = []
 
     def second(path: Path) -> None:
         for lock in path.rglob("*.lock"):
@@ -117,8 +190,33 @@ def test_shards_keep_out_a_second_training_whose_lock_was_deleted(tmp_path: Path
             Store.open(path)
         except StoreError as error:
             refused.append(error)
+        refused.extend(train_shards(path, 2, 1))
+        (path / "writer.lock").write_text("7\n")
+        refused.extend(train_shards(path, 2, 1))
 
-    trained(tmp_path / "s", engine, second)
-    assert isinstance(refused[0], StoreInUseError)
+    assert trained(tmp_path / "s", engine, second) == [None, None]
+    assert [type(error) for error in refused] == [StoreInUseError, *[StoreInUseError, RankError] * 2]
     assert verify(tmp_path / "s")["problems"] == []
-    check_shards(tmp_path / "s", Cursor(1))
+    check_shards(tmp_path / "s", Cursor(1, 5))
+
+
+@KINDS
+def test_a_rank_keeps_out_a_training_when_rank_0_is_gone(tmp_path: Path, engine: str) -> None:
+    """Its own lock and its marker do, whatever was deleted."""
+    path, refused = tmp_path / "s", list[Any]()
+
+    def body(ranks: Any) -> None:
+        shards, world = opened(path, ranks, engine=engine)
+        with shards:
+            take(shards, world)
+            ranks.all_gather_object(None)
+            if ranks.rank == 0:
+                shards.close()
+                (path / "rank-1" / "writer.lock").unlink()
+                refused.extend(train_shards(path, 2, 1))
+            ranks.all_gather_object(None)
+
+    assert meet(2, body) == [None, None]
+    assert [type(error) for error in refused] == [RankError, StoreInUseError]
+    assert train_shards(path, 2, 1) == [None] * 2
+    check_shards(path, Cursor(1))

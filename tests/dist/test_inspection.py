@@ -1,144 +1,312 @@
-"""Looking at a sharded store from outside: ``tiercache info``, ``verify`` and ``lookup``."""
+"""Looking at a store of several ranks from outside: ``tiercache info``, ``verify`` and ``lookup``."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.cli.command import error_of, run
+from tests.cli.command import error_of, run, told
 from tests.dist.meeting import meet
-from tests.dist.sharded_world import TABLES, divide_anew, expected, sharding_on, train_shards
-from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, inspect, verify
-from tiercache.store.shards.shard_manifest import ShardCommit, ShardManifest
+from tests.dist.sharded_world import (
+    TABLES,
+    advance,
+    expected,
+    opened,
+    sentences,
+    sharding_on,
+    take,
+    train_shards,
+    world_of,
+)
+from tests.dist.test_sharded_store import go_on as go_on_elsewhere
+from tiercache.store import (
+    CorruptStoreError,
+    Cursor,
+    NotAStoreError,
+    Store,
+    StoreInUseError,
+    StoreMissingError,
+    TableMismatchError,
+    info,
+    verification,
+    verify,
+)
+from tiercache.store.verification import Verification
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of three shards after some commits."""
+    """A store of three ranks after some commits."""
     assert train_shards(tmp_path / "s", 3, 4) == [None] * 3
     return tmp_path / "s"
 
 
 def test_info_counts_every_row_once(path: Path) -> None:
-    """By table over all shards, slices of a table together; and each shard for itself."""
+    """By table over all ranks, slices of a table together; and each rank for itself."""
     found = json.loads(run("info", path, "--json"))
     wanted = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
     assert {table["name"]: table["rows"] for table in found["tables"]} == wanted
     assert found["rows"] == sum(wanted.values())
     assert found["cursor"] == {"pass": 2, "sample": 0}
-    assert found["commits"] == [{"id": 3, "pass": 2, "sample": 0, "shards": [3, 3, 3]}]
-    assert [shard["commit"]["id"] for shard in found["shards"]] == [3, 3, 3]
+    with Store.open(path, mode="r") as store:
+        segments = [len(rank.segments) for rank in store.ranks]
+        assert len(store.segments) == sum(segments)
+    assert found["commits"] == [{"id": 3, "pass": 2, "sample": 0, "segments": sum(segments)}]
+    for rank, one in enumerate(found["shards"]):
+        assert one["commit"]["id"] == 3
+        assert one["commits"] == [{"id": 3, "pass": 2, "sample": 0, "segments": segments[rank]}]
+        assert len(one["segments"]) == segments[rank]
+    assert found["folders"] == [str(path), str(path / "rank-1"), str(path / "rank-2")]
+    blocks = sum(file.stat().st_blocks for file in path.rglob("*") if file.is_file())
+    assert found["file_bytes"] == sum(one["file_bytes"] for one in found["shards"]) == 512 * blocks
     word = next(table for table in found["tables"] if table["name"] == "word")
     assert word["sharding"] == {"kind": "column_wise", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
-    kept = json.loads((path / "shards.json").read_text())["sharding"]["tables"]
-    assert {one["kind"] for one in kept.values()} == {"row", "table", "column", "replicate"}  # bytes on disk stay
     shown = run("info", path)
-    assert "shards   3, one a rank" in shown
+    assert "ranks    3" in shown
     assert "commit   3, training goes on at pass 2" in shown
     assert "column_wise: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
     assert "table_wise: rank 2" in shown
-    assert "shard-0-2" in shown
-    assert "segments of shard 2" in run("info", path, "--segments")
+    assert "rank-2" in shown
+    assert "segments of rank 2" in run("info", path, "--segments")
+
+
+def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
+    """It names the folder of each rank, and counts the bytes of each once."""
+    path = tmp_path / "s"
+    disks = [path, tmp_path / "a", tmp_path / "b"]
+    assert train_shards(path, 3, 4, shard_dirs=disks) == [None] * 3
+    found = info(path)
+    assert found["folders"] == [str(path), str(tmp_path / "a" / "rank-1"), str(tmp_path / "b" / "rank-2")]
+    blocks = sum(file.stat().st_blocks for file in tmp_path.rglob("*") if file.is_file())
+    assert found["file_bytes"] == sum(one["file_bytes"] for one in found["shards"]) == 512 * blocks
+    assert "3 ranks at " in run("verify", path)
 
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
-    """Says so, and who was to have which rows."""
+    """Says so."""
     assert train_shards(tmp_path / "s", 2, 0) == [None, None]
-    assert info(tmp_path / "s")["cursor"] is None
+    assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0 live rows" in run("info", tmp_path / "s")
     assert "is whole" in run("verify", tmp_path / "s")
 
 
-def test_verify_reads_all_shards_and_whether_they_belong_together(path: Path, tmp_path: Path) -> None:
-    """A damaged shard, one that is missing, rows of another rank, slices with different keys."""
-    assert "is whole: 3 shards that belong together" in run("verify", path)
-    found = json.loads(run("verify", path, "--json"))
+def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
+    """Neither while they are at work nor after they were killed."""
+
+    def body(ranks: Any) -> None:
+        shards, world = opened(path, ranks)
+        with shards:
+            if ranks.rank != 1:
+                advance(shards.store, world, shards.cursor)
+            if ranks.rank == 0:
+                looked.append(verify(path)["problems"])
+            ranks.all_gather_object(None)
+
+    looked = list[list[str]]()
+    before = info(path)
+    assert meet(3, body) == [None] * 3
+    assert looked == [[]]
+    assert verify(path)["problems"] == []
+    assert {**info(path), "file_bytes": 0, "shards": 0} == {**before, "file_bytes": 0, "shards": 0}
+
+
+def test_verify_reads_all_ranks(path: Path) -> None:
+    """And counts what it read of each."""
+    assert "is whole: 3 ranks at " in run("verify", path)
+    found = told("verify", path)
     assert found["problems"] == []
-    assert found["rows"] == sum(shard["rows"] for shard in found["shards"]) > 0
+    assert found["ranks"] == len(found["shards"]) == 3
+    assert found["rows"] == sum(one["rows"] for one in found["shards"]) > 0
     calls: list[tuple[int, int]] = []
     verify(path, progress=lambda done, total: calls.append((done, total)))
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     assert calls[-1][0] == calls[-1][1] == found["bytes"]
 
-    def words(damaged: Path) -> str:
-        (sentence,) = verify(damaged)["problems"]
-        assert "\n" not in sentence
-        assert error_of("verify", damaged) == sentence
-        return str(sentence)
 
-    copies = [tmp_path / str(i) for i in range(4)]
-    for copy in copies:
-        shutil.copytree(path, copy)
-    shutil.rmtree(copies[0] / "shard-0-1")
-    assert "shard 1: there is no store at" in words(copies[0])
-    with (copies[1] / "shard-0-2" / "data.mdb").open("r+b") as file:
+@pytest.mark.parametrize("name", ["data.mdb", "rank-2/data.mdb"])
+def test_verify_says_which_rank_is_damaged(path: Path, name: str) -> None:
+    """Wherever its file is."""
+    with (path / name).open("r+b") as file:
         file.seek(2 * 4096)
         file.write(bytes(np.random.default_rng(0).bytes(20_000)))
-    assert any("shard 2: " in problem for problem in verify(copies[1])["problems"])
-    for name in ("shard-0-1", "shard-0-2"):
-        (copies[2] / name).rename(copies[2] / f"{name} x")
-    for old, new in (("shard-0-1 x", "shard-0-2"), ("shard-0-2 x", "shard-0-1")):
-        (copies[2] / old).rename(copies[2] / new)
-    assert "commit 3 of shard 1 of" in words(copies[2])
-    manifest = ShardManifest.read(copies[2])
-    one, *others = (ShardCommit(3, digest) for digest in manifest.newest.digests)
-    manifest.renewed([one, *others[::-1]]).write(copies[2])
-    strays = verify(copies[2])["problems"]
-    assert any("shard 1 of the store at" in one and "gives to other ranks" in one for one in strays)
-    manifest = ShardManifest.read(copies[3])
-    others = [ShardCommit(3, digest) for digest in manifest.newest.digests]
-    manifest.renewed([*others[:2], ShardCommit(2, others[2].digest)]).write(copies[3])
-    assert "commit 2 of shard 2 of" in words(copies[3])
+    found = verify(path)["problems"]
+    assert found
+    assert all(str(path / name).removesuffix("data.mdb") in sentence for sentence in found)
+    assert any("rank-2" in sentence for sentence in found) == (name != "data.mdb")
 
 
-@pytest.mark.parametrize("meanwhile", ["trained", "rolled back", "compacted", "sharded anew", "made plain"])
-@pytest.mark.parametrize("after", [1, 2, 3])
+def swapped(path: Path, _: Path) -> None:
+    """Give each of two ranks the folder of the other."""
+    (path / "rank-1").rename(path / "x")
+    (path / "rank-2").rename(path / "rank-1")
+    (path / "x").rename(path / "rank-2")
+
+
+def foreign(path: Path, other: Path) -> None:
+    """Put the rank of another store in place of one."""
+    shutil.rmtree(path / "rank-2")
+    shutil.copytree(other / "rank-2", path / "rank-2")
+
+
+def whole_store(path: Path, other: Path) -> None:
+    """Put a whole store in place of a rank."""
+    shutil.rmtree(path / "rank-2")
+    shutil.copytree(other, path / "rank-2")
+
+
+def without_marker(path: Path, _: Path) -> None:
+    """Delete the marker of a rank."""
+    (path / "rank-1" / "store.json").unlink()
+
+
+def older(path: Path, _: Path) -> None:
+    """Train on, and put a rank back as it was."""
+    shutil.copytree(path / "rank-1", path.parent / "backup")
+    assert train_shards(path, 3, 2) == [None] * 3
+    shutil.rmtree(path / "rank-1")
+    shutil.copytree(path.parent / "backup", path / "rank-1")
+
+
+def older_zero(path: Path, _: Path) -> None:
+    """Train on, and put the folder of the store back as it was, without those of other ranks."""
+    shutil.copytree(path, path.parent / "backup", ignore=shutil.ignore_patterns("rank-*"))
+    assert train_shards(path, 3, 2) == [None] * 3
+    for rank in (1, 2):
+        (path / f"rank-{rank}").rename(path.parent / "backup" / f"rank-{rank}")
+    shutil.rmtree(path)
+    (path.parent / "backup").rename(path)
+
+
+WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
+    "missing": (
+        lambda path, _: shutil.rmtree(path / "rank-1"), StoreMissingError,
+        "rank 1 of the store at .* is missing: there is no folder .*/rank-1: restore it from a copy",
+    ),
+    "swapped": (swapped, NotAStoreError, "/rank-1 has rank 2 of .*, not rank 1 of the store at .*: restore it"),
+    "of another store": (foreign, NotAStoreError, "/rank-2 has rank 2 of another store, not rank 2 of the store at"),
+    "a whole store": (whole_store, NotAStoreError, "/rank-2/store.json is not that of rank 2 of the store at"),
+    "without its marker": (without_marker, NotAStoreError, "rank 1 of the store at .* has no marker: .*restore"),
+    "older": (older, CorruptStoreError, r"ranks/1\.5 of the store at .*/rank-1 is missing.*restore the store"),
+    "rank 0 older": (older_zero, CorruptStoreError, r"ranks/1\.3 of the store at .*/rank-1 is missing.*restore"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, engine: str) -> None:
+    """For whoever reads, verifies, rolls back or trains the store; nobody changes anything."""
+    damage, kind, words = WRONG[case]
+    path, other = tmp_path / "s", tmp_path / "other"
+    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    if case in {"of another store", "a whole store"}:
+        assert train_shards(other, 3, 4, engine=engine) == [None] * 3
+    damage(path, other)
+    before = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
+    for look in (lambda: Store.open(path, mode="r"), lambda: Store.open(path), lambda: info(path)):
+        with pytest.raises(kind, match=words):
+            look()
+    for command in (("info",), ("verify",), ("rollback", "--to", 3), ("pin", "best")):
+        assert re.search(words, error_of(command[0], path, *command[1:])), command
+    assert re.search(words, sentences(train_shards(path, 3, 1)))
+    after = {str(file): file.read_bytes() for file in path.rglob("*") if file.suffix != ".lock" and file.is_file()}
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} <= {
+        str(folder / "lock.mdb") for folder in (path, path / "rank-1", path / "rank-2")
+    }
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_rows_that_belong_to_other_ranks_are_problems(tmp_path: Path, engine: str) -> None:
+    """Also if every byte is what was written; and slices of a table that have other keys."""
+    path = tmp_path / "s"
+
+    def body(ranks: Any) -> None:
+        shards, world = opened(path, ranks, engine=engine)
+        other = world_of(sharding_on(3), 1 - ranks.rank) if ranks.rank < 2 else world
+        for keys, others in zip(world.passes, other.passes, strict=True):
+            keys["item"] = others["item"]
+            keys["word"] = keys["word"][ranks.rank :]
+        with shards:
+            for _ in range(4):
+                take(shards, world)
+
+    assert meet(3, body) == [None] * 3
+    found = verify(path)["problems"]
+    for words in (
+        "rank 0 of the store at .* has rows of table 'item' that the sharding gives to other ranks: restore",
+        "rank 1 of the store at .* has rows of table 'item' that the sharding gives to other ranks: restore",
+        "the slices of table 'word' of the store at .* have .* rows: restore the store from a copy",
+    ):
+        (sentence,) = (one for one in found if re.search(words, one))
+        found.remove(sentence)
+    assert found == []
+    with (
+        Store.open(path, mode="r") as store,
+        pytest.raises(CorruptStoreError, match=r"'word' of .* have different keys"),
+    ):
+        list(store.scan("word"))
+
+
+@pytest.mark.parametrize("meanwhile", ["trained", "rolled back", "compacted", "divided", "one rank"])
+@pytest.mark.parametrize(("engine", "after"), [("zarr", 1), ("lmdb", 2), ("zarr", 3)])
 def test_a_training_beside_verification_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str, engine: str, after: int
 ) -> None:
-    """After one shard was verified, or both, or the first commit of both: older commits go, or all shards do."""
-    path, calls = tmp_path / "s", [0]
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+    """After the store was opened, or one rank was verified, or both: older commits go, or ranks do."""
+    path, calls, told = tmp_path / "s", [0], list[dict[str, Any]]()
+    assert train_shards(path, 2, 4, engine=engine, retention=3) == [None] * 2
 
     def counted(plain: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             calls[0] += 1
-            found = plain(*arguments, **options)
             if calls[0] == after:
                 go_on(path, meanwhile)
-            return found
+            return plain(*arguments, **options)
 
         return call
 
-    monkeypatch.setattr(inspect, "_verify_plain", counted(inspect._verify_plain))
-    monkeypatch.setattr(inspect, "_strays", counted(inspect._strays))
+    monkeypatch.setattr(Verification, "run", counted(Verification.run))
+    monkeypatch.setattr(verification, "_strays", counted(verification._strays))
+    monkeypatch.setattr(verification, "_say", lambda **message: told.append(message))
+    verification.main(str(path), deep=True)
+    assert calls[0] >= after
+    assert told[-1]["kind"] == "report"
+    assert told[-1]["report"]["problems"] == []
+    monkeypatch.undo()
     assert verify(path)["problems"] == []
     assert info(path)["rows"]
 
 
+MAKE_COMMITS = """
+import sys
+from tiercache.store import Store
+with Store.open(sys.argv[1]) as store:
+    for _ in range(4):
+        store.compact() if sys.argv[2] == "compacted" else store.rollback(store.commits[0].id)
+"""
+
+
 def go_on(path: Path, meanwhile: str) -> None:
-    """Make commits that give up all that there were."""
+    """Make commits, in another process, that give up all that there were."""
     match meanwhile:
         case "trained":
-            assert train_shards(path, 2, 4) == [None] * 2
-        case "sharded anew":
-            assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
-        case "made plain":
-            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), plain=True)) == [None]
+            go_on_elsewhere(path, 2, 4)
+        case "divided":
+            go_on_elsewhere(path, 3)
+        case "one rank":
+            go_on_elsewhere(path, 1)
         case _:
-            with Store.open(path) as store:
-                for _ in range(4):
-                    if meanwhile == "compacted":
-                        store.compact()
-                    else:
-                        store.rollback(store.commits[0].id)
+            subprocess.run([sys.executable, "-c", MAKE_COMMITS, str(path), meanwhile], check=True)
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
-    """As they are over all shards; a commit that is not kept cannot be chosen."""
+    """As they are over all ranks; a commit that is not kept cannot be chosen."""
     key = next(iter(expected(Cursor(2))["word"]))
     (row,) = json.loads(run("lookup", path, "word", "--json", "--", key))
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)
@@ -147,38 +315,45 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
     assert "has no commit 2: give one of 3" in error_of("lookup", path, "word", 1, "--commit", 2)
 
 
-def test_commands_that_write_are_for_all_shards(path: Path) -> None:
-    """A commit of one shard alone is none of the store's; what reads one store reads a shard."""
-    for command in (("compact",), ("reorganize", path), ("rollback", "--to", 2)):
-        assert "shard-0-1 is one shard of a store, and all shards make commits together: give the path" in error_of(
-            command[0], path / "shard-0-1", *command[1:]
-        )
-    assert "rows changed" in run("changes", path / "shard-0-1", "--since", -1)
-    with Store.open(path / "shard-0-1", mode="r") as shard:
-        assert shard.commit.id == 3
-        assert {table.name for table in shard.tables} == {table.name for table in TABLES}
-        rows = {table.name: [keys.tolist() for keys, _ in shard.scan(table.name)] for table in TABLES}
+def test_commands_are_for_all_ranks(path: Path) -> None:
+    """The folder of one rank is no store, for none of them, and the sentence says what is."""
+    words = "/rank-1 has the rows of one rank of a store: give the path of the whole store, which all ranks commit"
+    for command in (
+        ("info",), ("verify",), ("compact",), ("reorganize", path), ("rollback", "--to", 2), ("pin", "best"), ("diff",),
+        ("unpin", "best"), ("changes", "--since", -1), ("lookup", "item", 1),
+        ("export", path / "out", "--format", "numpy"),
+    ):  # fmt: skip
+        assert words in error_of(command[0], path / "rank-1", *command[1:]), command
+    for open_rank in (lambda: Store.open(path / "rank-1"), lambda: Store.open(path / "rank-1", mode="r")):
+        with pytest.raises(NotAStoreError, match=words):
+            open_rank()
     before = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
+    with Store.open(path, mode="r") as store:
+        rows = {table.name: [keys.tolist() for keys, _ in store.ranks[1].scan(table.name)] for table in TABLES}
     assert f"commit 4 has {sum(before.values())} rows in hash order" in run("compact", path)
     with Store.open(path, mode="r") as store:
         assert {table.name: store.live_rows(table.name) for table in TABLES} == before
         assert [commit.id for commit in store.commits] == [4]
-        assert rows == {table.name: [keys.tolist() for keys, _ in store.shards[1].scan(table.name)] for table in TABLES}
+        assert rows == {table.name: [keys.tolist() for keys, _ in store.ranks[1].scan(table.name)] for table in TABLES}
+        assert [len(rank.segments) for rank in store.ranks] == [1, 1, 1]
     assert run("verify", path)
 
 
-def test_one_process_writes_to_no_shard(path: Path) -> None:
-    """What it may do to all shards it may; what a store of one process may beside that is refused in a sentence."""
+def test_one_process_writes_no_rows(path: Path) -> None:
+    """What it may do to all ranks it may; what only the ranks of a training do together is refused in a sentence."""
     with Store.open(path) as store:
         assert store.mode == "a"
         for write in (
             store.discard_uncommitted,
             lambda: store.append(0, [], []),
             lambda: store.publish(Cursor(9), state=b"", schedule_digest="", settings={}, environment={}),
-            lambda: store.segments,
+            store.overlay,
+            lambda: store.commit_writer,
         ):
-            with pytest.raises(ValueError, match=r"has 3 shards, which the ranks of a training write together: train"):
+            with pytest.raises(ValueError, match=r"has 3 ranks, which write its rows together: train on it, or train"):
                 write()
+        with pytest.raises(ValueError, match="has 3 ranks: read its rows by lookup, scan or changes"), store.pinned():
+            pass
         with pytest.raises(StoreInUseError, match=r"is being written by process .*this process"):
             Store.open(path)
         assert [store.rollback(3).id, store.compact().id] == [4, 5]

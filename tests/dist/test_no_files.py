@@ -1,27 +1,31 @@
-"""What stands in the place of a small file of a sharded store and is none: a sentence, and at once."""
+"""What stands in the place of a small file of a store of several ranks and is none: a sentence, and at once."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.dist.sharded_world import train_shards
+from tests.dist.meeting import meet
+from tests.dist.sharded_world import divide_anew, sentences, sharding_on, train_shards
 from tests.no_files import NO_FILES, at_once
 from tests.store.damage import assert_sentence
 from tiercache.store import Store, StoreError, info, verify
-from tiercache.store.shards.shard_mark import Mark, is_shard
 
-SMALL = ["shards.json", "shard-0-0.json", "shard-0-1.json", "shard-0-1/store.json", "shard-0-1/HEAD", "ranks.lock"]
+SMALL = ["HEAD", "rank-1", "rank-1/store.json", "rank-1/HEAD"]
+"""Without them nothing can be read."""
+OF_WRITERS = ["other-ranks.json", "rank-1/store.json.new", "other-ranks.json.new", "rank-2"]
+"""Only whoever writes looks at them; the drafts and what has the name of a rank are none of its business."""
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two shards."""
+    """A store of two ranks."""
     path = tmp_path_factory.mktemp("sharded") / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     return path
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *OF_WRITERS])
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: str) -> None:
     """For reading, for writing, and as the ranks of a training do; afterward the store is as it was."""
@@ -31,19 +35,20 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
         path.rename(aside)
     NO_FILES[what](path)
     try:
-        with at_once():
+        with at_once(60):
             for opening in (
                 lambda: Store.open(sharded, mode="r").close(),
-                lambda: Store.open(sharded).close(),
                 lambda: info(sharded),
                 lambda: verify(sharded)["problems"],
+                lambda: Store.open(sharded).close(),
+                lambda: [sentences(found)] if any(found := train_shards(sharded, 2, 0)) else [],
             ):
                 try:
                     problems = opening()
                 except (StoreError, ValueError) as error:
                     problems = [str(error)]
                     assert_sentence(error)
-                assert problems or name == "ranks.lock", (what, name)
+                assert problems or name in OF_WRITERS, (what, name)
     finally:
         for left in (path, Path(f"{path}.fifo")):
             if left.is_dir() and not left.is_symlink():
@@ -56,23 +61,34 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
 
 
 @pytest.mark.parametrize("what", [*NO_FILES])
-def test_a_mark_that_is_none_still_guards_its_shard(tmp_path: Path, what: str) -> None:
-    """Nobody writes to one shard alone; a folder of another name has no mark by that."""
-    for folder in ("shard-0-1", "mine"):
-        (tmp_path / folder).mkdir()
-        NO_FILES[what](tmp_path / f"{folder}.json")
-    with at_once():
-        assert is_shard(tmp_path / "shard-0-1")
-        assert not is_shard(tmp_path / "mine")
-        with pytest.raises(StoreError):
-            Mark.read(tmp_path / "shard-0-1")
-
-
-@pytest.mark.parametrize("what", ["a FIFO", "a socket", "a device", "a link to itself", "a link to a FIFO"])
-def test_a_draft_is_written_over(tmp_path: Path, what: str) -> None:
-    """That of a manifest, whoever left it."""
-    assert train_shards(tmp_path / "s", 2, 1) == [None] * 2
-    NO_FILES[what](tmp_path / "s" / "shards.json.tmp")
+def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, what: str) -> None:
+    """Every rank says what is there, and the store and that stay as they were; an empty folder is taken."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 2) == [None] * 2
+    NO_FILES[what](path / "rank-2")
     with at_once(60):
-        assert train_shards(tmp_path / "s", 2, 1) == [None] * 2
-    assert verify(tmp_path / "s")["problems"] == []
+        found = meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
+    if what == "a folder":
+        assert found == [None] * 3
+        assert verify(path)["ranks"] == 3
+    else:
+        assert "rank-2" in sentences(found)
+        assert isinstance(found[2], StoreError)
+        assert os.path.lexists(path / "rank-2")
+        assert verify(path)["ranks"] == 2
+    assert verify(path)["problems"] == []
+
+
+@pytest.mark.parametrize("what", ["a FIFO", "a socket", "a device", "a link to itself"])
+def test_drafts_are_written_over(tmp_path: Path, what: str) -> None:
+    """Those of a rank's marker and of the note of folders, whoever left them."""
+    path, disk = tmp_path / "s", tmp_path / "disk"
+    assert train_shards(path, 2, 1) == [None] * 2
+    (disk / "rank-2").mkdir(parents=True)
+    NO_FILES[what](disk / "rank-2" / "store.json.new")
+    NO_FILES[what](path / "other-ranks.json.new")
+    folders = [path, path, disk]
+    with at_once(60):
+        assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3), shard_dirs=folders)) == [None] * 3
+    assert verify(path)["problems"] == []
+    assert not os.path.lexists(path / "other-ranks.json.new")

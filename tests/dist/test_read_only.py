@@ -1,4 +1,4 @@
-"""Ranks evaluate a sharded store that was opened for reading: as they did when they trained it, and train nothing."""
+"""Ranks evaluate a store that was opened for reading as they did when they trained it, and train nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
         if given:
             with pytest.raises(StateError, match="is open for reading: to train, give a path"):
                 next(cache.passes(epochs=9))
-            with pytest.raises(ValueError, match=r"was opened with shards for 2 ranks: give it to as many ranks"):
+            with pytest.raises(ValueError, match=r"was opened with the rows of 2 ranks: give it to as many ranks"):
                 tc.TierCache(store, passes, sharding="row_wise", **OPTIONS)
             assert store.commit is not None
             store.close()
@@ -40,7 +40,7 @@ def alone(_ranks: AnyCommunicator, case: str, folder: str) -> str:
     assert case in CASES
     with (
         tc.Store.open(Path(folder) / "model.tc", mode="r") as store,
-        pytest.raises(ValueError, match="was opened with shards for") as caught,
+        pytest.raises(ValueError, match="was opened with the rows of 2 ranks") as caught,
     ):
         tc.TierCache(store, passes, **OPTIONS)
     return str(caught.value)

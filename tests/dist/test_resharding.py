@@ -1,4 +1,4 @@
-"""Shards for other ranks or another sharding have the rows, the state, the rates and the place of the old ones."""
+"""Other ranks, or another sharding, have the rows, the state, the rates and the place of the old ones."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,18 +12,31 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.dist.meeting import meet
 from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
-from tests.dist.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
+from tests.dist.sharded_world import (
+    TABLES,
+    WHOLE,
+    check_shards,
+    divide_anew,
+    expected,
+    old_shards,
+    one_store,
+    sentences,
+    sharding_on,
+    train_shards,
+    whole_row,
+)
 from tests.train.cases import assert_same_bits, result_of, table
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_shard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.dist.training_store import open_own_shard
-from tiercache.errors import BudgetError, DatasetError, RankError
+from tiercache.errors import BudgetError, DatasetError, RankError, StateError
 from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.opening import newest_record
+from tiercache.store.shards.rank_folder import RankFolder
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 
@@ -95,8 +108,8 @@ def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
         whole = one_store(TABLES, old, shards)
         copy_shard(whole, store, new, 0)
         check_rows(store, new, 0, expected(shards[0].commit.cursor))
-    assert whole.shards[0].counters.row_bytes_read > 0
-    assert whole.shards[1].counters.row_bytes_read == 0
+    assert whole.ranks[0].counters.row_bytes_read > 0
+    assert whole.ranks[1].counters.row_bytes_read == 0
 
 
 def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
@@ -142,22 +155,18 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
                 assert shards.cursor == cursor
                 assert shards.store.commit.cursor == cursor
                 if size > 1 and not cursor[1]:
-                    let_through(
-                        shards.store, ShardView(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed
-                    )
-                    shards.publish((cursor[0] + 1, 0))
+                    share = ShardView(passes, ways(size, turn), ranks.rank)
+                    let_through(shards.store, share, cursor[0] + 1, order_seed, shards=shards)
+                    assert shards.cursor == (cursor[0] + 1, 0)
                 return len(list(shards.store.segments))
 
         on_ranks(size, body)
         with tc.Store.open(path, mode="r") as opened:
-            assert opened.manifest.num_ranks == size
-        assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
-            f"shard-{opened.manifest.generation}-{rank}" for rank in range(size)
-        ]
+            assert len(opened.commit.ranks) == size
+        assert {p.name for p in path.glob("rank-*")} == {f"rank-{rank}" for rank in range(1, size)}
         with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
             share = ShardView(passes, ways(1, turn), 0)
             model = train_to_cursor(shards.store, share, case, after, shards=shards)
-            shards.publish(after)
             assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
 
 
@@ -178,7 +187,8 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
 
     on_ranks(2, body)
     with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
-        model = train_to_cursor(shards.store, ShardView(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        share = ShardView(split, ways(1, 1), 0)
+        model = train_to_cursor(shards.store, share, case, (2 * len(split), 0), shards=shards)
         assert_same_bits(end, result_of(shards.store, passes, model))
 
 
@@ -199,15 +209,20 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
             with pytest.raises(type(error), match=words):
                 raise error
         with tc.Store.open(path, mode="r") as store:
-            assert (store.manifest.num_ranks, store.commit.cursor) == (1, (3, 16))
+            assert (len(store.commit.ranks), store.commit.cursor) == (1, (3, 16))
 
     refused(DatasetError, "is not the one that the store at .* was trained with, nor split from it", others)
     refused(DatasetError, "is not the one that the store at .* was trained with", order=3)
     refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
-    refused(BudgetError, r"store_budget is 100 bytes, but the shard of rank \d would have [\d.]+ KiB", store_budget=100)
+    refused(BudgetError, r"store_budget is 100 bytes, but rank \d would have [\d.]+ KiB", store_budget=100)
+    with tc.Store.open(path) as store:
+        store.pin("best")
+    refused(StateError, "has the pinned commits 'best', which other ranks would give up: unpin them first")
+    with tc.Store.open(path) as store:
+        store.unpin("best")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.dist.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
-        refused(BudgetError, r"the new shards on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
+        refused(BudgetError, r"the ranks on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
     refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
     with ShardWriter.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
@@ -264,15 +279,70 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
         assert "rank 1 failed while writing rows for other ranks: the disk is gone" in str(error)
-    assert ShardManifest.read(path).num_ranks == 1
+    assert len(newest_record(path).ranks) == 1
     monkeypatch.undo()
     on_ranks(2, lambda ranks: made(path, passes, ways(2, 0), ranks).close())
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.cursor == (3, 0)
-        assert [shard.name for shard in sorted(path.iterdir()) if shard.is_dir()] == list(store.manifest.shards)
+        assert [folder.name for folder in path.glob("rank-*")] == ["rank-1"]
 
 
-# -- what new shards take over beside rows, and what is known of it before -------------------------------------
+# -- folders on other disks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["one process", "the old ranks"])
+def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_path: Path, num_ranks: int) -> None:
+    """Also those on other disks, which no commit names."""
+    path, disk = tmp_path / "s", tmp_path / "disk"
+    assert train_shards(path, 2, 2) == [None] * 2
+
+    def body(ranks: Any) -> None:
+        with ShardWriter.divide(path, TABLES, sharding_on(3), ranks, shard_dirs=[path, disk, disk]):
+            raise OSError("the machine is gone")
+
+    assert all(isinstance(error, OSError) for error in meet(3, body))
+    check_shards(path, Cursor(1))
+    assert {folder.name for folder in disk.iterdir()} == {"rank-1", "rank-2"}
+    if num_ranks == 1:
+        Store.open(path).close()
+    else:
+        assert train_shards(path, 2, 0) == [None] * 2
+    assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
+    check_shards(path, Cursor(1))
+
+
+def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit of the new ranks stands, although a disk did not let what the old ones had be deleted."""
+    path, disk = tmp_path / "s", tmp_path / "disk"
+    assert train_shards(path, 3, 2, shard_dirs=[path, disk, disk]) == [None] * 3
+
+    def failing(_: RankFolder) -> None:
+        raise PermissionError("the disk is read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankFolder, "delete", failing)
+        assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
+    assert {folder.name for folder in disk.iterdir()} == {"rank-1", "rank-2"}
+    check_shards(path, Cursor(1))
+    assert train_shards(path, 2, 0) == [None] * 2
+    assert [*disk.iterdir(), *path.glob("other-ranks*")] == []
+    check_shards(path, Cursor(1))
+
+
+def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
+    """Whatever they were called; one that cannot be printed is refused before anything is made."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 1, shard_dirs=[path, tmp_path / "x" / ".." / "disk"]) == [None] * 2
+    check_shards(path, Cursor(0))
+    assert newest_record(path).folders == (".", str(tmp_path / "disk" / "rank-1"))
+    found = train_shards(tmp_path / "t", 2, 1, shard_dirs=[tmp_path / "t", tmp_path / "a\nb"])
+    assert "give a folder with a name that can be printed" in sentences(found)
+    assert not (tmp_path / "t").exists()
+
+
+# -- what other ranks take over beside rows, and what is known of it before -------------------------------------
 
 
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
@@ -281,19 +351,18 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
     row = TableSharding("row_wise")
     old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
     new = ShardingPlan(1, {"a": row, "b": row})
-    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
+    for rates, joins in (({"a": 0.5, "b": 0.5}, True), ({"a": 0.5, "b": 0.25}, False)):
         shards = [Store.open(None, tables=old.shard_tables(alike, rank), engine=MemoryEngine()) for rank in range(2)]
         for shard in shards:
-            of_groups = [rates[group.tables[0].name] for group in shard.groups]
-            kept = {"steps": 7, "learning_rates": of_groups}
+            kept = {"steps": 7, "learning_rates": rates}
             shard.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
-            if answer is None:
+            if not joins:
                 with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
                     copy_shard(one_store(alike, old, shards), store, new, 0)
             else:
                 commit = copy_shard(one_store(alike, old, shards), store, new, 0)
-                assert commit.settings == {"steps": 7, "learning_rates": answer}
+                assert commit.settings == {"steps": 7, "learning_rates": rates}
 
 
 def test_rows_of_a_rank_are_predicted_from_sizes() -> None:

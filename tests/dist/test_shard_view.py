@@ -139,14 +139,16 @@ def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: S
         whole_ids, mine = one.read(np.arange(9)), shares[0].passes[p].read(np.arange(9))
         for name, ids in whole_ids.ids.items():
             np.testing.assert_array_equal(mine.ids[name].ids, ids.ids)
-    assert len({share.digest for share in shares}) == sharding.num_ranks
+    assert len({share.share for share in shares}) == sharding.num_ranks
+    assert {share.digest for share in shares} == {passes.digest}
 
 
 def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
-    """Its digest follows from dataset, sharding and rank alone; ranks that are not there have none."""
+    """Sharding and rank decide the digest of the share, and the dataset its own; a rank that is not there has none."""
     share = ShardView(passes, MIXED, 2)
-    assert share.digest == ShardView(passes, ShardingPlan.from_record(MIXED.to_record()), 2).digest
-    assert share.digest != ShardView(passes, ONE_RANK, 2).digest
+    assert share.share == ShardView(passes, ShardingPlan.from_record(MIXED.to_record()), 2).share
+    assert share.share not in {ShardView(passes, *other).share for other in ((ONE_RANK, 2), (MIXED, 1))}
+    assert {share.digest, ShardView(passes, ONE_RANK, 2).digest} == {passes.digest}
     assert share.schema.digest == passes.schema.digest
     assert {one.name: one.dim for one in share.schema.tables} == {"a": 4, "b": 4, "c": 3, "d": 4}
     assert (len(share), share.samples, share.path) == (len(passes), passes.samples, passes.path)

@@ -1,9 +1,9 @@
-"""A sharded store is read as whole tables by one process, beside a training too."""
+"""A store of several ranks is read as whole tables by one process, also while it is trained."""
 
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,38 @@ from tests.dist.sharded_world import (
 )
 from tiercache import import_store
 from tiercache.store import (
-    CommitMissingError,
     CorruptStoreError,
     Cursor,
     KeyMissingError,
     Store,
     StoreError,
     StoreFullError,
-    StoreMissingError,
-    alter,
-    forget,
     info,
     verify,
 )
+from tiercache.store import store as store_module
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.shards import open_shards
-from tiercache.store.shards.shard_manifest import GlobalCommit, ShardManifest
+from tiercache.store.locks import Lease
 from tiercache.store.shards.sharding import ShardingPlan
+
+GO_ON = """
+import sys
+from pathlib import Path
+from tests.dist.meeting import meet
+from tests.dist.sharded_world import divide_anew, sharding_on, train_shards
+path, num_ranks, commits = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def divide(ranks):
+    divide_anew(path, ranks, sharding_on(num_ranks))
+done = train_shards(path, num_ranks, commits) if commits else meet(num_ranks, divide)
+assert done == [None] * num_ranks, done
+"""
+
+
+def go_on(path: Path, num_ranks: int, commits: int = 0) -> None:
+    """Train so many commits in another process, or, 0, divide the store among so many ranks."""
+    command = [sys.executable, "-c", GO_ON, str(path), str(num_ranks), str(commits)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
@@ -84,7 +98,7 @@ with Store.open(sys.argv[1], mode="r") as store:
 """
 
 
-def test_the_class_opens_a_sharded_store_whatever_module_it_comes_from(tmp_path: Path) -> None:
+def test_the_class_opens_a_store_of_several_ranks_whatever_module_it_comes_from(tmp_path: Path) -> None:
     """A process that imports nothing but the module of ``Store`` has it too."""
     assert train_shards(tmp_path / "s", 2, 3) == [None] * 2
     with Store.open(tmp_path / "s", mode="r") as store:
@@ -94,202 +108,216 @@ def test_the_class_opens_a_sharded_store_whatever_module_it_comes_from(tmp_path:
     assert found.split() == [type(store).__name__, str(rows)]
 
 
-def test_a_sharded_store_is_neither_altered_nor_made_to_forget(tmp_path: Path) -> None:
-    """It says so, and stays as it was."""
-    assert train_shards(tmp_path / "s", 2, 3) == [None] * 2
-    with Store.open(tmp_path / "s") as store:
-        commit = store.commit.id
-        with pytest.raises(ValueError, match="has shards and cannot be altered: train with one rank to make it plain"):
-            alter(store, store.tables[:1])
-        with pytest.raises(ValueError, match="has shards and cannot be made to forget rows: train with one rank"):
-            forget(store, store.tables[0].name, np.array([1]))
-        assert store.commit.id == commit
+def hooked(patch: pytest.MonkeyPatch, where: str, call: Callable[[], None]) -> None:
+    """Have something done by whatever opens a store: at its folder, before its lease, or before its other ranks."""
+    of, name = {
+        "folder": (StoreDirectory, "find"), "lease": (Lease, "take"), "ranks": (store_module, "open_ranks"),
+    }[where]  # fmt: skip
+    plain = getattr(of, name)
 
+    def slow(*arguments: Any, **options: Any) -> Any:
+        call()
+        return plain(*arguments, **options)
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: bool
-) -> None:
-    """Between reading the manifest and opening the shards: commits, or another division, took them away."""
-    path, times = tmp_path / "s", [0]
-    assert train_shards(path, 2, 4) == [None] * 2
-    plain = open_shards._open_all
-
-    def slow(place: Path, manifest: ShardManifest, only: GlobalCommit | None) -> tuple[Store, ...]:
-        times[0] += 1
-        if times[0] == 1 and divided:
-            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
-        elif times[0] <= 2 and not divided:
-            assert train_shards(path, 2, 2) == [None] * 2
-        return plain(place, manifest, only)
-
-    monkeypatch.setattr(open_shards, "_open_all", slow)
-    check_shards(path, Cursor(2) if divided else Cursor(5))
-    assert times[0] == (2 if divided else 3)
+    patch.setattr(of, name, slow)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_a_reader_opens_while_a_store_is_sharded_or_made_plain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+@pytest.mark.parametrize(
+    ("where", "commits"), [("folder", 2), ("folder", 0), ("lease", 2), ("lease", 0), ("ranks", 2), ("ranks", 0)]
+)
+def test_a_reader_stands_at_one_commit_if_a_training_goes_on_while_it_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str, commits: int
 ) -> None:
-    """What it began to open went away meanwhile: it opens the other. A plain store that is open says so, or reads."""
-    path, find, open_all = tmp_path / "s", StoreDirectory.find, open_shards._open_all
+    """Commits, or another number of ranks, may take away what it began to open: it begins anew."""
+    path, times = tmp_path / "s", [0]
     assert train_shards(path, 2, 4, engine=engine) == [None] * 2
-    changing: list[bool] = []
+
+    def train_on() -> None:
+        times[0] += 1
+        if times[0] <= (2 if where == "lease" and commits else 1):
+            go_on(path, 2 if commits else 1, commits)
+
+    hooked(monkeypatch, where, train_on)
+    with Store.open(path, mode="r") as store:
+        found = store.commit.cursor, len(store.ranks)
+        assert list(problems(store)) == []
+    if not commits:
+        assert found == (Cursor(2), 0)
+    else:  # a lease keeps the commit that it found
+        assert found == ({"folder": Cursor(3, 5), "lease": Cursor(5), "ranks": Cursor(2)}[where], 2)
+    if where == "lease":
+        assert times[0] == (3 if commits else 2)
+
+
+@pytest.mark.parametrize("where", ["folder", "lease", "ranks"])
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_reader_opens_while_a_store_gets_several_ranks_or_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str
+) -> None:
+    """What it began to open went away meanwhile: it opens what there is now."""
+    path, changing, to = tmp_path / "s", list[bool](), [1]
+    assert train_shards(path, 2, 4, engine=engine) == [None] * 2
 
     def change() -> None:
         if changing and changing.pop():
-            is_plain = not (path / "shards.json").exists()
-            sharding = sharding_on(2) if is_plain else ShardingPlan.of_one(TABLES)
-            divided = meet(
-                sharding.num_ranks,
-                lambda ranks: divide_anew(path, ranks, sharding, plain=not is_plain),
-            )
-            assert divided == [None] * sharding.num_ranks
+            go_on(path, to[0])
+            to[0] = 3 - to[0]
 
-    def slow_find(directory: StoreDirectory) -> bool:
-        change()
-        return find(directory)
-
-    def slow_open(*arguments: Any) -> tuple[Store, ...]:
-        change()
-        return open_all(*arguments)
-
-    monkeypatch.setattr(StoreDirectory, "find", slow_find)
-    monkeypatch.setattr(open_shards, "_open_all", slow_open)
+    hooked(monkeypatch, where, change)
     for look in (lambda: check_shards(path, Cursor(2)), lambda: info(path)["rows"]):
         rows = look()
         for _ in range(2):
-            changing.append(True)
+            if where == "ranks" and to[0] == 2:  # a store of one rank has no others to open
+                go_on(path, 2)
+                to[0] = 1
+            else:
+                changing.append(True)
             assert look() == rows
             assert not changing
-    changing.append(True)
-    change()
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_store_of_one_rank_is_read_on_while_it_gets_several(tmp_path: Path, engine: str) -> None:
+    """Its lease keeps the rows that it reads until it is closed; then the next training frees them."""
+    path = tmp_path / "s"
+    assert train_shards(path, 1, 4, engine=engine) == [None]
     with Store.open(path, mode="r") as store:
-        changing.append(True)
-        change()
-        if engine == "lmdb":  # whose files stay open
-            assert store.lookup("item", np.arange(3), missing="zeros")["vector"].shape == (3, 8)
-            return
-        for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
-            with pytest.raises(StoreError, match=r"the store at .* was sharded while it was read: open it again"):
-                read()
+        go_on(path, 2)
+        assert list(problems(store)) == []
+        go_on(path, 2, 3)
+        assert list(problems(store)) == []
+    assert train_shards(path, 2, 1) == [None] * 2
+    with Store.open(path) as store:
+        assert [name for name in store.reader.stored() if name.startswith("commits/")] == ["commits/8"]
 
 
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """It stands at the newest of the manifest that it read, at once, with the older ones that are still there."""
+    """It stands at the newest that it leased, at once, with the older ones that are still there."""
     path, times = tmp_path / "s", [0]
-    assert train_shards(path, 2, 6, retention=4) == [None] * 2
-    plain = open_shards._open_all
+    assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
 
-    def slow(place: Path, manifest: ShardManifest, only: GlobalCommit | None) -> tuple[Store, ...]:
+    def train_on() -> None:
         times[0] += 1
-        assert train_shards(path, 2, 3) == [None] * 2
-        return plain(place, manifest, only)
+        if times[0] == 1:
+            go_on(path, 2, 2)
 
-    monkeypatch.setattr(open_shards, "_open_all", slow)
-    with Store.open(path, mode="r") as store:
-        assert [commit.id for commit in store.commits] == [4, 5]
-        assert [list(problems(store.at(commit.id))) for commit in store.commits] == [[], []]
-        store.check_shards()  # the manifest names none any more that is gone
-    assert times[0] == 1
+    with monkeypatch.context() as patch:
+        hooked(patch, "ranks", train_on)
+        store = Store.open(path, mode="r")
+    with store:
+        assert (store.commit.id, times[0]) == (5, 1)
+        assert {4, 5} <= {commit.id for commit in store.commits} <= {2, 3, 4, 5}
+        assert [list(problems(store.at(id_))) for id_ in (4, 5)] == [[], []]
+        assert list(problems(store)) == []
+    assert verify(path)["commits"] == [4, 5, 6, 7]
 
 
-def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("states/1.2", r"states/1\.2 of the store|the dense state of commit 2 "),
+        ("ranks/1.2", r"ranks/1\.2 of the store"),
+    ],
+)
+def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path, name: str, words: str) -> None:
     """The newest is read, and each older one that is whole; the damaged one, verification and writers say what is."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr", retention=3) == [None] * 2
-    manifest = ShardManifest.read(path)
-    assert [commit.shards for commit in manifest.commits] == [(1, 1), (2, 2), (3, 3)]
-    (path / "shard-0-1" / "state" / "2.0").unlink()
+    (path / "rank-1" / name).unlink()
     for commit in (None, 1, 3):
         with Store.open(path, commit=commit, mode="r") as store:
             assert [one.id for one in store.commits] == ([1, 2, 3] if commit is None else [commit])
             assert list(problems(store)) == []
-    with pytest.raises(CorruptStoreError, match=r"the dense state of commit 2 of the store at .*shard-0-1"):
-        Store.open(path, commit=2, mode="r")
-    (sentence,) = verify(path)["problems"]
-    assert "shard 1: in commit 2, the dense state of commit 2" in sentence
-    assert "the dense state of commit 2" in sentences(train_shards(path, 2, 0))
-
-
-def test_an_older_commit_that_a_part_lacks_is_left_out_and_told(tmp_path: Path) -> None:
-    """Readers have the others; verification and writers say what is wrong, as nobody dropped it."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    manifest = ShardManifest.read(path)
-    oldest = replace(manifest.commits[0], shards=(1, 0))
-    replace(manifest, commits=(oldest, *manifest.commits[1:])).write(path)
-    with Store.open(path, mode="r") as store:
-        assert [commit.id for commit in store.commits] == [2, 3]
-        with pytest.raises(CommitMissingError, match="has no commit 1: give one of 2, 3"):
-            store.at(1)
-    words = "commit 0 of shard 1 of the store at .* stands at pass 0 and the manifest at pass 1"
     with pytest.raises(CorruptStoreError, match=words):
-        Store.open(path, commit=1, mode="r")
-    (sentence,) = verify(path)["problems"]
-    assert re.match(words, sentence)
-    assert re.search(words, sentences(train_shards(path, 2, 0)))
+        state_of_rank(path, 1, 2)
+    found = verify(path)["problems"]
+    assert any(re.search(words, sentence) for sentence in found)
+    assert all(sentence.startswith("in commit 2, ") and "/s/rank-1" in sentence for sentence in found)
+    for _ in range(2):
+        assert re.search(words, sentences(train_shards(path, 2, 0)))
+        with pytest.raises(CorruptStoreError, match=words):
+            Store.open(path)
+    check_shards(path, Cursor(2))
 
 
-def test_a_reader_of_shards_that_went_away_is_told_so(tmp_path: Path) -> None:
-    """Another number of ranks made its own: what was open reads no more, and says why."""
+def state_of_rank(path: Path, rank: int, commit: int) -> bytes:
+    """Return the dense state that a rank has at a commit."""
+    with Store.open(path, commit=commit, mode="r") as store:
+        return store.ranks[rank].state()
+
+
+def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
+    """Fewer ranks have all rows now: what was open reads no more of the others, and says why."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
+    keys = np.array([*expected(Cursor(2))["item"]])
     with Store.open(path, mode="r") as store:
+        state = store.state()
         assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
-        for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
-            with pytest.raises(StoreError, match=r"the store at .* was sharded anew while it was read: open it"):
+        for read in (lambda: store.lookup("item", keys), lambda: list(store.scan("word")), store.ranks[1].state):
+            with pytest.raises(StoreError, match=r"was divided among other ranks while it was read: open it again"):
                 read()
+        assert store.state() == state
     check_shards(path, Cursor(2))
 
 
 def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> None:
-    """What ranks left before their first commit is nothing to go on with; only who brings tables makes a store."""
+    """What ranks left before their first commit is nothing to go on with."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 0) == [None] * 2
-    for options in ({}, {"mode": "r", "tables": TABLES}):
-        with pytest.raises(StoreMissingError, match="has no commit yet: train to its first one"):
-            Store.open(path, **options)  # type: ignore[arg-type]
+    with Store.open(path, mode="r") as store:
+        assert (store.commit, store.ranks, {table.name for table in store.tables}) == (None, (), set(WHOLE))
+    assert (path / "rank-1").exists()
     rows = {table.name: np.ones((4, table.dim), np.float32) for table in TABLES}
     import_store(rows, path, tables=TABLES, initial_state=True)
     with Store.open(path, mode="r") as store:
-        assert type(store) is Store
+        assert store.ranks == ()
         assert {table.name: store.live_rows(table.name) for table in store.tables} == dict.fromkeys(WHOLE, 4)
-    assert [entry.name for entry in path.iterdir() if "shard" in entry.name] == []
+    assert list(path.glob("rank-*")) == []
 
 
-def test_a_budget_of_blocks_binds_every_shard(tmp_path: Path) -> None:
-    """Also where one process has all of them open."""
+def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
+    """Also where one process has all of them open; what did not fit changes no rank."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 5, engine="zarr") == [None] * 3
-    with Store.open(path, store_budget=1) as store, pytest.raises(StoreFullError, match="store_budget"):
-        store.compact()
+    with Store.open(path, store_budget=1) as store:
+        for one in (store, *store.ranks):
+            with pytest.raises(StoreFullError, match="store_budget"):
+                one.compact()
+        assert list(problems(store)) == []
     with Store.open(path, store_budget=1 << 30) as store:
         store.compact()
+        assert list(problems(store)) == []
 
 
-def test_tables_may_be_given_as_an_iterator(tmp_path: Path) -> None:
-    """Where a manifest is there, too."""
+@pytest.mark.parametrize("commits", [0, 3])
+def test_tables_may_be_given_as_an_iterator(tmp_path: Path, commits: int) -> None:
+    """Of a store of several ranks, too."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 0) == [None] * 2
+    assert train_shards(path, 2, commits) == [None] * 2
     with Store.open(path, tables=iter(TABLES)) as store:
         assert {table.name for table in store.tables} == set(WHOLE)
+        assert len(store.ranks) == (2 if commits else 0)
 
 
 def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
-    """Where it has the name of a folder that a store of another engine has."""
+    """Also if it has the name of a folder that a store of another engine has, or of a rank."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4) == [None] * 2
-    others = [path / "state" / "notes.txt", path / "records" / "notes.txt", path / "notes.txt"]
+    others = [path / folder / "notes.txt" for folder in ("states", "ranks", "rank-2", "rank-x", "rank-07", ".")]
     for other in others:
         other.parent.mkdir(exist_ok=True)
         other.touch()
-    one = ShardingPlan.of_one(TABLES)
-    assert meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True)) == [None]
+    assert meet(1, lambda ranks: divide_anew(path, ranks, ShardingPlan.of_one(TABLES))) == [None]
+    assert not (path / "rank-1").exists()
+    assert "rank-2 is there already and is no rank of this store: give shard_dirs= that are free" in sentences(
+        meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
+    )
+    check_shards(path, Cursor(2))
     assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
-    assert not (path / "data.mdb").exists()
     assert all(other.exists() for other in others)
     check_shards(path, Cursor(2))

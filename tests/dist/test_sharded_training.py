@@ -1,6 +1,7 @@
 """One training on several ranks ends with the rows, the states and the dense weights of one process."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.dist.trainings import CASES, assert_as_alone, assert_same_rows, on_ra
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.sharding_planner import sharding_of
 from tiercache.rows.backends.cpu import CpuBackend
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding, groups_of_rank
 from tiercache.train.dense_state import DenseState
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
@@ -27,12 +29,39 @@ def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps
     assert_as_alone(stored(folder), dense, theirs)
 
 
-def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Whose store has one shard: batches look rows up where they are."""
-    found = on_ranks(ranks_pool, 1, tmp_path, "bags", shard_dirs=[str(tmp_path / "shard")])
+def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
+    ranks_pool: RanksPool, tmp_path: Path
+) -> None:
+    """Which is the store itself: batches look rows up where they are."""
+    found = on_ranks(ranks_pool, 1, tmp_path, "bags", shard_dirs=[str(tmp_path / "model.tc")])
 
+    assert_form(tmp_path / "model.tc", 1, "lmdb")
     theirs = resident(CASES["bags"], tc.PassDataset.open(tmp_path / "passes"))
     assert_as_alone(stored(tmp_path), found[0], theirs, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "folders", "words"),
+    [
+        (1, ["a"], "shard_dirs[0] is "),
+        (1, ["model.tc", "b"], "shard_dirs= names 2 folders for 1 ranks: give one for each rank"),
+        (1, [], "shard_dirs= names 0 folders for 1 ranks: give one for each rank"),
+        (2, ["a", "b"], "shard_dirs[0] is "),
+        (2, ["model.tc"], "shard_dirs= names 1 folders for 2 ranks: give one for each rank"),
+        (2, ["model.tc", "s3://bucket/b"], "the folder of a rank must be a local path"),
+    ],
+)
+def test_folders_of_ranks_that_make_no_sense_are_refused(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, folders: list[str], words: str
+) -> None:
+    """Too few, too many, or another one than the store's for rank 0: nothing is made."""
+    CASES["one"].cut(tmp_path / "passes")
+    given = [folder if "://" in folder else str(tmp_path / folder) for folder in folders]
+
+    errors = ranks_pool.errors(size, "tests.dist.trainings:train", case="one", folder=str(tmp_path), shard_dirs=given)
+
+    assert all(error is not None and words in error[1] for error in errors), errors
+    assert [entry.name for entry in tmp_path.iterdir()] == ["passes"]
 
 
 @pytest.mark.parametrize("micro_batches", [2, 5])
@@ -134,7 +163,7 @@ def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None
     """By rank 0 for all ranks, but for their random generators, and for what is each rank's own."""
     on_ranks(ranks_pool, 3, tmp_path, "bags", epochs=1)
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-        first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.shards)
+        first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.ranks)
     assert set(first["objects"]) == {"model", "optimizer"}
     for other in others:
         assert other.keys() == first.keys()
@@ -233,11 +262,15 @@ def test_a_training_goes_on_with_another_number_of_ranks(
 ) -> None:
     """And another sharding: rows, states and dense weights of one process, from a commit or from inside a pass."""
     (size, kind), (new_size, new_kind) = before, after
-    options = {"sharding": sharded("bags", kind), "shard_dirs": [str(tmp_path / "shards")] * size}
+    path, disk = tmp_path / "model.tc", tmp_path / "disk"
+    options = {"sharding": sharded("bags", kind), "shard_dirs": [str(path), *[str(disk)] * (size - 1)]}
     on_ranks(ranks_pool, size, tmp_path, "bags", "train_and_stop", passes=3, batches=1, within=within, **options)
+    assert_form(path, size, "lmdb", disk)
 
     found = on_ranks(ranks_pool, new_size, tmp_path, "bags", sharding=sharded("bags", new_kind))
 
+    assert_form(path, new_size, "lmdb")
+    assert not [*disk.glob("*")]
     assert_close(tmp_path, "bags", found[0])
 
 
@@ -286,7 +319,7 @@ def test_a_plain_store_is_sharded_and_made_plain_again(
 
 
 def test_one_process_trains_where_ranks_made_no_commit(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """They were killed before their first one: a plain store is made in the same folder."""
+    """They were killed before their first one: their folders go."""
     passes = CASES["one"].cut(tmp_path / "passes")
 
     def body(ranks: Any) -> None:
@@ -294,10 +327,21 @@ def test_one_process_trains_where_ranks_made_no_commit(ranks_pool: RanksPool, tm
         ShardWriter.open(tmp_path / "model.tc", passes.tables, sharding, ranks).close()
 
     assert meet(2, body) == [None, None]
+    assert [folder.name for folder in (tmp_path / "model.tc").glob("rank-*")] == ["rank-1"]
 
     on_ranks(ranks_pool, 1, tmp_path, epochs=1)
 
     assert_form(tmp_path / "model.tc", 1, "lmdb")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_groups_have_the_compression_of_their_own_tables(rank: int) -> None:
+    """Also in a process that has opened a store of the same tables without compression before."""
+    tables = CASES["one"].tables
+    for compression in (None, "zstd", "blosc", None):
+        given = tuple(replace(table, compression=compression) for table in tables)
+        for sharding in (None, ShardingPlan(2, {table.name: TableSharding("row_wise") for table in tables})):
+            assert {group.compression for group in groups_of_rank(given, sharding, rank)} == {compression}
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -315,28 +359,34 @@ def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_
         with tc.Store.open(path, mode="r") as store:
             assert {table.compression for table in store.tables} == {"zstd"}
     assert_close(tmp_path, "one", found[0])
-    on_ranks(ranks_pool, 2, tmp_path, engine="lmdb")
+    errors = ranks_pool.errors(2, "tests.dist.trainings:train", case="one", folder=str(tmp_path), engine="lmdb")
+    assert all("was made with engine 'zarr', not 'lmdb'" in error[1] for error in errors if error is not None), errors
+    assert None not in errors
     with tc.Store.open(path, mode="r") as store:
-        assert {table.compression for table in store.tables} == {None}
+        assert {table.compression for table in store.tables} == {"zstd"}
 
 
-def assert_form(path: Path, size: int, engine: str) -> None:
-    """Assert that a store is plain where one rank has it, or has so many shards, and nothing beside."""
-    names = {entry.name for entry in path.iterdir()}
-    shards = {name for name in names if name.startswith("shard-")}
+FILES = {
+    "lmdb": {"blocks.bin", "data.mdb", "HEAD"},
+    "zarr": {"commits", "heads", "ranks", "segments", "states", "zarr.json"},
+}
+
+
+def assert_form(path: Path, size: int, engine: str, disk: Path | None = None) -> None:
+    """Assert that rank 0 has a store of so many ranks, the others folders in it or on a disk, and nothing beside."""
     assert tc.store.info(path).get("ranks", 1) == size
-    if size == 1:
-        assert not shards
-        assert {"store.json", "writer.lock", {"lmdb": "blocks.bin", "zarr": "segments"}[engine]} <= names
-        assert "shards.json" not in names
-    else:
-        assert len(shards) == 2 * size
-        assert names - shards == {"shards.json", "ranks.lock", "writer.lock"}
+    folders = [path, *((disk or path) / f"rank-{rank}" for rank in range(1, size))]
+    for rank, folder in enumerate(folders):
+        names = {entry.name for entry in folder.iterdir() if entry not in folders} - {"leases", "schedule"}
+        assert names == {"store.json", "writer.lock", *FILES[engine]} - ({"commits"} if rank else set()), folder
+    for rank, folder in enumerate(folders[1:], 1):
+        marker = json.loads((folder / "store.json").read_text())
+        assert (marker["format"], marker["engine"], marker["rank"]) == ("tiercache rank", engine, rank)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_from_outside_are_trained_by_several_ranks(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
-    """An import makes a plain store without a schedule: ranks begin with its rows, as one process does."""
+    """An import makes a store of one rank without a schedule: ranks begin with its rows, as one process does."""
     on_ranks(ranks_pool, 1, tmp_path, "bags", epochs=1)
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         tc.export_store(store, tmp_path / "rows", format="numpy")
@@ -387,13 +437,25 @@ def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: 
     assert_same_rows(stored(tmp_path / "twice"), stored(tmp_path / "whole"))
 
 
-def test_a_training_goes_on_in_the_same_process_after_one_rank_could_not_write(
-    ranks_pool: RanksPool, tmp_path: Path
+@pytest.mark.parametrize("what", ["prepare", "publish", "hear"])
+def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
+    ranks_pool: RanksPool, tmp_path: Path, what: str
 ) -> None:
-    """The other's part has a commit more by then, which is stepped back."""
+    """What the other one had prepared is dropped; what both had is published, or was; and no step is lost."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
-    told = on_ranks(ranks_pool, 2, tmp_path / "failed", body="go_on_after_a_failure")
+    told = on_ranks(ranks_pool, 2, tmp_path / "failed", body="go_on_after_a_failure", what=what)
 
-    assert all("no room on the disk of rank 1" in sentence for sentence in told)
+    assert all("the disk of one rank is gone" in sentence for sentence in told)
     assert_same_rows(stored(tmp_path / "failed"), stored(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_caches_of_ranks_that_are_garbage_let_others_train(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
+    """Their stores close themselves, with the locks of all ranks; what was not committed is trained again."""
+    on_ranks(ranks_pool, 2, tmp_path / "whole")
+
+    on_ranks(ranks_pool, 2, tmp_path / "left", body="leave_and_train", engine=engine)
+
+    assert_form(tmp_path / "left" / "model.tc", 2, engine)
+    assert_same_rows(stored(tmp_path / "left"), stored(tmp_path / "whole"))

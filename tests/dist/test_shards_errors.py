@@ -1,14 +1,15 @@
-"""One sentence for each thing about shards that does not belong together."""
+"""One error message for each thing about the ranks of a store that does not belong together."""
 
+import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.dist import sharded_world
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import (
     TABLES,
@@ -20,12 +21,12 @@ from tests.dist.sharded_world import (
     take,
     train_shards,
 )
+from tests.files import files_of
 from tiercache.cli import app
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
 from tiercache.store import (
-    CommitMissingError,
     CorruptStoreError,
     Cursor,
     FormatVersionError,
@@ -36,100 +37,123 @@ from tiercache.store import (
     TableMismatchError,
     verify,
 )
-from tiercache.store.shards.open_shards import open_shard
-from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.shards.sharding import ShardingPlan
 
+ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
-def damage(path: Path, what: str) -> None:
-    """Do something to shard 1."""
-    shard, mark = path / "shard-0-1", path / "shard-0-1.json"
-    other = path.parent / "other"
+
+def replace_in(marker: Path, **values: object) -> None:
+    """Have a marker say something else."""
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | values))
+
+
+def put_back(backup: Path, folder: Path) -> None:
+    """Put a backup in the place of a folder."""
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+
+
+def damage(path: Path, what: str, engine: str) -> None:
+    """Do something to rank 1 of three."""
+    folder, backup = path / "rank-1", path.parent / "backup"
+    marker = folder / "store.json"
     match what:
         case "missing":
-            shutil.rmtree(shard)
+            shutil.rmtree(folder)
+        case "a file":
+            shutil.rmtree(folder)
+            folder.touch()
         case "empty":
-            shutil.rmtree(shard)
-            shard.mkdir()
-        case "no mark":
-            mark.unlink()
+            shutil.rmtree(folder)
+            folder.mkdir()
+        case "no marker":
+            marker.unlink()
         case "another store":
-            assert train_shards(other, 2, 4) == [None] * 2
-            shutil.rmtree(shard)
-            shutil.copytree(other / "shard-0-1", shard)
-            shutil.copy(other / "shard-0-1.json", mark)
+            assert train_shards(backup, 3, 4, engine=engine) == [None] * 3
+            put_back(backup / "rank-1", folder)
         case "another rank":
-            shutil.rmtree(shard)
-            shutil.copytree(path / "shard-0-0", shard)
-            shutil.copy(path / "shard-0-0.json", mark)
+            put_back(path / "rank-2", folder)
+        case "a whole store":
+            assert train_shards(backup, 1, 4, engine=engine) == [None]
+            put_back(backup, folder)
         case "older":
-            shutil.copytree(shard, other)
-            assert train_shards(path, 2, 4) == [None] * 2
-            shutil.rmtree(shard)
-            shutil.copytree(other, shard)
-        case "older manifest":
-            manifest = (path / "shards.json").read_bytes()
-            assert train_shards(path, 2, 4) == [None] * 2
-            (path / "shards.json").write_bytes(manifest)
+            shutil.copytree(folder, backup)
+            assert train_shards(path, 3, 4) == [None] * 3
+            put_back(backup, folder)
+        case "newer":
+            shutil.copytree(path, backup)
+            assert train_shards(path, 3, 4) == [None] * 3
+            folder.rename(path.parent / "kept")
+            put_back(backup, path)
+            put_back(path.parent / "kept", folder)
         case "newer format":
-            mark.write_text(mark.read_text().replace('"version": 5', '"version": 6'))
-        case "newer store":
-            marker = shard / "store.json"
-            marker.write_text(marker.read_text().replace('"version": 5', '"version": 6'))
-        case "mark of nothing":
-            mark.write_text("[]")
-        case "another cursor":
-            manifest = ShardManifest.read(path)
-            replace(manifest, commits=(replace(manifest.newest, cursor=Cursor(9)),)).write(path)
+            replace_in(marker, version=6)
+        case "older format":
+            replace_in(marker, version=4)
+        case "marker of nothing":
+            marker.write_text("[]")
+        case "no JSON":
+            marker.write_text("{")
+        case "another engine":
+            replace_in(marker, engine="tape")
+        case "another format":
+            replace_in(marker, format="tiercache passes")
 
 
+@ENGINES
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
         (
             "missing",
             StoreMissingError,
-            "shard 1 of the store at .* is missing: there is no .*/shard-0-1: restore",
+            "rank 1 of the store at .* is missing: there is no folder .*/rank-1: restore it from a copy, move it back, "
+            "or train with shard_dirs=",
         ),
-        ("empty", StoreMissingError, "shard 1 of .* is missing: .*/shard-0-1 holds no store: restore"),
-        ("no mark", NotAStoreError, r"shard 1 of .* at .* has no mark beside it \(shard-0-1.json\): restore"),
-        ("another store", NotAStoreError, "shard-0-1 is a shard of another store and not shard 1 of"),
-        ("another rank", NotAStoreError, "is marked as shard 0 of generation 0 and not as shard 1 of"),
-        (
-            "older",
-            CommitMissingError,
-            "has commits 2, 3 and the manifest names commit 7: .*/shard-0-1 is older than it",
-        ),
-        (
-            "older manifest",
-            CommitMissingError,
-            "shard . of .* has commits 6, 7 and the manifest names commit 3: .* newer",
-        ),
-        ("newer format", FormatVersionError, "shard-0-1.json has format version 6 and .* reads version 5: use a newer"),
-        ("newer store", FormatVersionError, "shard-0-1 has format version 6 and this tiercache reads version 5"),
-        ("mark of nothing", CorruptStoreError, "shard-0-1.json cannot be read"),
-        ("another cursor", CorruptStoreError, "commit 3 of shard . of .* stands at pass 2 and the manifest at pass 9"),
+        ("a file", StoreMissingError, "rank 1 of .* is missing: there is no folder .*/rank-1: restore"),
+        ("empty", (NotAStoreError, StoreMissingError), "rank 1 of the store at .*rank-1.*: restore"),
+        ("no marker", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json cannot be read"),
+        ("another store", NotAStoreError, "rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore"),
+        ("another rank", NotAStoreError, "rank-1 has rank 2 .*, not rank 1 of the store at .*: restore"),
+        ("a whole store", NotAStoreError, "rank-1/store.json is not that of rank 1 of the store at .*: restore"),
+        ("older", CorruptStoreError, r"ranks/1\.7.* of .*rank-1.*: restore"),
+        ("newer", CorruptStoreError, r"ranks/1\.3.* of .*rank-1.*: restore"),
+        ("newer format", FormatVersionError, "rank-1 has format version 6 and this tiercache reads version 5: use a "),
+        ("older format", FormatVersionError, "rank-1 has format version 4 and this tiercache reads version 5: use the"),
+        ("marker of nothing", NotAStoreError, "rank 1 of the store at .* has no marker: .*store.json is not a store's"),
+        ("no JSON", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json is not JSON"),
+        ("another engine", FormatVersionError, "rank-1 .* engine 'tape' and this tiercache has lmdb and zarr: use"),
+        ("another format", NotAStoreError, "rank-1/store.json is not that of rank 1 of the store at .*: restore"),
     ],
 )
-def test_a_part_that_does_not_belong_is_one_sentence_on_every_rank(
-    tmp_path: Path, what: str, kind: type[Exception], words: str
+def test_a_rank_that_does_not_belong_is_one_error_on_every_rank(
+    tmp_path: Path, what: str, kind: type[Exception], words: str, engine: str
 ) -> None:
-    """For those who train and for those who read."""
+    """For those who train, for those who read, and for one who opens it alone; no file is changed."""
     path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    damage(path, what)
-    errors = train_shards(path, 2, 0)
+    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    damage(path, what, engine)
+    held = {name: data for name, data in files_of(path).items() if name.startswith("rank-1")}
+    errors = train_shards(path, 3, 1)
     assert any(isinstance(error, kind) for error in errors), errors
-    assert all(isinstance(error, (kind, RankError)) for error in errors), errors
+    assert all(isinstance(error, (kind if isinstance(kind, tuple) else (kind,)) + (RankError,)) for error in errors)
     for error in errors:
         assert re.search(words, str(error)), error
         assert "\n" not in str(error)
-    with pytest.raises(kind, match=words):
-        Store.open(path, mode="r")
+    for mode in ("r", "a"):
+        with pytest.raises(kind, match=words):
+            Store.open(path, mode=mode)
+    errors = meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2, 1)))
+    assert re.search(words, sentences(errors))
+    assert isinstance(next(error for error in errors if not isinstance(error, RankError)), kind)
+    if what not in {"older", "newer"}:
+        now = {name: data for name, data in files_of(path).items() if name.startswith("rank-1")}
+        assert {name for name in held if now.get(name) != held[name]} <= {"rank-1/writer.lock"}
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:
-    """The whole store has a lock, and each shard its own: where rank 0 is gone and others still write."""
+    """The whole store has a lock, and each rank its own: where rank 0 is gone and others still write."""
     path = tmp_path / "s"
 
     def body(ranks: Any) -> None:
@@ -141,115 +165,164 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
                 errors = train_shards(path, 2, 0)
                 assert isinstance(errors[0], StoreInUseError)
                 assert "is being written by process" in sentences(errors)
+                with pytest.raises(StoreInUseError):
+                    Store.open(path)
             ranks.all_gather_object(None)
         ranks.all_gather_object(None)
 
     assert meet(2, body) == [None, None]
-    with open_shard(path, ShardManifest.read(path), 1):
-        errors = train_shards(path, 2, 0)
-        assert isinstance(errors[1], StoreInUseError)
-        assert "shard-0-1 is being written by process" in sentences(errors)
-        sharding = sharding_on(3, 1)
-        errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding))
-        assert isinstance(errors[1], StoreInUseError)
-        assert "shard-0-1 is being written by process" in sentences(errors)
+    other = open_folder(path / "rank-1", TABLES, "lmdb", "a", None, create=False)
+    errors = train_shards(path, 2, 0)
+    assert isinstance(errors[1], StoreInUseError)
+    assert "rank-1 is being written by process" in sentences(errors)
+    with pytest.raises(StoreInUseError, match="rank-1 is being written by process"):
+        Store.open(path)
+    for num_ranks in (1, 2, 3):
+        errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(ranks.size, 1)))
+        assert isinstance(errors[min(1, num_ranks - 1)], StoreInUseError)
+        assert "rank-1 is being written by process" in sentences(errors)
+    other.close()
+    check_shards(path, Cursor(0))
     assert train_shards(path, 2, 1) == [None] * 2
+    check_shards(path, Cursor(1))
 
 
-def test_a_part_is_written_by_its_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever name, wherever it is: two commits by hand would cost the one that counts. Reading works."""
-    path, disks = tmp_path / "s", [tmp_path / "disk 0", tmp_path / "disk 1"]
-    assert train_shards(path, 2, 4, shard_dirs=disks) == [None] * 2
-    shard = disks[1] / "shard-0-1"
-    (tmp_path / "link").symlink_to(shard)
-    monkeypatch.chdir(shard)
-    tables = sharding_on(2).shard_tables(TABLES, 1)
-    words = r"is one shard of a store, and all shards make commits together: give the path of the whole store, or open"
-    for place in (shard, str(shard), ".", tmp_path / "link", disks[0] / ".." / "disk 1" / "shard-0-1"):
-        with pytest.raises(ValueError, match=words):
-            Store.open(place)
-        with pytest.raises(ValueError, match=words):
-            Store.open(place, tables=tables)
-        with Store.open(place, mode="r") as store:
-            assert store.commit.id == 3
-            with pytest.raises(ValueError, match="is open for reading"):
-                store.compact()
-        assert verify(place)["problems"] == []
+@ENGINES
+def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """By whatever name, wherever they are: nobody writes to them, reads them or makes a store of them."""
+    path, disk = tmp_path / "s", tmp_path / "disk 1"
+    assert train_shards(path, 2, 4, shard_dirs=[path, disk], engine=engine) == [None] * 2
+    folder = disk / "rank-1"
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    tables, held = sharding_on(2).shard_tables(TABLES, 1), files_of(folder)
+    words = "has the rows of one rank of a store: give the path of the whole store, which all ranks commit together"
+    for place in (folder, str(folder), ".", tmp_path / "link", disk / ".." / "disk 1" / "rank-1"):
+        for options in ({}, {"tables": tables}, {"mode": "r"}):
+            with pytest.raises(NotAStoreError, match=words):
+                Store.open(place, **options)
+        with pytest.raises(NotAStoreError, match=words):
+            verify(place)
+        assert CliRunner().invoke(app, ["compact", str(place)]).exit_code != 0
+        assert words in sentences(train_shards(Path(place).absolute(), 1, 1))
+    assert files_of(folder) == held
     assert train_shards(path, 2, 1) == [None] * 2
     check_shards(path, Cursor(3))
 
-    for text in ("", "[]"):  # a mark that was damaged
-        (disks[0] / "shard-0-0.json").write_text(text)
-        with pytest.raises(ValueError, match=words):
-            Store.open(disks[0] / "shard-0-0")
-    shutil.rmtree(shard)
-    with pytest.raises(ValueError, match=words):
-        Store.open(shard, tables=tables)
-    assert not shard.exists()
+    for text in ("", "[]", '{"format": "mine"}'):  # a marker that was damaged
+        (folder / "store.json").write_text(text)
+        with pytest.raises(NotAStoreError, match=r"store\.json"):
+            Store.open(folder, tables=tables)
+    monkeypatch.chdir(tmp_path)
+    (folder / "store.json").unlink()
+    held = files_of(folder)
+    with pytest.raises(NotAStoreError):
+        Store.open(folder, tables=tables)
+    assert held.items() <= files_of(folder).items()
 
 
-def test_a_copy_of_a_part_without_its_mark_is_a_store(tmp_path: Path) -> None:
-    """And so is one beside which somebody has a file of that name: both may be written to."""
-    path = tmp_path / "s"
+def test_a_store_of_several_ranks_is_written_by_one_that_has_it_alone(tmp_path: Path) -> None:
+    """It is divided among one rank first: a second time nothing is wrong with that, and no row changes."""
+    path, one = tmp_path / "s", ShardingPlan.of_one(TABLES)
     assert train_shards(path, 2, 4) == [None] * 2
-    shutil.copytree(path / "shard-0-1", tmp_path / "copy")
-    for beside in (None, "", "[]", '{"format": "mine"}'):
-        if beside is not None:
-            (tmp_path / "copy.json").write_text(beside)
-        with Store.open(tmp_path / "copy") as store:
-            rows = {table.name: sum(keys.size for keys, _ in store.scan(table.name)) for table in store.tables}
-            store.compact()
-            assert rows == {table.name: sum(keys.size for keys, _ in store.scan(table.name)) for table in store.tables}
-        assert CliRunner().invoke(app, ["compact", str(tmp_path / "copy")]).exit_code == 0
+    with Store.open(path) as store:
+        for step in (
+            lambda: store.append(2, [], []),
+            lambda: store.publish(Cursor(3), state=b"", schedule_digest="", settings={}, environment={}),
+            store.discard_uncommitted,
+        ):
+            with pytest.raises(ValueError, match="has 2 ranks, which write its rows together: train on it, or train w"):
+                step()
+        assert store.commit.id == 3
+    for commit in (4, 5):
+        assert meet(1, lambda ranks: divide_anew(path, ranks, one)) == [None]
+        check_shards(path, Cursor(2))
+        assert not list(path.glob("rank-*"))
+        with Store.open(path) as store:
+            assert (store.ranks, store.commit.sharding, store.commit.folders) == ((), None, ())
+            assert (store.commit.id, store.commit.cursor) == (commit, Cursor(2))
+            assert list(sharded_world.problems(store)) == []
+    assert train_shards(path, 1, 1) == [None]
+    check_shards(path, Cursor(3))
+
+
+@ENGINES
+def test_a_pinned_commit_stops_a_division(tmp_path: Path, engine: str) -> None:
+    """Other ranks would give it up; unpinned, it is divided."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 2, engine=engine) == [None] * 2
+    with Store.open(path) as store:
+        store.pin("best")
+    assert train_shards(path, 2, 2) == [None] * 2
+    errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1)))
+    assert "has the pinned commits 'best', which other ranks would give up: unpin them first" in sentences(errors)
+    assert {entry.name for entry in path.glob("rank-*")} == {"rank-1"}
+    check_shards(path, Cursor(2))
+    with Store.open(path) as store:
+        with store.at(1) as pinned:
+            assert list(sharded_world.problems(pinned)) == []
+        store.unpin("best")
+    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
     check_shards(path, Cursor(2))
 
 
-def test_a_plain_store_is_made_plain_by_one_alone(tmp_path: Path) -> None:
-    """Who comes second finds it so, and leaves it as it is."""
-    path, one = tmp_path / "s", ShardingPlan.of_one(TABLES)
-    assert train_shards(path, 2, 4) == [None] * 2
-    assert meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True)) == [None]
-    errors = meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True))
-    assert isinstance(errors[0], StateError)
-    assert "is a plain one already: open it again" in sentences(errors)
-    assert not (path / "shards.json").exists()
-    with Store.open(path) as store:
-        assert (type(store), store.commit.cursor) == (Store, Cursor(2))
-
-
-def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
+def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     for num_ranks, options, kind, words in (
-        (3, {}, StateError, "has the shards of 2 ranks and 3 were started: start 2, or"),
-        (2, {"turn": 1}, StateError, "has another sharding than was given: give its own, or"),
-        (2, {"engine": "zarr"}, ValueError, "was made with engine 'lmdb', not 'zarr': leave engine out"),
+        (3, {}, StateError, "has the rows of 2 ranks and 3 were started: start 2, or divide it among 3 first"),
+        (1, {}, StateError, "has the rows of 2 ranks and 1 were started: start 2, or divide it among 1 first"),
+        (2, {"turn": 1}, StateError, "has another sharding than was given: give its own, or divide it"),
         (2, {"engine": "tape"}, ValueError, "engine 'tape' is unknown: it must be"),
         (2, {"retention": 0}, ValueError, "retention is 0: at least"),
     ):
         for error in train_shards(path, num_ranks, 0, **options):
             assert isinstance(error, kind)
             assert words in str(error)
+    errors = train_shards(path, 2, 0, engine="zarr")
+    assert isinstance(errors[0], ValueError)
+    assert "was made with engine 'lmdb', not 'zarr': leave engine out" in sentences(errors)
+    errors = meet(2, lambda ranks: divide_anew(tmp_path / "new", ranks, sharding_on(2, 1)))
+    assert "has no commit yet: there is nothing to divide" in sentences(errors)
     with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: give"):
         ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
     Store.open(tmp_path / "chosen", tables=TABLES[1:]).close()
     for error in train_shards(tmp_path / "chosen", 2, 1):
         assert "has no table 'item': give" in str(error)
-    assert Store.open(tmp_path / "chosen", mode="r").tables == tuple(sorted(TABLES[1:], key=lambda one: one.table_id))
+    with Store.open(tmp_path / "chosen", mode="r") as store:
+        assert store.tables == tuple(sorted(TABLES[1:], key=lambda one: one.table_id))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
-    (path / "shards.json").rename(tmp_path / "kept.json")
+    (path / "store.json").rename(tmp_path / "kept.json")
     for place, words in (
         ("full", "without store.json that holds 'notes.txt', not a store: give"),
         ("file", "is a file, not a store|is a file: no store can"),
-        ("s", "has shards and no shards.json: restore it from a copy"),
+        ("s", "holds commits but lost its marker: restore the store from a copy"),
     ):
-        with pytest.raises(NotAStoreError, match=words):
-            raise train_shards(tmp_path / place, 1, 0)[0]
-    assert (path / "shard-0-0" / "store.json").exists()
+        for num_ranks in (1, 2):
+            with pytest.raises(NotAStoreError, match=words):
+                raise train_shards(tmp_path / place, num_ranks, 0)[0]
+    assert (path / "rank-1" / "store.json").exists()
     with pytest.raises(StoreMissingError, match="there is no store at"):
         Store.open(tmp_path / "nowhere", mode="r")
-    with pytest.raises(NotAStoreError, match=r"has shards and no shards.json"):
+    with pytest.raises(NotAStoreError, match="lost its marker"):
         Store.open(path, tables=TABLES)
+    (tmp_path / "kept.json").rename(path / "store.json")
+    check_shards(path, Cursor(1))
+
+
+def test_a_store_of_the_format_before_is_refused(tmp_path: Path) -> None:
+    """Its ranks had commits of their own: the error says what to do, and nothing is made there."""
+    path = tmp_path / "s"
+    path.mkdir()
+    (path / "shards.json").write_text("{}")
+    words = r"has shards.json, of ranks with commits of their own, .*: export the store with the tiercache that wrote"
+    for mode in ("r", "a"):
+        with pytest.raises(FormatVersionError, match=words):
+            Store.open(path, mode=mode, tables=TABLES)
+    assert re.search(words, sentences(train_shards(path, 2, 1)))
+    assert [entry.name for entry in path.iterdir()] == ["shards.json"]
+    with pytest.raises(FormatVersionError, match=words):
+        newest_record(path)

@@ -1,7 +1,7 @@
 """A rank whose disk is slower than the time-out of data is waited for."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +16,11 @@ from tests.dist.pool import RanksPool
 from tests.dist.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded, stored
 from tests.store.failing import HitchingEngine
 from tests.train.cases import Case
+from tiercache.dist import shard_writer
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.errors import RankError
 from tiercache.store.opening import Opened
-from tiercache.store.shards import open_shards
+from tiercache.store.shards import rank_folder
 
 TIMEOUT, HITCH = 3.0, 5.0
 """Seconds."""
@@ -39,20 +40,24 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
     case, engines = WIDE, list[HitchingEngine]()
-    open_engine = open_shards.open_engine
 
-    def opened(*arguments: Any, **options: Any) -> Opened:
-        found = open_engine(*arguments, **options)
-        found.engine = made = HitchingEngine(found.engine)
-        engines.append(made)
-        return found
+    def hitching(opening: Callable[..., Opened]) -> Callable[..., Opened]:
+        def opened(*arguments: Any, **options: Any) -> Opened:
+            found = opening(*arguments, **options)
+            if found.lock is not None:  # it is open for writing
+                found.engine = made = HitchingEngine(found.engine)
+                engines.append(made)
+            return found
+
+        return opened
 
     with impatient(TIMEOUT if slow else 60.0) as patch:
-        patch.setattr(open_shards, "open_engine", opened)
+        patch.setattr(shard_writer, "open_engine", hitching(shard_writer.open_engine))
+        patch.setattr(rank_folder, "open_folder", hitching(rank_folder.open_folder))
         with open_sharded(case, folder, host_budget="212KiB") as cache:
             model, optimizer = model_of(cache, case)
             for p, number in trainings.trained(cache, case, (model, optimizer)):
-                if slow and number == 0 and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
+                if slow and number == 0 and p.index == (3 if slow == "publish" else 2) and ranks.rank == 1:
                     cache.drain()
                     engines[-1].seconds[slow] = HITCH
                 if p.index == 3 and number == 0:
@@ -78,7 +83,7 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
 
 
-@pytest.mark.parametrize("slow", ["read", "write", "commit"])
+@pytest.mark.parametrize("slow", ["read", "put", "publish"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
     """At a switch, where a dump is written, and at a commit inside a pass: the rows end with the same bits."""
     WIDE.cut(tmp_path / "passes")

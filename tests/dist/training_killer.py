@@ -2,7 +2,7 @@
 
 A program, because a fork server belongs to a process of its own:
 
-    python -m tests.dist.training_killer --folder DIR --kills N [--ranks N]
+    python -m tests.dist.training_killer --folder DIR --kills N [--ranks N] [--engine lmdb]
 
 With --ranks every training goes on, on others, from the midst of one of so many ranks, and kills come while its parts
 are written anew for them or soon after.
@@ -39,14 +39,14 @@ CASE = "bags"
 PASSES = 2
 """In which the training of other ranks stands that is gone on with."""
 MOST_OF_PARTS = 1.2
-"""Kills come within so many times the time until new parts are the store's."""
+"""Kills come within so many times the time until new ranks have the rows."""
 RESULT, ERROR = "result.json", "error-{}.txt"
 JOIN_SECONDS = 60.0
 SURVIVORS_SECONDS = 5.0
 """Which the ranks that were not killed have to end by themselves; then they are killed, as by torchrun."""
 
 
-def be_rank(rank: int, size: int, meeting: Path, folder: Path, passes: int | None) -> None:
+def be_rank(rank: int, size: int, meeting: Path, folder: Path, engine: str, passes: int | None) -> None:
     """Train the case to its end, or into a pass; what comes out wrong stands in a file."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
@@ -62,8 +62,8 @@ def be_rank(rank: int, size: int, meeting: Path, folder: Path, passes: int | Non
         ranks = communicator_of()
         (folder / f"begun-{rank}").touch()
         if passes is not None:
-            train_and_stop(ranks, CASE, str(folder), passes=passes, batches=1, within=True)
-        found = {} if passes is not None else train(ranks, CASE, str(folder))
+            train_and_stop(ranks, CASE, str(folder), passes=passes, batches=1, within=True, engine=engine)
+        found = {} if passes is not None else train(ranks, CASE, str(folder), engine=engine)
         ranks.barrier()
         if rank == 0 and passes is None:
             record = {name: _digest(value) for name, value in found.items()}
@@ -90,8 +90,9 @@ KILL = Moment("told why", "told_why")
 class Trainings:
     """Trainings of several ranks, on 2 and on 3 by turns, each killed up to four times until ``kills`` are made."""
 
-    def __init__(self, folder: Path, kills: int, *, seed: int, before: int | None) -> None:
+    def __init__(self, folder: Path, kills: int, *, seed: int, before: int | None, engine: str) -> None:
         """before: of the training that is gone on with."""
+        self._engine = engine
         self._folder, self.kills_left, self._random, self._before = folder, kills, random.Random(seed), before
         self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
@@ -166,13 +167,16 @@ class Trainings:
         if last:
             if json.loads((folder / RESULT).read_text()) != self._expected[self._size][0]:
                 found.wrong.append((SILENT, f"{folder.name} on {self._size} ranks ended with other bits"))
+            names = {entry.name for entry in (folder / "model.tc").glob("rank-*")}
+            if names != {f"rank-{rank}" for rank in range(1, self._size)}:
+                found.wrong.append((FAILING, f"{folder.name} on {self._size} ranks ended with {sorted(names)}"))
             found.counts["trainings"] = 1
             return found
         with suppress(StoreMissingError):
             with tc.Store.open(folder / "model.tc", mode="r") as store:
-                at = tuple(store.commit.cursor)
+                at = (-1, -1) if store.commit is None else tuple(store.commit.cursor)
                 if self._begun is not None:
-                    found.counts[f"stood_in_{_stands_in(folder / 'model.tc')}_shards"] = 1
+                    found.counts[f"stood_in_{self._stands_in(folder)}_shards"] = 1
             found.wrong += [(FAILING, sentence) for sentence in verify(folder / "model.tc")["problems"]]
         stood = max((tuple(place) for one in runs for place in one.of("done")), default=self._least)
         if at < stood:
@@ -193,18 +197,25 @@ class Trainings:
         return folder
 
     def _wait_for_shards(self, folder: Path, processes: list[BaseProcess]) -> None:
-        """Return when the store stands in other shards than the first, or in none."""
-        while _stands_in(folder / "model.tc") == "old" and all(one.exitcode is None for one in processes):
+        """Return when other ranks than the first have the rows."""
+        while self._stands_in(folder) == "old" and all(one.exitcode is None for one in processes):
             time.sleep(0.002)
+
+    def _stands_in(self, folder: Path) -> str:
+        """Return "old" while the first ranks have the rows, and "new" when other ones have them."""
+        from tiercache.store.opening import newest_record
+
+        record = newest_record(folder / "model.tc")
+        assert record is not None, "the first ranks have made commits"
+        return "old" if len(record.ranks) == self._before else "new"
 
     def _start(self, folder: Path, size: int, passes: int | None = None) -> list[BaseProcess]:
         for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
             left.unlink()
         self._starts += 1
         meeting = folder / f"meeting-{self._starts}"  # a port that is free now may be taken before rank 0 listens
-        processes = [
-            self._context.Process(target=be_rank, args=(rank, size, meeting, folder, passes)) for rank in range(size)
-        ]
+        given = meeting, folder, self._engine, passes
+        processes = [self._context.Process(target=be_rank, args=(rank, size, *given)) for rank in range(size)]
         for process in processes:
             process.start()
         # who is killed before all have joined is waited for as long as joining may take, and no store is open yet
@@ -221,22 +232,17 @@ class Trainings:
                 raise RuntimeError(f"rank {rank} of {folder.name} failed: {(folder / ERROR.format(rank)).read_text()}")
 
 
-def _stands_in(path: Path) -> str:
-    """Return "old" while the store stands in its first shards, "new" when it stands in others, or is a plain one."""
-    from tiercache.store.shards.shard_manifest import ShardManifest
-
-    manifest = ShardManifest.read(path)
-    return "old" if manifest is not None and not manifest.generation else "new"
-
-
 def main() -> int:
     """Kill, and print the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.dist.training_killer")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--ranks", type=int)
+    parser.add_argument("--engine", default="lmdb")
     options = parser.parse_args()
-    workload = Trainings(options.folder, options.kills, seed=options.kills, before=options.ranks)
+    workload = Trainings(
+        options.folder, options.kills, seed=options.kills, before=options.ranks, engine=options.engine
+    )  # fmt: skip
     killer = Killer(options.folder, workload, seed=options.kills, most_problems=1)
     with suppress(EnoughError):
         while workload.kills_left > 0:

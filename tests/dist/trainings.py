@@ -1,6 +1,8 @@
 """Trainings that run on every rank of a run, and what they end with."""
 
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -436,20 +438,30 @@ def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
     return found
 
 
-def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str:
-    """Have the writer of rank 1 fail once; all ranks raise; then train to the end with the same cache."""
+def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> str:
+    """Have a rank fail once in one step of a commit; all ranks raise; then train to the end with the same cache."""
     one, said = CASES[case], ""
     with open_sharded(one, folder) as cache:
         tracked = model_of(cache, one)
-        publish = cache.store.publish
+        shards = cache._parts.training_store._shards
+        assert shards is not None
+        victim, step, there = {
+            "prepare": (1, "publish", cache.store),
+            "publish": (0, "publish_prepared", shards.writer),
+            "hear": (1, "take", shards.writer),
+        }[what]
+        plain: Callable[..., Any] = getattr(there, step)
 
-        def broken(cursor: Any, **options: Any) -> Any:
-            if cursor[0] == 2 and ranks.rank == 1:
-                cache.store.publish = publish  # type: ignore[method-assign]
-                raise OSError("no room on the disk of rank 1")
-            return publish(cursor, **options)
+        def broken(*given: Any, **options: Any) -> Any:
+            prepared = shards.writer.prepared
+            at = given[0] if what == "prepare" else None if prepared is None else prepared.commit.cursor
+            if at is not None and at[0] == 2:
+                setattr(there, step, plain)
+                raise OSError("the disk of one rank is gone")
+            return plain(*given, **options)
 
-        cache.store.publish = broken  # type: ignore[method-assign]
+        if ranks.rank == victim:
+            setattr(there, step, broken)
         for _ in range(2):
             try:
                 for _ in trained(cache, one, tracked):
@@ -459,3 +471,21 @@ def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str
             else:
                 return said
     raise AssertionError("it failed twice")
+
+
+def leave_and_train(ranks: AnyCommunicator, case: str, folder: str, *, engine: str) -> None:
+    """Leave a cache unclosed in the midst of a pass, and train to the end with another one."""
+    one = CASES[case]
+
+    def leave() -> None:
+        cache = open_sharded(one, folder, engine=engine)
+        for p, number in trained(cache, one):
+            if (p.index, number) == (3, 1):
+                break
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        leave()
+        gc.collect()
+    ranks.barrier()
+    train(ranks, case, folder)

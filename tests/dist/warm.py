@@ -3,7 +3,7 @@
 import torch.nn.parallel
 
 import tests.dist.trainings
-import tiercache.store.shards.open_shards
+import tiercache.store.shards.joined_ranks
 import tiercache.train.cache
 
 __all__ = ["tests", "tiercache", "torch"]

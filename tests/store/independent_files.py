@@ -138,9 +138,17 @@ class ZarrFiles:
         return data[at * item_bytes : (at + last - first) * item_bytes]
 
 
-def files_of(path: Path) -> Files:
-    """Return the blobs of a plain store."""
+def files_of(path: Path, kind: str = "tiercache store") -> Files:
+    """Return the blobs of a store, of rank 0 if it has several."""
     marker = json.loads((path / "store.json").read_text())
-    assert (marker["format"], marker["version"]) == ("tiercache store", 5)
+    assert (marker["format"], marker["version"]) == (kind, 5)
     assert marker["engine"] in {"lmdb", "zarr"}
     return LmdbFiles(path) if marker["engine"] == "lmdb" else ZarrFiles(path)
+
+
+def rank_files(path: Path, folder: str, rank: int) -> Files:
+    """Return the blobs of a rank above 0 of a store, in the folder that a commit names."""
+    ours, marker = (json.loads((place / "store.json").read_text()) for place in (path, path / folder))
+    assert (marker["store"], marker["rank"], marker["engine"]) == (ours["id"], rank, ours["engine"])
+    assert Path(folder).name == f"rank-{rank}"
+    return files_of(path / folder, "tiercache rank")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.store.independent_files import Files, files_of
+from tests.store.independent_files import Files, files_of, rank_files
 from tests.store.independent_format import (
     Arrays,
     Layout,
@@ -66,34 +66,20 @@ def read_commit(files: Files, id_: int | None = None) -> tuple[str, Values]:
 
 
 def read_store(path: Path, commit: int | None = None) -> Contents:
-    """Return everything in a plain store at its newest commit, or at one that it keeps; every digest is checked."""
+    """Return everything in a store at its newest commit, or at one that it keeps; every digest is checked.
+
+    Of several ranks rows have the columns of all slices.
+    """
     files = files_of(path)
     _, values = read_commit(files, commit)
     steps = [*values["stored"], values["tables"]]
-    tables: dict[str, dict[int, Row]] = {table["name"]: {} for table in steps[0]}
-    states, counted = [], dict.fromkeys(tables, 0)
-    for head in values["ranks"]:
-        listed, arrays = named(files, "rank", *head)
-        states.append(read_state(files, listed["state"], arrays["state"]))
-        for index, (id_, name, _, _, first, *meta) in enumerate(listed["segments"]):
-            about, of_segment = read_meta(files, f"{name}/meta", *meta)
-            assert about["id"] == id_
-            for group, of_group in enumerate(about["layouts"]):
-                layout = Layout.of(of_group, of_segment, group)
-                first_range = check_list(arrays, index, listed["groups"], group, layout)
-                for table, key, row, in_range in live_rows(files, name, of_segment, group, layout, first_range, first):
-                    tables[table][key] = row  # segments by id: a newer row replaces a stale one
-                    if (bits := about["maps"][group]) is not None:
-                        assert in_range in ranges_of(key_hash(key, table), bits, of_segment, group)
-                    if id_ in listed["tombstones"]:
-                        tables[table][key] = row._replace(fields=())
-        names = names_in_order(steps[0])
-        for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
-            counted[names[table]] += live
-        for at, stale in zip(arrays["stale_at"].tolist(), arrays["stale"].tolist(), strict=True):
-            counted[names[arrays["live_tables"][at]]] -= stale
-    assert counted == {name: len(rows) for name, rows in tables.items()}
-    tables = {name: {key: row for key, row in rows.items() if row.fields} for name, rows in tables.items()}
+    found, states = [], []
+    for rank, head in enumerate(values["ranks"]):
+        of_rank = rank_files(path, values["folders"][rank], rank) if rank else files
+        rows, state = read_rank(of_rank, head, tables_of_rank(steps[0], values.get("sharding"), rank))
+        found.append(rows)
+        states.append(state)
+    tables = found[0] if "sharding" not in values else join_ranks(found, steps[0], values["sharding"])
     for before, after in pairwise(steps):
         old = {table["name"]: table for table in before}
         tables = {
@@ -104,6 +90,77 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
             for table in after
         }
     return Contents(values, tables, states)
+
+
+def read_rank(files: Files, head: list[Any], tables: list[Values]) -> tuple[dict[str, dict[int, Row]], bytes]:
+    """Return the rows and the dense state that one list names."""
+    rows: dict[str, dict[int, Row]] = {table["name"]: {} for table in tables}
+    counted = dict.fromkeys(rows, 0)
+    listed, arrays = named(files, "rank", *head)
+    for index, (id_, name, _, _, first, *meta) in enumerate(listed["segments"]):
+        about, of_segment = read_meta(files, f"{name}/meta", *meta)
+        assert about["id"] == id_
+        for group, of_group in enumerate(about["layouts"]):
+            layout = Layout.of(of_group, of_segment, group)
+            first_range = check_list(arrays, index, listed["groups"], group, layout)
+            for table, key, row, in_range in live_rows(files, name, of_segment, group, layout, first_range, first):
+                rows[table][key] = row  # segments by id: a newer row replaces a stale one
+                if (bits := about["maps"][group]) is not None:
+                    assert in_range in ranges_of(key_hash(key, table), bits, of_segment, group)
+                if id_ in listed["tombstones"]:
+                    rows[table][key] = row._replace(fields=())
+    names = names_in_order(tables)
+    for table, live in zip(arrays["live_tables"].tolist(), arrays["live"].tolist(), strict=True):
+        counted[names[table]] += live
+    for at, stale in zip(arrays["stale_at"].tolist(), arrays["stale"].tolist(), strict=True):
+        counted[names[arrays["live_tables"][at]]] -= stale
+    assert counted == {name: len(of_table) for name, of_table in rows.items()}
+    living = {name: {key: row for key, row in of_table.items() if row.fields} for name, of_table in rows.items()}
+    return living, read_state(files, listed["state"], arrays["state"])
+
+
+def tables_of_rank(tables: list[Values], sharding: Values | None, rank: int) -> list[Values]:
+    """Return the tables as a rank has them: some are a slice of columns."""
+    found: list[Values] = []
+    for count, table in enumerate(tables):
+        slices = [] if sharding is None else sharding["tables"][table["name"]].get("slices", [])
+        for owner, first, last in slices:
+            if owner == rank and last - first < table["dim"]:
+                found.append({**table, "dim": last - first, "first_column": first, "whole_dim": table["dim"]})
+        found += [table] if len(found) == count else []
+    return found
+
+
+def join_ranks(
+    found: list[dict[str, dict[int, Row]]], tables: list[Values], sharding: Values
+) -> dict[str, dict[int, Row]]:
+    """Return the rows of all ranks; assert that each rank has those that the sharding gives to it."""
+    joined: dict[str, dict[int, Row]] = {}
+    for table in tables:
+        rows = joined[table["name"]] = {}
+        of_table = sharding["tables"][table["name"]]
+        for rank, _, _ in of_table.get("slices", []):
+            for key, row in found[rank][table["name"]].items():
+                rows[key] = side_by_side(rows[key], row, table) if key in rows else row
+        for rank, of_rank in enumerate(found):
+            own = of_rank[table["name"]]
+            if "slices" in of_table:
+                assert own.keys() == (rows.keys() if rank in [owner for owner, _, _ in of_table["slices"]] else set())
+                continue
+            low, high = (which * 2**64 // len(found) for which in (rank, rank + 1))
+            assert all(low <= key_hash(key, table["name"]) < high for key in own)
+            rows |= own
+    return joined
+
+
+def side_by_side(left: Row, right: Row, table: Values) -> Row:
+    """Return a row of more columns; the state of row-wise Adagrad is one number, the same in all slices."""
+    pairs = zip(left.fields, right.fields, strict=True)
+    alone = table["optimizer"]["kind"] == "rowwise_adagrad"
+    assert not alone or left.fields[1:] == right.fields[1:]
+    fields = [a if alone and index else a + b for index, (a, b) in enumerate(pairs)]
+    assert left.changed == right.changed
+    return Row(tuple(fields), left.changed)
 
 
 def read_meta(files: Files, name: str, size: int, head_bytes: int, digest: str) -> tuple[Values, Arrays]:
@@ -190,44 +247,3 @@ def last_changes(
     found = np.frombuffer(data, "<u4")
     assert (found.min(), found.max()) == (oldest, newest)
     return found
-
-
-def check_manifest(path: Path) -> Values:
-    """Return the manifest of a sharded store; assert that each shard has the commits that it names."""
-    manifest: Values = json.loads((path / "shards.json").read_text())
-    about = {name: value for name, value in manifest.items() if name != "digest"}
-    text = json.dumps(about, sort_keys=True, separators=(",", ":"))
-    assert manifest["version"] == 5
-    assert manifest["digest"] == hashlib.sha256(text.encode()).hexdigest()
-    for rank, name in enumerate(manifest["shards"]):
-        files = files_of(path / name)
-        for commit in manifest["commits"]:
-            digest, values = read_commit(files, commit["shards"][rank])
-            assert digest == commit["digests"][rank], (rank, commit)
-            assert values["cursor"] == commit["cursor"]
-    return manifest
-
-
-def read_shards(path: Path) -> dict[str, dict[int, Row]]:
-    """Return the rows of each table at the newest commit of a sharded store, with all columns of column slices."""
-    manifest = check_manifest(path)
-    newest = manifest["commits"][-1]["shards"]
-    shards = [read_store(path / name, commit) for name, commit in zip(manifest["shards"], newest, strict=True)]
-    found = {}
-    for table in manifest["tables"]:
-        name, rows = table["name"], dict[int, Row]()
-        slices = manifest["sharding"]["tables"][name].get("slices", [])
-        for rank in [rank for rank, _, _ in slices] or range(len(shards)):
-            for key, row in shards[rank].tables[name].items():
-                rows[key] = joined(rows[key], row, table) if key in rows else row
-        found[name] = rows
-    return found
-
-
-def joined(left: Row, right: Row, table: Values) -> Row:
-    """Return a row of more columns; the state of row-wise Adagrad is one number, the same in all slices."""
-    pairs = zip(left.fields, right.fields, strict=True)
-    alone = table["optimizer"]["kind"] == "rowwise_adagrad"
-    assert not alone or left.fields[1:] == right.fields[1:]
-    fields = [a if alone and index else a + b for index, (a, b) in enumerate(pairs)]
-    return Row(tuple(fields), max(left.changed, right.changed))

@@ -67,12 +67,11 @@ def test_the_bytes_of_a_commit_are_those_of_the_format() -> None:
 
 
 def test_the_digest_of_a_commit_is_that_of_its_blob() -> None:
-    """In the pages of stores and of shards."""
+    """As the page of stores shows it."""
     data = commit().to_bytes()
     digest = hashlib.sha256(data).hexdigest()
     assert head_of("commits/7", data) == Head("commits/7", 708, digest)
     assert digest in page("store.md")
-    assert digest in page("shards.md")
 
 
 def test_a_slot_of_head_is_that_of_the_format(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.dist import sharded_world
 from tests.store import independent_files, independent_format, independent_reader
 from tests.store.conftest import narrow_tables, small_tables
-from tests.store.independent_reader import Contents, read_shards, read_store
+from tests.store.independent_reader import Contents, read_store
 from tests.store.test_row_versions import mixed
 from tests.store.world import Key, World
 from tiercache.store import Adagrad, Cursor, Store, Table, alter, forget
@@ -118,17 +118,24 @@ def test_older_commits_and_dense_state_are_read_by_the_format_alone(engine: str,
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-def test_shards_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> None:
-    """Rows that are divided by hash, by table and by columns, at the newest commit that the manifest names."""
-    assert sharded_world.train_shards(tmp_path / "s", 2, 4, engine=engine) == [None] * 2
-    with Store.open(tmp_path / "s", mode="r") as store:
-        expected = sharded_world.expected(store.commit.cursor)
-    found = read_shards(tmp_path / "s")
-    for name, trained in expected.items():
-        rows = {key: sharded_world.whole_row(sharded_world.WHOLE[name], key, *step) for key, step in trained.items()}
-        assert {key: row.fields for key, row in found[name].items()} == {
-            key: tuple(values.tobytes() for values in fields) for key, fields in rows.items()
-        }, name
+def test_rows_of_several_ranks_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> None:
+    """Rows that are divided by hash, by table and by columns; the state of each rank; what was forgotten on all."""
+    path = tmp_path / "s"
+    assert sharded_world.train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
+    with Store.open(path) as store:
+        before, expected = store.commit.id, sharded_world.expected(store.commit.cursor)
+        states = [rank.state() for rank in store.ranks]
+        gone = [key for key in expected["word"] if key % 2]
+        assert forget(store, "word", np.array(gone)).rows == len(gone) > 5
+    for commit, forgotten in ((before, []), (None, gone)):
+        found = read_store(path, commit)
+        assert found.states == states
+        for name, trained in expected.items():
+            rows = {key: sharded_world.whole_row(sharded_world.WHOLE[name], key, *step) for key, step in trained.items()
+                    if name != "word" or key not in forgotten}  # fmt: skip
+            assert {key: row.fields for key, row in found.tables[name].items()} == {
+                key: tuple(values.tobytes() for values in fields) for key, fields in rows.items()
+            }, name
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])

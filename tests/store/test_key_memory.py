@@ -167,11 +167,11 @@ def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path
 
 def read_of_keys(store: Store) -> int:
     """Look up keys without a row; return the bytes of keys that were read."""
-    shards = getattr(store, "shards", (store,))
-    before = sum(shard.counters.key_bytes_read for shard in shards)
+    ranks = store.ranks or (store,)
+    before = sum(rank.counters.key_bytes_read for rank in ranks)
     for table in store.tables:
         store.lookup(table.name, NONE, missing="zeros")
-    return sum(shard.counters.key_bytes_read for shard in shards) - before
+    return sum(rank.counters.key_bytes_read for rank in ranks) - before
 
 
 VIEWS: dict[str, Callable[[Store], Store]] = {
@@ -184,14 +184,14 @@ VIEWS: dict[str, Callable[[Store], Store]] = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("num_ranks", [0, 1, 3])
 def test_every_view_of_a_store_for_reading_remembers(
-    memory: KeyMemory, tmp_path: Path, ranks: int, engine: str, view: Callable[[Store], Store]
+    memory: KeyMemory, tmp_path: Path, num_ranks: int, engine: str, view: Callable[[Store], Store]
 ) -> None:
-    """Sharded or not, at any commit: the second lookup reads no key, nor does one by a store that is opened again."""
+    """Of any number of ranks, at any commit: a second lookup reads no key, nor does one of another view or opening."""
     path = tmp_path / "s"
-    if ranks:
-        assert train_shards(path, ranks, 4, engine=engine, retention=2) == [None] * ranks
+    if num_ranks:
+        assert train_shards(path, num_ranks, 4, engine=engine, retention=2) == [None] * num_ranks
     else:
         world = World(small_tables(), num_passes=3, keys_per_pass=60, universe=150)
         with Store.open(path, tables=world.tables, engine=engine, retention=2) as store:
@@ -203,6 +203,7 @@ def test_every_view_of_a_store_for_reading_remembers(
         seen = view(store)
         assert read_of_keys(seen) > 0
         assert read_of_keys(seen) == 0
+        assert read_of_keys(store.at(seen.commit.id)) == 0
     assert memory.num_bytes > 0
     with Store.open(path, mode="r") as store:
         assert read_of_keys(view(store)) == 0

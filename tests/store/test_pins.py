@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.sharded_world import problems, train_shards
 from tests.store.conftest import Home, needed_bytes, small_tables, stored_bytes
 from tests.store.failing import FailingEngine
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
-from tiercache.store import CommitMissingError, MemoryEngine, Store, StoreError, info, verify
+from tiercache.store import CommitMissingError, MemoryEngine, Store, StoreError, StoreFullError, info, verify
+from tiercache.store.snapshot import Needed
 from tiercache.store.verification import Verification
 
 
@@ -180,3 +182,86 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
         store.pin("best")
     assert info(tmp_path / "s")["pins"] == {"best": 1}
     assert verify(tmp_path / "s")["problems"] == []
+
+
+# -- a store of several ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
+    """Through training on, another pin, a compaction and a rollback to it; unpinned, no rank has anything of it."""
+    path = tmp_path / "s"
+    assert train_shards(path, 3, 4, engine=engine) == [None] * 3
+    with Store.open(path) as store:
+        assert store.pin("best").pins == {"best": 3}
+        assert (store.commit.id, store.commit.cursor, ids(store)) == (4, (2, 0), [3, 4])
+    assert train_shards(path, 3, 3) == [None] * 3
+    with Store.open(path) as store:
+        assert ids(store) == [3, 7]
+        store.pin("also")
+        store.compact()
+        assert ids(store) == [3, 7, 9]
+        check_ranks(store)
+    assert info(path)["pins"] == {"best": 3, "also": 7}
+    assert [rank["pins"] for rank in info(path)["shards"]] == [{"best": 3, "also": 7}] * 3
+    assert verify(path)["commits"] == [3, 7, 9]
+    assert verify(path)["problems"] == []
+    with Store.open(path) as store:
+        store.rollback(3)
+        assert ids(store) == [3, 7, 10]
+        check_ranks(store)
+    assert train_shards(path, 3, 1) == [None] * 3
+    with Store.open(path) as store:
+        assert store.unpin("best").pins == {"also": 7}
+        assert ids(store) == [7, 12]
+        with pytest.raises(CommitMissingError, match="has no commit 3: give one of 7, 12"):
+            store.at(3)
+        with pytest.raises(ValueError, match="has no pinned commit 'best': it has 'also'"):
+            store.unpin("best")
+        check_ranks(store)
+        store.unpin("also")
+        assert ids(store) == [13]
+        check_ranks(store)
+    assert train_shards(path, 3, 1) == [None] * 3
+    assert verify(path)["problems"] == []
+
+
+def check_ranks(store: Store) -> None:
+    """Assert that each commit has its rows, and no rank a byte that no commit needs."""
+    for commit in store.commits:
+        with store.at(commit.id) as older:
+            assert list(problems(older)) == []
+    for rank in store.ranks:
+        assert ids(rank) == ids(store)
+        needed = Needed.of(rank.history.snapshots)
+        assert stored_bytes(rank) == {need.name: need.size - need.first_byte for need in needed.blobs()}
+
+
+@pytest.mark.parametrize("verb", ["put", "publish"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_one_rank_fails_at_is_one_of_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, verb: str
+) -> None:
+    """The store stays as it was, on all ranks, and the step can be tried again."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=2) == [None] * 2
+    with Store.open(path) as store:
+        steps = [store.compact, lambda: store.rollback(store.commit.id)]
+        if not rank:  # a commit that lists the same rows is put by rank 0
+            steps = [lambda: store.pin("best", 2), *steps, lambda: store.unpin("best")]
+        for step in steps:
+            before, kept = store.commit, ids(store)
+            with monkeypatch.context() as patch:
+                patch.setattr(store.ranks[rank]._opened.engine, verb, failing)
+                with pytest.raises(StoreFullError):
+                    step()
+            assert store.commit is before
+            assert ids(store) == kept
+            check_ranks(store)
+            step()
+            check_ranks(store)
+
+
+def failing(*_: object, **__: object) -> None:
+    """Fail as an engine does on a full disk."""
+    raise StoreFullError(needed_bytes=1, limit="the disk is full", advice="free space there")

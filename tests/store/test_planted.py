@@ -24,13 +24,13 @@ def planted(self, env, record, names):
 """
 FREED_EARLY = """
 from tiercache.store.snapshot import Needed
-def planted(self, after, head):
+def planted(self, after):
     needed = Needed.of([*after, *self._given_up, *self._holds])
     early = list(self._allocated.given_up(needed))
     if not self._leased():  # a reader would find it without a kill
         self._allocated = needed
         self._engine.drop(early)
-    whole(self, after, head)
+    whole(self, after)
 """
 LMDB_FREED_EARLY = FREED_EARLY.replace(
     "        self._engine.drop(early)",

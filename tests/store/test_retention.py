@@ -136,45 +136,47 @@ def test_keys_that_only_commits_given_up_have_are_not_lost() -> None:
     world, engine = World(small_tables(), num_passes=4), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=4) as store:
         committed(store, world, 3, {})
-        store.commit_writer.keep(range(5))
+        store.pin("two", 2)
+        store.pin("one", 1)
         store.rollback(0)
         assert Verification(store).run()["problems"] == []
         store.rollback(1)
-        assert store.commit.abandoned == ((2, 3),)
+        assert store.commit.abandoned == ((2, 5),)
         assert Verification(store).run()["problems"] == []
         newest = len(store.segments) - 1
     rewritten(engine, "rank", partial(without_segment, newest))
     with Store.open(None, tables=world.tables, engine=engine) as store:
-        assert [commit.id for commit in store.commits] == [0, 1, 2, 3, 4]
+        assert [commit.id for commit in store.commits] == [0, 1, 2, 6]
         found = Verification(store).run()["problems"]
     assert found
     assert all(
-        one.startswith("in commit 4, ") and "had one at commit 1: roll the store back to that" in one for one in found
+        one.startswith("in commit 6, ") and "had one at commit 1: roll the store back to that" in one for one in found
     )
 
 
-def test_commits_that_something_else_names_are_kept_until_it_names_others() -> None:
-    """Beside the newest, whatever the retention; a rollback keeps them too, and another one finds them."""
+def test_pinned_commits_are_kept_by_each_rollback_until_they_are_unpinned() -> None:
+    """Next to the newest, whatever the retention; another rollback finds them, those given up as well."""
     world, past, engine = World(small_tables(), num_passes=4), dict[int, World](), FailingEngine(MemoryEngine())
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         committed(store, world, 3, past)
-        store.commit_writer.keep([1])
+        store.pin("first", 1)
+        assert [commit.id for commit in store.commits] == [1, 3]
         committed(store, world, 2, past)
-        store.commit_writer.keep([1, 3, 4])
+        store.pin("second", 4)
         committed(store, world, 1, past)
-        assert [commit.id for commit in store.commits] == [1, 4, 5]
+        assert [commit.id for commit in store.commits] == [1, 4, 6, 7]
         store.rollback(1)
-        assert [commit.id for commit in store.commits] == [1, 4, 6]
+        assert [commit.id for commit in store.commits] == [1, 4, 8]
         check(store, past[1])
-        assert store.rollback(4).abandoned == ((5, 6),)
+        assert store.rollback(4).abandoned == ((5, 8),)
         check(store, past[4])
         past[4].check_changes(store, 4)
         past[4].check_changes(store, 1)
-        assert [commit.id for commit in store.commits] == [1, 4, 7]
-        store.commit_writer.keep([4])
-        assert [commit.id for commit in store.commits] == [1, 4, 7]
+        assert [commit.id for commit in store.commits] == [1, 4, 9]
+        store.unpin("first")
+        assert [commit.id for commit in store.commits] == [4, 10]
         past[4].run(store, 1)
-        assert [commit.id for commit in store.commits] == [4, 8]
+        assert [commit.id for commit in store.commits] == [4, 10, 11]
         assert stored_bytes(store) == needed_bytes(store)
 
 

@@ -51,7 +51,9 @@ def test_engines_know_files_and_layouts_and_nothing_of_commits() -> None:
             assert imported(path) <= below, name
 
 
-@pytest.mark.parametrize("module", ["store", "shards.sharded_store", "bulk_load", "engines.lmdb_engine"])
+@pytest.mark.parametrize(
+    "module", ["store", "shards.rank_writer", "shards.rank_folder", "bulk_load", "engines.lmdb_engine"]
+)
 def test_every_module_can_be_imported_first(module: str) -> None:
     """In a process of its own."""
     subprocess.run([sys.executable, "-c", f"import tiercache.store.{module}"], check=True)

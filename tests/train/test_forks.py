@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tiercache as tc
+from tests.dist.meeting import meet
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import StateError
-from tiercache.store import verify
+from tiercache.planning.schedule import Schedule
+from tiercache.planning.sharding_planner import sharding_of
+from tiercache.store import Cursor, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,18 +106,34 @@ def test_a_loop_that_a_fork_goes_on_with_ends_with_an_error(tmp_path: Path, pass
             p.skip()
 
 
+def begin_on_two_ranks(path: Path, passes: tc.PassDataset) -> None:
+    """Make a store of two ranks without rows, at the beginning of the schedule of ``passes``."""
+
+    def begin(ranks: Any) -> None:
+        sharding = sharding_of(passes, 2, "auto", number_bytes=4)
+        with ShardWriter.open(path, passes.tables, sharding, ranks) as shards:
+            digest = Schedule.of(passes, None).digest
+            shards.store.publish(Cursor(0), state=b"", schedule_digest=digest, settings={}, environment={})
+            shards.publish()
+
+    assert meet(2, begin) == [None, None]
+    assert (path / "rank-1").is_dir()
+
+
 def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Its store closes itself, with all locks: here that of one process, and the lock of the ranks beside it."""
-    for options in ({}, {"shard_dirs": [tmp_path / "shards"]}):
-        path = tmp_path / f"model-{len(options)}.tc"
-        cache = tiered(path, passes, **options)
+    """Its store closes itself, with its lock, also if it had to give all rows of two ranks to one first."""
+    for was_of_two in (False, True):
+        path = tmp_path / f"model-{was_of_two}.tc"
+        if was_of_two:
+            begin_on_two_ranks(path, passes)
+        cache = tiered(path, passes)
         train(cache, CASE)
         with pytest.warns(ResourceWarning, match=r"the cache of the store at .* was never closed: close it, or open"):
             del cache
         gc.collect()
-        with tiered(path, passes, **options) as again:
+        with tiered(path, passes) as again:
             train(again, CASE, epochs=2)
-        assert not [*path.glob("leases/*")]
+        assert not [*path.glob("leases/*"), *path.glob("rank-*")]
 
 
 def test_a_cache_that_was_refused_or_closed_warns_of_nothing(tmp_path: Path, passes: tc.PassDataset) -> None:

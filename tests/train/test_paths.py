@@ -108,7 +108,7 @@ DOORS: dict[str, tuple[Callable[[str, tc.PassDataset], object], str]] = {
     "a dataset": (lambda url, passes: tc.TierCache("model.tc", url), "copy the dataset"),
     "a dataset that is opened": (lambda url, passes: tc.PassDataset.open(url), "copy the dataset"),
     "a plan": (lambda url, passes: tc.TierCache("model.tc", passes, plan=url), "a plan must be a local path"),
-    "a folder of shards": (lambda url, passes: tiered("model.tc", passes, shard_dirs=[url]), "the folder of a shard"),
+    "a folder of a rank": (lambda url, passes: tiered("model.tc", passes, shard_dirs=[url]), "the folder of a rank"),
     "an extraction": (
         lambda url, passes: tc.extract("data.parquet", CASE.schema, url, device_budget="1GiB", progress=False),
         "dask=",

@@ -27,7 +27,7 @@ def alter(
     with open_store(path, mode="a") as store:
         before, rows = store.commit, {table.name: store.live_rows(table.name) for table in store.tables}
         commit = run(store, tables)
-        waiting, is_altered = store.snapshot.waiting_bytes, bool(commit.stored)
+        waiting, is_altered = store.waiting_bytes, bool(commit.stored)
     changes = [] if before is None else alterations(before.tables, commit.tables)
     dropped = {name: rows[name] for name in rows.keys() - {table.name for table in commit.tables}}
     lines = [*changes, *(f"table {name!r} had {count:,} rows" for name, count in sorted(dropped.items()))]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
-    """Print a result of ``tiercache.store.info``: a summary, and with ``segments`` each segment of each shard."""
+    """Print a result of ``tiercache.store.info``: a summary, and with ``segments`` each segment of each rank."""
     is_sharded = "shards" in found
     console.print(found["path"], style="bold", soft_wrap=True)
     lines = [
@@ -27,7 +27,7 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
         ("files", _files(found)),
     ]
     if is_sharded:
-        lines.insert(0, ("shards", f"{found['ranks']}, one a rank"))
+        lines.insert(0, ("ranks", str(found["ranks"])))
     elif found["segments"]:
         lines.append(("segments", _segments_line(found)))
     if found["commits"]:
@@ -43,17 +43,17 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
         console.print(_shards(found))
     if segments:
         for rank, shard in enumerate(found["shards"] if is_sharded else [found]):
-            console.print(_segments(f"segments of shard {rank}" if is_sharded else "segments", shard["segments"]))
+            console.print(_segments(f"segments of rank {rank}" if is_sharded else "segments", shard["segments"]))
 
 
 def verified(report: dict[str, Any]) -> str:
     """Return the message for a store without a problem."""
     commits = len(report["commits"])
-    shards = f"{report['ranks']} shards that belong together at " if "ranks" in report else ""
+    ranks = f"{report['ranks']} ranks at " if "ranks" in report else ""
     if not report.get("deep", True):
         return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
     return (
-        f"{report['path']} is whole: {shards}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
+        f"{report['path']} is whole: {ranks}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
         f"segments, {report['pages']:,} pages and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
         "was written"
     )
@@ -70,7 +70,12 @@ def _position(found: dict[str, Any]) -> str:
 
 def _files(found: dict[str, Any]) -> str:
     times = found["file_bytes"] / found["row_bytes"] if found["row_bytes"] else None
-    return format_bytes(found["file_bytes"]) + (f", {times:.2f} times the rows" if times else "")
+    waiting = found["waiting_bytes"]
+    return (
+        format_bytes(found["file_bytes"])
+        + (f", {times:.2f} times the rows" if times else "")
+        + (f"; the next rewrite frees {format_bytes(waiting)}" if waiting else "")
+    )
 
 
 def _segments_line(found: dict[str, Any]) -> str:
@@ -96,7 +101,7 @@ def _tables(tables: list[dict[str, Any]], *, is_sharded: bool) -> Table:
 
 
 def _shards(found: dict[str, Any]) -> Table:
-    shown = new_table("shards", "rank", "commit", "rows", "bytes", "files", "folder")
+    shown = new_table("ranks", "rank", "commit", "rows", "bytes", "files", "folder")
     for rank, (shard, folder) in enumerate(zip(found["shards"], found["folders"], strict=False)):
         numbers = f"{shard['rows']:,}", format_bytes(shard["row_bytes"]), format_bytes(shard["file_bytes"])
         shown.add_row(str(rank), str(shard["commit"]["id"]), *numbers, folder)

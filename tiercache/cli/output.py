@@ -96,9 +96,8 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     from tiercache.data.dataset import PassDataset
     from tiercache.store import NotAStoreError, StoreMissingError
     from tiercache.store.locks import MARKER
-    from tiercache.store.openers import SHARD_MANIFEST
 
-    if (path / MARKER).exists() or (path / SHARD_MANIFEST).is_file():
+    if (path / MARKER).exists() or (path / "shards.json").is_file():  # of an older format, which the store refuses
         return "store"
     if (path / dataset.MANIFEST).exists():
         return "dataset"

@@ -111,7 +111,7 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
     )
     uses = NextUseFiles(
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,
-        keys_per_range=host.keys_per_sweep,
+        keys_per_range=host.keys_per_sweep, share=source.share if isinstance(source, ShardView) else "",
     )  # fmt: skip
     return Plans(store, schedule, positions, uses.of, host, budgets), uses
 

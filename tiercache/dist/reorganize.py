@@ -79,6 +79,7 @@ def reorganize(
         return None
     if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
         return commit
+    _ = store.commit_writer  # or raises
     if store_budget is not None:
         reorganize_plan(store, passes, order=rule).check(parse_bytes(store_budget))
     first, layout = first_uses(store, passes, schedule, begin)

@@ -1,4 +1,4 @@
-"""Resharding: shards are rewritten for another number of ranks or another sharding."""
+"""Resharding: the rows of a store are written anew for another number of ranks or another sharding."""
 
 from __future__ import annotations
 
@@ -11,37 +11,34 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from tiercache.data.repartition import split_cursor, split_source
 from tiercache.dist.reorganize import first_uses, make_first_rows
-from tiercache.dist.shard_view import shard_digest
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.errors import BudgetError, DatasetError, RankError
+from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.sizes import format_bytes
-from tiercache.store import Cursor, StoreError
+from tiercache.store import Cursor, Store, StoreError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.external_sort import slice_bytes
 from tiercache.store.files import scratch_in
 from tiercache.store.rewrite import row_scratch_bytes
 from tiercache.store.row_order import entry_bytes
 from tiercache.store.runs import hash_slices
-from tiercache.store.shards.open_shards import open_shards
-from tiercache.store.table import find_table
+from tiercache.store.shards.joined_ranks import JoinedRanks
+from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
     from tiercache.dist.shard_view import ShardView
     from tiercache.planning.schedule import OrderRule
-    from tiercache.store import Commit, Store, Table
+    from tiercache.store import Commit, Table
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout
-    from tiercache.store.shards.sharded_store import ShardedStore
-    from tiercache.store.shards.sharding import ShardingPlan
 
 _KEY_BYTES = 8
 
@@ -55,46 +52,46 @@ def reshard(
     reorganized: bool = False,
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
-    plain: bool = False,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
-    """Write the shards of a store anew for the ranks and the sharding of ``view``, and return them open.
+    """Write the rows of a store anew for the ranks and the sharding of ``view``, and return it open.
 
-    Collective. The store may be a plain one, and, with ``plain`` for one rank, becomes one. Each rank reads what it
-    owns now out of all old shards, which must be where it can read them, and writes it in the order of first use from
-    where training stands: it goes on there, with rows, optimizer state, learning rates and dense state as they are.
-    Each rank has the dense state, random generators included, that the same rank had, a new one that of rank 0. Passes
-    that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. Older
-    commits go with the old shards.
+    Collective. Each rank reads what it owns now out of what all ranks had, which must be where it can read it, and
+    writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
+    learning rates and dense state as they are. Each rank has the dense state, random generators included, that the same
+    rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those; with
+    ``reorganized`` any others are begun. Older commits are given up.
 
-    ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
-    new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
-    they are refused they are deleted at once, and the store has the bytes it had. Old shards are deleted after. Each
-    rank takes about 350 MiB of memory and, while the old shards are there, the bytes of its new one and temporary files
-    in its folder (as for ``Store.rewrite``): checked against the free bytes of its disk, and the shard against
-    ``store_budget``, before any row is written.
+    ``check`` is given what the rank has and raises BudgetError if a training would outgrow it. One commit makes the
+    new ranks the store's; killed before, the old ones are, and what is half-made is dropped on the next open. If they
+    are refused it is dropped at once, and the store has the bytes it had. What only old ranks had is deleted after.
+    Each rank takes about 350 MiB of memory and, as long as the old rows are there, the bytes of its new ones and
+    temporary files in its folder (as for ``Store.rewrite``): checked against the free bytes of its disk, and its rows
+    against ``store_budget``, before any row is written.
 
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
-    have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
+    have, ValueError, and what ``ShardWriter.divide`` and ``Store.open`` raise: on all ranks.
     """
-    opened = ShardWriter.begin_generation(path, view.whole.tables, view.sharding, ranks, plain=plain, **options)
+    opened = ShardWriter.divide(path, view.whole.tables, view.sharding, ranks, **options)
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []
             copies: list[_Copy] = []
-            with ranks.raise_on_all("reading the old shards"):
+            with ranks.raise_on_all("reading the old rows"):
                 prepare_kernels()
-                old = stack.enter_context(open_shards(opened.path, opened.manifest))
+                assert opened.before is not None, "it has a commit"
+                before = Store.open(opened.path, mode="r", commit=opened.before.values["id"])
+                old = OldRanks.of(stack.enter_context(before))
                 make = partial(_Copy, old, opened.store, view, order, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
-            _refuse(opened, ranks, "reading the old shards", refused)
+            _refuse(opened, ranks, "reading the old rows", refused)
             copy = copies[0]
             _check_free_bytes(copy.need, opened, ranks, store_budget)
             with ranks.raise_on_all("writing rows for other ranks"):
                 copy.run()
             if check is not None:
-                with ranks.raise_on_all("planning the budgets"):
-                    _note(refused, partial(check, opened.store))
+                with ranks.raise_on_all("planning the budgets"), opened.preview() as preview:
+                    _note(refused, partial(check, preview))
                 _refuse(opened, ranks, "planning the budgets", refused)
         opened.publish(copy.start)
     except BaseException:
@@ -103,8 +100,29 @@ def reshard(
     return opened
 
 
+class OldRanks(JoinedRanks):
+    """The rows of a store that is divided anew, and what its ranks keep beside them."""
+
+    ranks: tuple[Store, ...]
+
+    @classmethod
+    def of(cls, store: Store) -> OldRanks:
+        """Return those of a store of one rank or several."""
+        commit = store.commit
+        assert commit is not None, "it stands at a commit"
+        sharding = commit.sharding or ShardingPlan.of_one(store.tables)
+        return cls(store.label, store.tables, sharding, store.ranks or (store,))
+
+    @property
+    def commit(self) -> Commit:
+        """The commit that they are at, as rank 0 has it."""
+        commit = self.ranks[0].commit
+        assert commit is not None, "they stand at a commit"
+        return commit
+
+
 def copy_shard(
-    old: ShardedStore,
+    old: OldRanks,
     store: Store,
     sharding: ShardingPlan,
     rank: int,
@@ -114,18 +132,14 @@ def copy_shard(
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
 ) -> Commit:
-    """Fill the empty shard ``store`` of a rank with what it owns of old shards, and return its first commit.
+    """Fill the empty ``store`` of a rank with what it owns of old ranks' rows, and return its first commit.
 
-    The commit stands at ``start`` and has the state and the settings of the same old shard, of a new rank those of
-    shard 0; rows stand in the order of ``uses``, which may have keys that no old shard has. Raises what ``load_sorted``
-    raises, and ValueError where tables that share a group now had different learning rates.
+    The commit stands at ``start`` and has the state of the same old rank, of a new one that of rank 0, and the
+    settings; rows stand in the order of ``uses``, which may have keys that no old rank has. Raises what ``load_sorted``
+    raises, and ValueError if tables that share a group now had different learning rates.
     """
-    source = old.shards[rank if rank < len(old.shards) else 0]
-    commit = source.commit
-    assert commit is not None, "shards that are read stand at a commit"
-    settings = dict(commit.settings)
-    if "learning_rates" in settings:
-        settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
+    source, commit = old.ranks[rank if rank < len(old.ranks) else 0], old.commit
+    check_rates(commit.settings.get("learning_rates", {}), store)
     scratch = scratch_in(store.path)
     owned = {table.name: sharding.owned_hashes(table.name, rank) for table in store.tables}
     most = {name: 0 if hashes is None else old.most_rows(name, hashes) for name, hashes in owned.items()}
@@ -147,36 +161,30 @@ def copy_shard(
         schedule_digest=schedule_digest,
         first_rows=make_first_rows,
         state=source.state(),
-        settings=settings,
+        settings=commit.settings,
         environment=commit.environment,
         **options,
     )
 
 
-def learning_rates(old: Store, rates: Sequence[float], new: Store) -> list[float]:
-    """Return the rate of each group of ``new`` from those of the groups of ``old``, which has the same tables by name.
-
-    Raises ValueError where tables of one new group had several rates.
-    """
-    found = []
-    for group in new.groups:
-        of_tables = {rates[find_table(old.groups, table.name, old.label)[0].index] for table in group.tables}
+def check_rates(rates: Mapping[str, float], store: Store) -> None:
+    """Raise ValueError if tables that share a group of ``store`` had several learning rates."""
+    for group in store.groups:
+        of_tables = {rates[table.name] for table in group.tables if table.name in rates}
         if len(of_tables) > 1:
             names = ", ".join(repr(table.name) for table in group.tables)
             raise ValueError(
-                f"tables {names} of {new.label} share a group, and so a learning rate, and had "
+                f"tables {names} of {store.label} share a group, and so a learning rate, and had "
                 f"{' and '.join(map(str, sorted(of_tables)))}: set one rate for them before, or shard them apart"
             )
-        found.append(of_tables.pop())
-    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The bytes that a new shard takes while it is made, beside the old shards."""
+    """The bytes that a rank takes while it is made, besides the old rows."""
 
     rows: int
-    """At most: of what old shards have, and, where an epoch was not trained to its end, of keys that are new."""
+    """At most: of what old ranks have, and, where an epoch was not trained to its end, of keys that are new."""
     shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
@@ -189,7 +197,7 @@ class Need:
 
     @classmethod
     def of(
-        cls, old: ShardedStore, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
+        cls, old: OldRanks, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
     ) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
@@ -213,16 +221,13 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(
-        self, old: ShardedStore, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool
-    ) -> None:
+    def __init__(self, old: OldRanks, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._view = old, store, view
         self.start = _start(old, view, order, reorganized=reorganized)
         schedule = Schedule.of(view, order)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, view, schedule, self.start)
-        commit = old.shards[0].commit
-        assert commit is not None
+        commit = old.commit
         self.need = Need.of(old, store, view, self._uses, commit.cursor, commit.state_bytes)
 
     def run(self) -> None:
@@ -233,16 +238,15 @@ class _Copy:
         )  # fmt: skip
 
 
-def place_of(commit: Commit, sharding: ShardingPlan, rank: int, view: ShardView, order: OrderRule) -> Cursor | None:
-    """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``view``.
+def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None:
+    """Return where a training that stands at ``commit`` goes on in the schedule of ``view``.
 
-    ``sharding`` and ``rank`` are those of the shard. None where its passes are others: neither the ones that it was
-    trained with, nor split from these. Raises DatasetError for a place that split passes do not have.
+    None if its passes are others: neither the ones that it was trained with, nor split from these. Raises DatasetError
+    for a place that split passes do not have.
     """
 
     def trained(num_passes: int, passes: str) -> bool:
-        mine = shard_digest(passes, sharding, rank)
-        schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
+        schedule = Schedule(num_passes=num_passes, dataset_digest=passes, order=order)
         return schedule.digest == (commit.schedule_digest or commit.overlaid)
 
     if trained(len(view), view.whole.digest):
@@ -254,11 +258,10 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, view: ShardView,
     return Cursor(*split_cursor(view.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: ShardedStore, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
+def _start(old: OldRanks, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``view``. Raises DatasetError where that is another one."""
-    commit = old.shards[0].commit
-    assert commit is not None
-    found = place_of(commit, old.sharding, 0, view, order)
+    commit = old.commit
+    found = place_of(commit, view, order)
     if found is not None:
         return found
     if not reorganized:
@@ -283,9 +286,9 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
 
 
 def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
-    """Raise on all ranks where any has an error, when the new shards are deleted again."""
+    """Raise on all ranks if any has an error, when what was divided is dropped again."""
     if any(ranks.all_gather_object(bool(errors))):
-        with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
+        with suppress(StoreError, OSError):  # what could not be dropped goes with the next opening
             opened.abandon()
         with ranks.raise_on_all(what):
             for error in errors:
@@ -293,22 +296,22 @@ def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequ
 
 
 def _check_free_bytes(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
-    """Raise BudgetError, with the numbers, where a new shard exceeds its budget, or those of a disk its free bytes."""
+    """Raise BudgetError, with the numbers, if a rank exceeds its budget, or those of a disk its free bytes."""
     folder = opened.store.path
-    assert folder is not None, "shards have folders"
+    assert folder is not None, "ranks have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
     needs = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
     words = ""
     needed, free = sum(total for at, total, _ in needs if at == disk), min(free for at, _, free in needs if at == disk)
     if store_budget is not None and need.shard > store_budget:
         words = (
-            f"store_budget is {format_bytes(store_budget)}, but the shard of rank {ranks.rank} would have "
+            f"store_budget is {format_bytes(store_budget)}, but rank {ranks.rank} would have "
             f"{format_bytes(need.shard)} of {need.rows:,} rows: raise store_budget or start more ranks"
         )
     elif needed > free:
         words = (
-            f"the new shards on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
-            f"files, that of rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, and "
+            f"the ranks on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
+            f"files, rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, and "
             f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
         )
-    _refuse(opened, ranks, "finding room for new shards", [BudgetError(words)] if words else [])
+    _refuse(opened, ranks, "finding room for new ranks", [BudgetError(words)] if words else [])

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 
-def shard_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
-    """Return the digest of the share that a rank has of the dataset with the digest ``passes``: one rank has all."""
-    if sharding.num_ranks == 1:
-        return passes
-    return hashlib.sha256(f"{passes}\0{sharding.digest}\0{rank}".encode()).hexdigest()
-
-
 class ShardSubDataset:
     """A sub-dataset as one rank sees it: its own keys, and all samples, with local ids of the whole sub-dataset."""
 
@@ -114,10 +107,15 @@ class ShardView:
         """The folder of the dataset."""
         return self.whole.path
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Hexadecimal digest of dataset, sharding and rank."""
-        return shard_digest(self.whole.digest, self.sharding, self.rank)
+        """Hexadecimal digest of the dataset: ranks follow one schedule."""
+        return self.whole.digest
+
+    @cached_property
+    def share(self) -> str:
+        """Hexadecimal digest of sharding and rank: of the part of each key set that the rank has."""
+        return hashlib.sha256(f"{self.sharding.digest}\0{self.rank}".encode()).hexdigest()
 
     @property
     def samples(self) -> int:

@@ -1,80 +1,90 @@
-"""The shards of a sharded store, one for each rank, and commits that all of them make or none.
+"""The store of several ranks, open for writing: one rank's part, and the commits that all of them make together.
 
-Why a kill at any instant, of one rank or of all, loses nothing. Let c be the newest commit that the manifest names.
-
-1. A shard makes a commit in one atomic, durable step, and keeps every commit that the manifest names beside it.
-2. ``publish`` returns on no rank before every shard has its next commit, t, and the manifest that names t is on disk. A
-   rank makes the commit after t when ``publish`` of t has returned. So at any instant every shard's newest commit is
-   c, or the one after it; either way the shard still has all that the manifest names.
-3. The manifest is replaced in one atomic, durable step, by rank 0 alone, when every rank has said that its shard has t.
-   So it never names a commit that a shard lacks. It names t and as many of those before as the user wants; a shard
-   learns from it which it may drop (``keep``), and does so when it makes its next commit, or is opened with too many.
-4. On open a shard that is one ahead is rolled back, in one atomic, durable step: a new commit, which has the rows of c
-   and a new id, and c is kept as well. A kill meanwhile leaves some shards with the new commit and some without: all
-   still have c, and are rolled back again. When all stand there, the manifest is replaced by one in which c is the new
-   commits; no shard makes another commit before.
-5. To go back to an older commit (``ShardedStore.rollback``), all shards are rolled back to it, each in one atomic,
-   durable step that keeps c as well: a kill leaves shards that are one ahead, as in 4. Then the manifest is replaced by
-   one that names the new commits and not c, and shards drop c. Shards are compacted likewise.
-6. Shards of another generation are made beside those that the manifest names, and become the store's when one manifest
-   names them. Every manifest names the folders of the generation that is to be deleted: before the switch the new one,
-   after it the old one. So what a kill leaves half-made or half-deleted is found on the next open, and no other folder
-   is ever touched.
-7. A plain store is one shard, in the folder of the store itself: where several ranks go on with it, or one with
-   several shards, it is begun, switched to and deleted as in 6. Beside a plain store there is a manifest only until
-   what that names as obsolete is deleted.
-
-A lock in the folder of the sharded store, held by rank 0, lets one training at a time write; each shard's own lock
-stops one whose rank 0 is gone while others of its ranks still write.
+``tiercache/store/shards/rank_writer.py`` says why a kill of one rank or of all loses nothing. A lock in the folder of
+the store, held by rank 0, lets one training at a time write; each rank's own lock stops one whose rank 0 is gone while
+others of its ranks still write.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
-from tiercache.store import Cursor, StoreError
-from tiercache.store.directory import RANKS_LOCK, StoreDirectory
+from tiercache.store import Cursor, Store, StoreError, Table
+from tiercache.store.commit import CommitRecord
+from tiercache.store.commit_reader import CommitReader
+from tiercache.store.directory import StoreDirectory
+from tiercache.store.engines.engine import Head
+from tiercache.store.engines.memory_engine import MemoryEngine
 from tiercache.store.locks import WriterLock
-from tiercache.store.openers import SHARD_MANIFEST
-from tiercache.store.opening import label_of, store_path
-from tiercache.store.shards.open_shards import open_shard, plain_manifest
-from tiercache.store.shards.shard_manifest import ShardCommit, ShardManifest, in_words
+from tiercache.store.opening import RankPlace, label_of, open_engine, store_path
+from tiercache.store.recovery import record_at
+from tiercache.store.shards.rank_folder import (
+    RankFolder,
+    delete_others,
+    is_among,
+    note_folders,
+    noted_folders,
+    open_rank,
+    store_id,
+)
+from tiercache.store.shards.rank_writer import RankWriter, add_commits, commit_blobs
+from tiercache.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
-    from tiercache.store import Commit, Store, Table
+    from tiercache.store.opening import Opened
     from tiercache.store.shards.sharding import ShardingPlan
 
 
-class ShardWriter:
-    """This rank's shard of a sharded store, and the manifest of all. Made by ``open`` or ``begin_generation``.
+class _Found(NamedTuple):
+    """The store as rank 0 has it, which all ranks know."""
 
-    ``open``, ``begin_generation`` and ``publish`` are made by all ranks together; where one fails, all raise. A rank
-    makes no commit of ``store`` before the one before was published; after a ``publish`` that failed, ``publish`` may
-    be called again, and else all ranks start again.
+    engine: str
+    id: str
+    tables: tuple[Table, ...]
+    blobs: list[tuple[Head, bytes]]
+    """Those of commits, the newest last; of a store without one that with its tables."""
+    leased: frozenset[int]
+    left: tuple[str, ...]
+    """Folders outside the store that ranks may have left."""
+    record: CommitRecord | None
+    """The newest commit."""
+
+
+class ShardWriter:
+    """One rank's part of a store of several ranks. Made by ``open`` or ``divide``.
+
+    ``open``, ``divide``, ``publish`` and ``meet`` are made by all ranks together; if one fails, all raise. What makes a
+    commit of ``store`` prepares it, and the next one is prepared after ``publish``. After a ``publish`` that failed,
+    ``publish`` may be called again, and else all ranks start again.
     """
 
     def __init__(self, path: Path, ranks: AnyCommunicator) -> None:
-        """Only ``open`` and ``begin_generation`` call this."""
-        self.path = path
-        self.manifest: ShardManifest
-        """As it stands on disk: of a generation that was begun and not published, the one before it."""
-        self._next: ShardManifest
-        """What the next publication writes, but for commits; another one than ``manifest`` in a generation begun."""
-        self._ranks = ranks
+        """Only ``open`` and ``divide`` call this."""
+        self.path, self._ranks = path, ranks
+        self.before: CommitRecord | None = None
+        """The newest commit when it was opened."""
+        self._opened: Opened | None = None
         self._store: Store | None = None
+        self._copy: MemoryEngine | None = None
+        """The blobs of commits, on ranks above 0."""
+        self._made: RankFolder | None = None
+        """The folder of this rank, if it was made here."""
         self._locks: list[WriterLock] = []
-        self._written: ShardManifest | None = None
-        self._retention: int | None = None
-        """What ``drop_older`` is to bring the manifest to."""
+        self._left: list[RankFolder] = []
+        """The folders of ranks that the next commit does not have."""
+        self._changing: tuple[str, ...] = ()
+        """Those that are noted until the next commit: the ones of old and of new ranks."""
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -85,97 +95,89 @@ class ShardWriter:
         tables: Iterable[Table],
         sharding: ShardingPlan,
         ranks: AnyCommunicator,
-        *,
-        drop: bool = True,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
-        """Open the sharded store at ``path`` for writing, all shards at the commit of its manifest, or make it.
+        """Open the store at ``path`` for writing, all ranks at its newest commit, or make it.
 
-        tables: whole ones. Commits beyond the retention are dropped now, or where not ``drop`` by ``drop_older``.
-        Where nothing was ever committed, what is there is made anew.
-
-        Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another sharding than
-        the store's, and for a plain one (``begin_generation`` is for those), and ValueError.
+        tables: whole ones. If nothing was ever committed, what ranks have is made anew. Raises, beside what
+        ``Store.open`` raises, StateError for another number of ranks or another sharding than the store's (``divide``
+        is for those), and ValueError.
         """
-        self = cls(store_path(path), ranks)
-        try:
-            spec = self._check(tables, sharding, options)
-            found = self._lock_store()
-            if found is None or found.cursor is None:
-                self._create(found, spec)
-            else:
-                self._resume(found, spec)
-            if drop:
-                self.drop_older()
-        except BaseException:
-            self.close()
-            raise
-        return self
+        return cls._opening(path, tables, sharding, ranks, options, anew=False)
 
     @classmethod
-    def begin_generation(
+    def divide(
         cls,
         path: str | os.PathLike[str],
         tables: Iterable[Table],
         sharding: ShardingPlan,
         ranks: AnyCommunicator,
-        *,
-        plain: bool = False,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
-        """Begin shards for this number of ranks and this sharding, beside those of a store that has commits.
+        """Begin to divide a store that has commits among these ranks by this sharding.
 
-        ``store`` is this rank's new shard, without a commit; ``manifest`` names the old ones, or the plain store that
-        is there, to be read at its commits: nobody else writes to them meanwhile. The first ``publish`` makes the new
-        ones the store's and deletes the old; without one nothing has changed. Close what reads the old ones before.
-        ``plain``: for one rank, the new shard is a plain store, and what the old ones stood beside. Raises as ``open``
-        does.
+        ``store`` has no commit: fill it from the old one, which may be read meanwhile, and make its first commit. The
+        first ``publish`` gives up all older commits, frees what ranks had, and deletes the folders of ranks that there
+        are no more; without one nothing has changed. Close what reads the old rows before. Raises as ``open`` does, and
+        StateError for a store without a commit or with a pinned one.
         """
+        return cls._opening(path, tables, sharding, ranks, options, anew=True)
+
+    @classmethod
+    def _opening(
+        cls, path: str | os.PathLike[str], tables: Iterable[Table], sharding: ShardingPlan, ranks: AnyCommunicator,
+        options: ShardOptions, *, anew: bool,
+    ) -> ShardWriter:  # fmt: skip
         self = cls(store_path(path), ranks)
         try:
-            spec = self._check(tables, sharding, options)
-            found = self._lock_store()
-            with self._ranks.raise_on_all(f"opening {self.label}"):
-                if found is None or found.cursor is None:
-                    raise StateError(f"{self.label} has no commit yet: there is nothing to make shards of")
-                if plain and found.is_plain:  # another process made it meanwhile
-                    raise StateError(f"{self.label} is a plain one already: open it again")
-                spec.check_manifest(found, self.label)
-            assert found is not None
-            self._delete(found)
-            with self._ranks.raise_on_all("taking the old shards"):
-                self._lock_old(found)
-            self._begin(found, spec, plain=plain)
+            with ranks.raise_on_all(f"opening {self.label}"):
+                spec = ShardSpec(self.path, tables, sharding, ranks.size, **options)
+            found = self._find(spec)
+            with ranks.raise_on_all(f"opening {self.label}"):
+                if anew:
+                    self._check_divided(found)
+                elif found.record is not None:
+                    spec.check_sharding(found.record, self.label)
+                if anew or found.record is None:
+                    old = () if found.record is None else found.record.folders
+                    self._changing = (*old, *spec.folders(found.record, anew=anew))
+                self._note([*found.left, *self._changing])
+            with ranks.raise_on_all(f"opening the ranks of {self.label}"):
+                self._open_own(spec, found, anew=anew)
+            if found.left:  # and all ranks have deleted it
+                with ranks.raise_on_all(f"opening {self.label}"):
+                    self._note(self._changing)
         except BaseException:
             self.close()
             raise
         return self
 
-    def drop_older(self) -> None:
-        """Keep as many commits from now on as ``open`` was asked for, and drop what is more. Collective."""
-        if self._retention is None:
-            return
-        manifest = replace(self.manifest, retention=self._retention).trimmed()
-        self._retention = None
-        if manifest != self._written:
-            self._write(manifest)
-
     def abandon(self) -> None:
-        """Delete the shards of a generation that was begun and not published, and close. Collective.
+        """Drop what was divided and not published, and close. Collective.
 
         The store has then the bytes that it had before.
         """
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        self._delete(self.manifest)
-        self._write(self._next)
-        self.close()
+        made, changing, is_done = self._made, self._changing, False
+        try:
+            with suppress(StoreError):
+                self.writer.abandon()
+                self.writer.discard_uncommitted()
+                if self._opened is not None:
+                    self._opened.engine.drop((), shrink=True)
+            self.close()
+            if made is not None:
+                made.delete()
+            is_done = True
+        finally:
+            if changing and all(self._ranks.all_gather_object(is_done)):
+                self._note(())
 
     def close(self) -> None:
-        """Give up the shard; what was not published is lost. A second time does nothing."""
+        """Give up this rank's part; what was not published is lost. A second time does nothing."""
         if self._store is not None:
             self._store.close()
+        elif self._opened is not None:
+            self._opened.close()
         while self._locks:
             self._locks.pop().release()
 
@@ -187,14 +189,32 @@ class ShardWriter:
 
     @property
     def store(self) -> Store:
-        """This rank's shard."""
-        assert self._store is not None, "open() gives shards that have one"
+        """What this rank has."""
+        assert self._store is not None, "open() gives a writer that has one"
         return self._store
 
     @property
+    def writer(self) -> RankWriter:
+        """The writer of ``store``."""
+        writer = self.store.commit_writer
+        assert isinstance(writer, RankWriter), "it is one of several ranks"
+        return writer
+
+    def preview(self) -> Store:
+        """Return what this rank has at the commit that it has prepared, for reading while both are open."""
+        prepared, opened, of = self.writer.prepared, self._opened, self.store
+        assert prepared is not None, "it has prepared one"
+        assert opened is not None, "it is open"
+        loader = opened.loader(of.counters)
+        snapshot = Snapshot(prepared.commit, loader.groups)
+        held = CommitReader(loader.commits, loader, snapshot, alone=True)
+        return Store(opened, of.path, of.mode, prepared.commit.id, None, of, held)
+
+    @property
     def cursor(self) -> Cursor | None:
-        """Where the sharded store stands; None before the first publication, of a generation begun, too."""
-        return self.manifest.cursor if self._next.generation == self.manifest.generation else None
+        """The cursor of the newest commit; None before the first one of these ranks."""
+        commit = self.store.commit
+        return None if commit is None else commit.cursor
 
     @property
     def label(self) -> str:
@@ -203,202 +223,187 @@ class ShardWriter:
 
     # -- commits -----------------------------------------------------------------------------------------
 
-    def publish(self, cursor: tuple[int, int]) -> None:
-        """Make the newest commits of all shards, which stand at ``cursor``, the sharded store's; durable on return.
-
-        Where the manifest names them already, nothing is written. Raises StateError where a shard stands elsewhere, and
-        StoreFullError, on all ranks: the manifest before stands.
-        """
-        cursor, commit = Cursor(*cursor), self.store.commit
-        with self._ranks.raise_on_all("publishing a commit"):
-            self._check_commit(commit, cursor)
-        assert commit is not None
-        found = self._ranks.all_gather_object([ShardCommit.of(self.store), cursor])
-        others = {rank: Cursor(*at) for rank, (_, at) in enumerate(found) if tuple(at) != cursor}
-        if others:
-            rank, other = next(iter(others.items()))
-            raise StateError(
-                f"rank {rank} commits at {in_words(other)} and rank {self._ranks.rank} at {in_words(cursor)}: all "
-                "ranks must take the same steps; start them again: they go on from the last commit"
-            )
-        before, manifest = self.manifest, self._next.at(cursor, [ShardCommit(*made) for made, _ in found])
-        if manifest == before:
-            return
-        self._write(manifest)
-        if manifest.generation != before.generation:
-            while len(self._locks) > (self._ranks.rank == 0):
-                self._locks.pop().release()
-            self._delete(manifest)
-            if manifest.is_plain:
-                self._write(self._next)
-
     @property
     def ahead(self) -> bool:
-        """Whether this shard has a commit that the manifest does not name."""
-        commit = self.store.commit
-        if commit is None:
-            return False
-        return self.cursor is None or commit.id != self._named(self.manifest)
+        """True if this rank has prepared a commit that is not published yet."""
+        return self.writer.prepared is not None
+
+    def publish(self, cursor: tuple[int, int] | None = None) -> None:
+        """Publish the commit that all ranks have prepared, at ``cursor`` if given; durable on return.
+
+        Raises StateError if a rank has prepared none or is at another cursor, and StoreFullError, on all ranks: the
+        commit before stands.
+        """
+        prepared = self.writer.prepared
+        with self._ranks.raise_on_all("publishing a commit"):
+            if prepared is None or (cursor is not None and prepared.commit.cursor != tuple(cursor)):
+                at = "has prepared no commit" if prepared is None else f"is at {in_words(prepared.commit.cursor)}"
+                to = "the next commit" if cursor is None else in_words(cursor)
+                raise StateError(f"{self.store.label} {at} and {to} is to be published: commit it on every rank first")
+        assert prepared is not None
+        made = prepared.commit
+        found = self._ranks.all_gather_object([made.id, made.cursor, prepared.head, made.forgot])
+        own = [prepared.commit.id, list(prepared.commit.cursor)]
+        for rank, (id_, at, *_) in enumerate(found):
+            if [id_, at] != own:
+                raise StateError(
+                    f"rank {rank} commits at {in_words(at)} and rank {self._ranks.rank} at "
+                    f"{in_words(prepared.commit.cursor)}: all ranks must take the same steps; start them again: they "
+                    "go on from the last commit"
+                )
+        with self._ranks.raise_on_all(f"publishing a commit of {self.label}"):
+            if self._ranks.rank == 0:
+                self.writer.publish_prepared([Head(*one[2]) for one in found], max(one[3] for one in found))
+        self._hear()
+        while self._locks:
+            self._locks.pop().release()
+        if self._changing:
+            self._delete_left()
+        self._made = None
 
     def meet(self) -> None:
-        """Bring all shards to one commit again, where something ended a training between theirs. Collective.
+        """Bring all ranks to one commit, after something ended a training between their steps. Collective.
 
-        One that all shards have made is published; one that only some have is rolled back. Nobody writes to the shards
-        meanwhile. Raises StateError where only some have the very first: the store has to be opened again.
+        A commit that all ranks have prepared is published; one that only some have is dropped.
         """
-        found = self._ranks.all_gather_object(self.ahead)
-        if not any(found):
-            return
-        if all(found):
-            commit = self.store.commit
-            assert commit is not None
-            self.publish(commit.cursor)
-            return
-        with self._ranks.raise_on_all("stepping back to the last commit of all ranks"):
-            if self.cursor is None:
-                raise StateError(f"{self.label} has shards with a first commit and shards without: open it again")
-            if self.ahead:
-                self.store.rollback(self._named(self.manifest))
-        self._write(self.manifest.renewed(self._newest()))
+        with self._ranks.raise_on_all("looking at the commits of all ranks"):
+            if not self.writer.is_known:
+                raise StateError(f"a commit of {self.label} failed and may be there or not: close it and open it again")
+        commit = self.store.commit
+        found = self._ranks.all_gather_object(None if commit is None else commit.id)
+        if any(one != found[0] for one in found):  # rank 0 has published what others did not hear of
+            self._hear()
+        ahead = self._ranks.all_gather_object(self.ahead)
+        if all(ahead):
+            self.publish()
+        elif any(ahead):
+            with self._ranks.raise_on_all("dropping a commit that not all ranks have prepared"):
+                self.writer.abandon()
+
+    def _hear(self) -> None:
+        """Have all ranks take the newest commit of rank 0."""
+        told: list[Any] | None = None
+        with self._ranks.raise_on_all(f"reading the newest commit of {self.label}"):
+            if self._ranks.rank == 0:
+                head, data = self.writer.newest_blobs()[-1]
+                told = [head, b64encode(data).decode(), sorted(self.writer.leased_now())]
+        head, text, leased = self._ranks.all_gather_object(told)[0]
+        with self._ranks.raise_on_all(f"taking the newest commit of {self.label}"):
+            if self._copy is not None and self.ahead:
+                newest, data = Head(*head), b64decode(text)
+                record = CommitRecord.from_bytes(data, f"{newest.name} of {self.label}")
+                add_commits(self._copy, [(newest, data)], [one.head for one in record.values["kept"]])
+                self.writer.leased = {*leased}
+                self.writer.take(newest, record)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _check(self, tables: Iterable[Table], sharding: ShardingPlan, options: ShardOptions) -> ShardSpec:
-        with self._ranks.raise_on_all(f"opening {self.label}"):
-            return ShardSpec(tables, sharding, self._ranks.size, **options)
-
-    def _lock_store(self) -> ShardManifest | None:
-        """Take the right to write, as rank 0, and give all ranks the manifest: of a plain store what it would be."""
-        found: ShardManifest | None = None
+    def _find(self, spec: ShardSpec) -> _Found:
+        """Open the engine of rank 0, and tell all ranks what it has. Collective."""
+        told: dict[str, Any] | None = None
         with self._ranks.raise_on_all(f"opening {self.label}"):
             if self._ranks.rank == 0:
-                StoreDirectory(self.path).find()  # refuses what is no store's
-                StoreDirectory(self.path).create()
-                self._locks.append(WriterLock(self.path, RANKS_LOCK))
-                found = ShardManifest.read(self.path)
-                if found is None or found.is_plain:
-                    self._locks.append(WriterLock(self.path))
-                    found = plain_manifest(self.path)
-        return self._broadcast(found)
-
-    def _broadcast(self, manifest: ShardManifest | None) -> ShardManifest | None:
-        """Return what rank 0 has, on every rank."""
-        own = manifest.to_bytes().decode() if self._ranks.rank == 0 and manifest is not None else None
-        received = self._ranks.all_gather_object(own)[0]
-        return (
-            None if received is None else ShardManifest.from_bytes(received.encode(), str(self.path / SHARD_MANIFEST))
+                opened = self._opened = open_engine(self.path, spec.tables, spec.engine, "a", None)
+                newest = opened.engine.newest()
+                assert newest is not None, "it is a store"
+                record = record_at(opened.engine, newest, self.label)
+                folders, left = (() if record is None else record.folders), noted_folders(self.path)
+                delete_others(self.path, folders, left)
+                blobs, leased = commit_blobs(opened.engine, newest, record)
+                told = {
+                    "engine": StoreDirectory(self.path).marker()["engine"],
+                    "id": store_id(self.path),
+                    "tables": [table.to_record() for table in opened.tables],
+                    "blobs": [[head, b64encode(data).decode()] for head, data in blobs],
+                    "leased": sorted(leased),
+                    "left": left,
+                }
+        told = self._ranks.all_gather_object(told)[0]
+        assert told is not None
+        blobs = [(Head(*head), b64decode(text)) for head, text in told["blobs"]]
+        copy = MemoryEngine()
+        add_commits(copy, blobs)
+        found = _Found(
+            engine=told["engine"],
+            id=told["id"],
+            tables=tuple(Table.from_record(record) for record in told["tables"]),
+            blobs=blobs,
+            leased=frozenset(told["leased"]),
+            left=tuple(told["left"]),
+            record=record_at(copy, blobs[-1][0], self.label),
         )
+        if self._ranks.rank:
+            self._copy = copy
+        self.before = found.record
+        return found
 
-    def _create(self, found: ShardManifest | None, spec: ShardSpec) -> None:
-        """Make the shards of a store without a commit."""
-        manifest: ShardManifest | None = None
-        with self._ranks.raise_on_all(f"making {self.label}"):
-            if found is not None and found.is_plain:  # whoever made it chose its tables
-                spec.check_manifest(found, self.label)
-            if self._ranks.rank == 0:
-                manifest = spec.manifest(self.path, found)
-        manifest = self._broadcast(manifest)
-        assert manifest is not None
-        self._write(manifest)
-        self._delete(manifest)
-        self._open_shard(self._next, spec)
+    def _delete_left(self) -> None:
+        """Delete the folders of ranks that the newest commit does not have; the next opening deletes what stays."""
+        is_done = False
+        with suppress(OSError):  # the commit stands
+            for folder in self._left:
+                folder.delete()
+            is_done = True
+        self._left.clear()
+        self._changing = ()
+        if all(self._ranks.all_gather_object(is_done)):
+            self._note(())
 
-    def _begin(self, found: ShardManifest, spec: ShardSpec, *, plain: bool) -> None:
-        """Make the shards of another generation, which the manifest on disk names as what is to be deleted."""
-        fresh = replace(spec.manifest(self.path, found, plain=plain), obsolete=found.shards)
-        self._write(replace(found, obsolete=fresh.shards))
-        self._open_shard(fresh, spec)
-        if plain:  # a plain store counts the commits alone
-            self.store.commit_writer.first_id = fresh.first_commit
-        self._next = fresh
-
-    def _open_shard(self, manifest: ShardManifest, spec: ShardSpec) -> None:
-        rank = self._ranks.rank
-        with self._ranks.raise_on_all(f"opening the shards of {self.label}"):
-            tables = spec.sharding.shard_tables(spec.tables, rank)
-            self._store = open_shard(self.path, manifest, rank, tables)
-
-    def _resume(self, found: ShardManifest, spec: ShardSpec) -> None:
-        """Open the shard that is there, and step back to the commit of the manifest."""
-        with self._ranks.raise_on_all(f"opening {self.label}"):
-            spec.check_manifest(found, self.label)
-            spec.check_sharding(found, self.label)
-        self._delete(found)
-        manifest = spec.moved(self.path, replace(found, obsolete=()))
-        self._open_shard(manifest, spec)
-        self._retention = manifest.retention
-        manifest = manifest.renewed(self._newest())
-        manifest = replace(manifest, retention=max(manifest.retention, found.retention))
-        self.manifest, self._next, self._written = manifest, manifest, found
-        if replace(manifest, retention=found.retention) != found:
-            self._write(manifest)
-
-    def _check_commit(self, commit: Commit | None, cursor: Cursor) -> None:
-        """Raise StateError where this shard does not stand one commit after the manifest at most, at ``cursor``."""
-        if commit is None or commit.cursor != cursor:
-            at = "has no commit" if commit is None else f"stands at {in_words(commit.cursor)}"
-            raise StateError(
-                f"{self.store.label} {at} and {in_words(cursor)} is to be published: commit it on every rank first"
-            )
-        if self._next.generation == self.manifest.generation and self.manifest.commits:
-            made = commit.id - self._named(self.manifest)
-            if made > 1:
-                raise StateError(
-                    f"{self.store.label} made {made} commits since the manifest was written: publish each before the "
-                    "next"
-                )
-
-    def _lock_old(self, found: ShardManifest) -> None:
-        """Take the right to write to the old shards that fall to this rank: a training that goes on still has it."""
-        for rank in range(self._ranks.rank, 0 if found.is_plain else found.num_ranks, self._ranks.size):
-            folder = found.folder(self.path, rank)
-            if folder.exists():  # else it is on another machine
-                self._locks.append(WriterLock(folder))
-
-    def _delete(self, manifest: ShardManifest) -> None:
-        """Delete the folders that a manifest says are to be deleted; the next one does not name them any more.
-
-        Every rank tries every folder: it may be on a disk that only some of them see.
-        """
-        if not manifest.obsolete:
-            return
-        with self._ranks.raise_on_all(f"deleting old shards of {self.label}"):
-            self._check_place()
-            manifest.delete_obsolete(self.path, here=self._ranks.rank == 0)
-        self._next = replace(manifest, obsolete=())
-
-    def _write(self, manifest: ShardManifest) -> None:
-        """Have rank 0 write the manifest; all return when it is on disk."""
-        with self._ranks.raise_on_all(f"writing the manifest of {self.label}"):
-            self._check_place()
-            if self._ranks.rank == 0:
-                self._check_manifest(manifest)
-                manifest.write(self.path)
-        self.manifest = self._next = self._written = manifest
-        if self._store is not None and manifest.commits and not manifest.is_plain:
-            self._store.commit_writer.keep(manifest.commits_of(self._ranks.rank))
-
-    def _newest(self) -> list[ShardCommit]:
-        """Return the newest commit of every shard, by rank."""
-        return [ShardCommit(*made) for made in self._ranks.all_gather_object(ShardCommit.of(self.store))]
-
-    def _check_place(self) -> None:
-        """Raise StoreError on rank 0 if the store at the path is not the one that it locked."""
+    def _note(self, folders: Sequence[str]) -> None:
+        """Have rank 0 note the folders that are not in the store."""
         if self._ranks.rank == 0:
-            self._locks[0].check()
+            note_folders(self.path, folders)
 
-    def _check_manifest(self, manifest: ShardManifest) -> None:
-        """Raise StoreError if the one on disk is neither what this wrote or read last nor ``manifest``."""
-        known = self._written
-        if known is None or (known.is_plain and not known.obsolete):  # then there is none
-            return
-        if ShardManifest.read(self.path) not in (known, manifest):
-            raise StoreError(
-                f"{self.path / SHARD_MANIFEST} is not what this training wrote: something else changed or restored it "
-                "meanwhile. Nothing more is written: put back the folder as one whole, and open it again"
+    def _check_divided(self, found: _Found) -> None:
+        record = found.record
+        if record is None:
+            raise StateError(f"{self.label} has no commit yet: there is nothing to divide")
+        if pins := record.values["pins"]:
+            raise StateError(
+                f"{self.label} has the pinned commits {', '.join(map(repr, pins))}, which other ranks would give up: "
+                "unpin them first"
             )
+        for rank, folder in enumerate(record.folders[1:], 1):  # nothing is made for new ranks unless all rows are here
+            RankFolder(self.path, folder, rank, found.id).check()
 
-    def _named(self, manifest: ShardManifest) -> int:
-        """Return the commit of this shard at which a manifest stands."""
-        assert manifest.newest is not None
-        return manifest.newest.shards[self._ranks.rank]
+    def _open_own(self, spec: ShardSpec, found: _Found, *, anew: bool) -> None:
+        """Open what this rank has, or make it."""
+        rank, record = self._ranks.rank, found.record
+        old = () if record is None else record.folders or (".",)
+        folders = spec.folders(record, anew=anew)
+        commits = self._copy or (self._opened.engine if self._opened is not None else None)
+        assert commits is not None, "rank 0 has opened its engine"
+        place = RankPlace(
+            rank=rank, sharding=spec.sharding, folders=folders, commits=commits, store=found.id, leased=found.leased,
+            anew=anew,
+        )  # fmt: skip
+        own = self.path / folders[rank]
+        before, after = ([self.path / folder for folder in some] for some in (old, folders))
+        for other in range(rank, len(old), self._ranks.size):  # a training that goes on still has its lock
+            if anew and other and not is_among(before[other], [own]) and before[other].is_dir():
+                self._locks.append(WriterLock(before[other]))
+        if rank == 0:
+            assert self._opened is not None
+            opened = replace(self._opened, place=place)
+        else:
+            for name in found.left:
+                with suppress(ValueError):
+                    if name not in {*old, *folders} and not is_among(self.path / name, [*before, *after]):
+                        RankFolder(self.path, name, int(name.rpartition("rank-")[2]), found.id).delete()
+            is_there = record is not None and rank < len(old) and (not anew or is_among(own, [before[rank]]))
+            if not is_there:
+                self._made = RankFolder(self.path, folders[rank], rank, found.id)
+            opened = open_rank(found.tables, self.path, place, "a", None, engine="" if is_there else found.engine)
+        self._opened = opened
+        self._store = Store(opened, opened.path, "a", None, spec.retention)
+        if anew:
+            self._left = [
+                RankFolder(self.path, folder, other, found.id) for other, folder in enumerate(old)
+                if folder not in folders and other and not is_among(before[other], after)
+            ]  # fmt: skip
+
+
+def in_words(cursor: Sequence[int]) -> str:
+    """Return where something stands, in the words of a message."""
+    pass_index, sample = cursor
+    return f"pass {pass_index}" + (f", sample {sample}" if sample else "")

@@ -1,4 +1,4 @@
-"""TrainingStore: the store that a cache trains, a plain one or this rank's shard."""
+"""TrainingStore: the store that a cache trains, or what this rank has of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from tiercache.planning.sharding_planner import sharding_of
 from tiercache.planning.sharding_rules import sharding_facts
 from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
-from tiercache.store.files import scratch_in
-from tiercache.store.opening import store_path
-from tiercache.store.shards.open_shards import plain_manifest
-from tiercache.store.shards.shard_manifest import ShardManifest
-from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.files import local_path, scratch_in
+from tiercache.store.opening import newest_record, store_path
+from tiercache.store.shards.rank_folder import folders_of
 from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ class TrainingStore:
         self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
-        """Where tables stand in shards; None in a plain store."""
+        """The sharding of several ranks; None for one."""
         self._store: Store | None = None
         """What ``open`` returned."""
         self._made: os.stat_result | None = None
@@ -84,8 +82,8 @@ class TrainingStore:
         self._filled = False
         """Whether it has its first rows from the model."""
         self._shards: ShardWriter | None = None
-        self._becomes_plain = False
-        """Whether ``open`` makes a plain store of shards."""
+        self._becomes_one = False
+        """True if ``open`` gives all rows of several ranks to one."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -108,14 +106,16 @@ class TrainingStore:
             return self._passes
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given_store()
-            is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
-            found = ShardManifest.read(self._place) if self._store_given is None else None
-            if not is_sharded and found is not None:
-                is_sharded = found.num_ranks == 1 and not found.is_plain
-                self._becomes_plain = found.num_ranks > 1 and found.newest is not None
-        if isinstance(self._store_given, ShardedStore):
-            check_same(self._ranks, {"the commit of the store": self._store_given.commit.id})
-            self.sharding = self._store_given.sharding
+            is_sharded = self._ranks.size > 1
+            if not is_sharded and self._store_given is None:
+                folders_of(1, self._place, shard_paths(self._options.shard_dirs))  # or raises
+                found = newest_record(self._place)
+                self._becomes_one = found is not None and len(found.ranks) > 1
+        given = self._store_given
+        if given is not None and given.ranks:
+            assert given.commit is not None, "a store of several ranks has a commit"
+            check_same(self._ranks, {"the commit of the store": given.commit.id})
+            self.sharding = given.commit.sharding
         elif is_sharded:
             self.sharding = choose_sharding(
                 self._place, self._passes, self._ranks, requested, number_bytes=number_bytes
@@ -137,11 +137,11 @@ class TrainingStore:
                 "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
                 "Store with them"
             )
-        if isinstance(given, ShardedStore):
-            if given.sharding.num_ranks != ranks or options.sharding != "auto":
+        if given.ranks:
+            if len(given.ranks) != ranks or options.sharding != "auto":
                 raise ValueError(
-                    f"{given.label} was opened with shards for {given.sharding.num_ranks} ranks: give it to as many "
-                    f"ranks without sharding=, or give its path to {ranks}"
+                    f"{given.label} was opened with the rows of {len(given.ranks)} ranks: give it to as many ranks "
+                    f"without sharding=, or give its path to {ranks}"
                 )
         elif ranks > 1:
             raise ValueError(
@@ -203,15 +203,15 @@ class TrainingStore:
         if first is not None:
             self._fill(first, budgets, progress=progress)
         options = self._options
-        if isinstance(self._store_given, ShardedStore):
-            self._store = self._store_given.shards[self._ranks.rank]
+        if self._store_given is not None and self._store_given.ranks:
+            self._store = self._store_given.ranks[self._ranks.rank]
             return self._store
         if self.sharding is not None:
             assert isinstance(source, ShardView)
             self._shards = self._open_shards(source, budgets)
             self._store = self._shards.store
             return self._store
-        if self._becomes_plain:
+        if self._becomes_one:
             self._open_shards(ShardView(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
         if self._store_given is not None:
             store = self._store = self._store_given
@@ -228,7 +228,7 @@ class TrainingStore:
         return open_own_shard(
             self._place, shard_view, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
             retention=options.retention, reorganized=options.reorganize or self._filled, order=options.order,
-            budgets=budgets, plain=self._becomes_plain,
+            budgets=budgets,
         )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
@@ -254,8 +254,6 @@ class TrainingStore:
         """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""
         commit = None if self._store is None else self._store.commit
         id_ = -1 if commit is None else commit.made_of
-        if self._shards is not None and self._shards.manifest.newest is not None:
-            id_ = self._shards.manifest.newest.id  # shards count their own
         return {"store": "" if self._path is None else self._path.name, "commit": id_}
 
     def check_named(self, state: Mapping[str, object]) -> None:
@@ -271,7 +269,7 @@ class TrainingStore:
     @contextmanager
     def committed(self) -> Iterator[Store]:
         """Give the whole store at its newest commit of all ranks, for reading. Not collective."""
-        if isinstance(self._store_given, ShardedStore):
+        if self._store_given is not None and self._store_given.ranks:
             yield self._store_given
             return
         with Store.open(self._place, mode="r") as store:
@@ -279,23 +277,18 @@ class TrainingStore:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a commit is one of all shards: each has to be durable and published before the next is made."""
+        """True if a commit is one of all ranks: each has to be published before the next is prepared."""
         return self._shards is not None
 
     def meet(self) -> None:
-        """Bring all shards to one commit, where something ended a training between theirs. Collective."""
+        """Bring all ranks to one commit, after something ended a training between their steps. Collective."""
         if self._shards is not None:
             self._shards.meet()
 
     def publish(self) -> None:
-        """Make the newest commit of the shards that of all; called where all have made the same ones. Collective."""
-        if self._shards is not None and self._shards.store.commit is not None and self._shards.ahead:
-            self._shards.publish(self._shards.store.commit.cursor)
-
-    def drop_older(self) -> None:
-        """Drop commits beyond those that are kept from now on. Collective."""
-        if self._shards is not None:
-            self._shards.drop_older()
+        """Publish the commit that this rank has prepared; called if all have prepared the same one. Collective."""
+        if self._shards is not None and self._shards.ahead:
+            self._shards.publish()
 
     def close(self) -> None:
         """Close what was opened here. Not collective."""
@@ -320,9 +313,9 @@ def choose_sharding(
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
-            found = ShardManifest.read(store_path(path)) if requested == "auto" else None
-            if found is not None and found.num_ranks == ranks.size and not found.is_plain:
-                chosen = found.sharding.to_record()
+            found = newest_record(store_path(path)) if requested == "auto" else None
+            if found is not None and len(found.ranks) == ranks.size > 1:
+                chosen = found.values["sharding"].to_record()
             else:
                 chosen = sharding_of(passes, ranks.size, requested, number_bytes=number_bytes).to_record()
     return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
@@ -336,14 +329,12 @@ def open_own_shard(
     reorganized: bool,
     order: OrderRule,
     budgets: Budgets | None = None,
-    plain: bool = False,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
-    """Open the shards of a store, or make them; rows of a plain store, other ranks or another sharding are moved.
+    """Open the store for all ranks, or make it; rows of other ranks or another sharding are moved.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
-    that ``budgets`` would not hold, but for what `check_store` says alone. Commits beyond the retention stay until
-    `ShardWriter.drop_older`. ``plain``: one rank makes a plain store of shards.
+    that ``budgets`` would not hold, but for what `check_store` says alone.
 
     Raises what `ShardWriter.open` and `reshard` raise, and BudgetError.
     """
@@ -352,31 +343,31 @@ def open_own_shard(
         if budgets is not None:
             check_plan(budgets, shard_view, order=order, folder=folder, **counts)
 
-    def check_shard(store: Store) -> None:
+    def check_rank(store: Store) -> None:
         if budgets is not None:
             check_store(budgets, shard_view, store, order=order)
 
     store_budget = None if budgets is None else budgets.store_budget
     found: list[Any] | None = None
-    with ranks.raise_on_all("reading the manifest of the store"):
-        if ranks.rank == 0:
-            found = _find_shards(store_path(path), shard_view.sharding, plain=plain)
+    with ranks.raise_on_all("reading the newest commit of the store"):
+        if ranks.rank == 0 and (record := newest_record(store_path(path))) is not None:
+            is_one = len(record.ranks) == shard_view.sharding.num_ranks == 1
+            found = [is_one or record.values["sharding"] == shard_view.sharding, record.values["retention"]]
     found = ranks.all_gather_object(found)[0]
     if found is not None and not found[0]:
-        commits = (options.get("retention") or found[1]) + 1  # of a shard
         with ranks.raise_on_all(_PLANNING):
-            check_budgets(store_path(path), commits=commits)
+            check_budgets(store_path(path), commits=options.get("retention") or found[1])
         return reshard(
-            path, shard_view, ranks, order=order, reorganized=reorganized, store_budget=store_budget,
-            check=check_shard, plain=plain, **options,
+            path, shard_view, ranks, order=order, reorganized=reorganized, store_budget=store_budget, check=check_rank,
+            **options,
         )  # fmt: skip
-    opened = ShardWriter.open(path, shard_view.whole.tables, shard_view.sharding, ranks, drop=False, **options)
+    opened = ShardWriter.open(path, shard_view.whole.tables, shard_view.sharding, ranks, **options)
     store = opened.store
     if (commit := store.commit) is not None:
         try:
             moves = False
             with ranks.raise_on_all(_PLANNING):
-                start = place_of(commit, shard_view.sharding, shard_view.rank, shard_view, order)
+                start = place_of(commit, shard_view, order)
                 if start is not None or reorganized:
                     moves = commit.schedule_digest != Schedule.of(shard_view, order).digest
                 if moves:
@@ -386,19 +377,14 @@ def open_own_shard(
             with ranks.raise_on_all("putting rows into another order"):
                 if moves:
                     reorganize(store, shard_view, order=order, start=start, store_budget=store_budget, progress=False)
-            assert store.commit is not None
-            opened.publish(store.commit.cursor)
+            if moves:
+                opened.publish()
         except BaseException:
             opened.close()
             raise
     return opened
 
 
-def _find_shards(path: Path, sharding: ShardingPlan, *, plain: bool) -> list[Any] | None:
-    """Return whether the store at ``path`` is sharded so, and its retention; None where it has no commit."""
-    found = ShardManifest.read(path)
-    if found is None or found.is_plain:
-        found = plain_manifest(path)
-    if found is None or found.cursor is None:
-        return None
-    return [not found.is_plain and not plain and found.sharding == sharding, found.retention]
+def shard_paths(given: Sequence[str | os.PathLike[str]] | None) -> list[Path] | None:
+    """Return the folders that were given for ranks."""
+    return None if given is None else [local_path(folder, "the folder of a rank") for folder in given]

@@ -42,9 +42,14 @@ class NextUseFiles:
         folder: Path | None,
         *,
         keys_per_range: int = KEYS_PER_RANGE,
+        share: str = "",
     ) -> None:
-        """``keys_per_range``: keys of all passes that are processed at once."""
+        """``keys_per_range``: keys of all passes that are processed at once.
+
+        ``share``: the digest of the part of the keys that a rank has; empty for all keys.
+        """
         self._keys_per_range = keys_per_range
+        self._name = f"{share[:12]}{schedule.digest}"[:24]
         self._written: list[Path] = []
         self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
         self._folder = None if folder is None else folder / FOLDER
@@ -96,12 +101,12 @@ class NextUseFiles:
 
     def _path(self, epoch: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
+        return self._folder / f"{self._name}-{epoch}.gaps"
 
     def _write(self, path: Path, epoch: int, total: int) -> None:
         path.parent.mkdir(exist_ok=True)
         for old in path.parent.glob("*.gaps"):
-            if not old.name.startswith(self._schedule.digest[:24]):
+            if not old.name.startswith(self._name):
                 old.unlink()
         temporary = path.with_suffix(".part")
         distances, sums = distance_bytes(total)

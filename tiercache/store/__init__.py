@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tiercache.store.openers import OPENERS, SHARD_MANIFEST
-
 if TYPE_CHECKING:
     from tiercache.store.alter import alter
     from tiercache.store.bits import hash_keys, mix, xxh64
@@ -54,12 +52,6 @@ if TYPE_CHECKING:
 if __name__ != "tiercache.store":
     raise ImportError("import tiercache.store: the folder store at the top level is a link to it")
 
-
-def _open_sharded(*arguments: Any) -> Any:
-    return import_module("tiercache.store.shards.open_shards").open_sharded(*arguments)
-
-
-OPENERS[SHARD_MANIFEST] = _open_sharded
 
 _HOME = {
     "alter": "alter",

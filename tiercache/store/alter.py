@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.shards.sharding import groups_of_rank
 from tiercache.store.table import Table, group_tables, row_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.store.commit import Commit
     from tiercache.store.store import Store
@@ -29,34 +29,39 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
 
     One atomic, durable step. Raises ValueError for tables that the rows cannot become, StoreFullError.
     """
-    commit = checked_commit(store, "altered")
+    commit = checked_commit(store)
     requested = altered_tables(commit.tables, tables, store.label)
     if [table.to_record() for table in requested] == [table.to_record() for table in commit.tables]:
         return commit
     changes: dict[str, Any] = {"tables": requested, "settings": altered_settings(commit, requested)}
     groups, id_ = group_tables(requested), commit.id + 1
-    if commit.stored or row_layout(groups) != row_layout(commit.groups):
+    moves = commit.stored or row_layout(groups) != row_layout(group_tables(commit.tables))
+    if moves and commit.sharding is not None:
+        raise ValueError(
+            f"{store.label} has {commit.sharding.num_ranks} ranks, where only settings can change: train with one rank "
+            "before tables, dims or optimizers change"
+        )
+    if moves:
         changes |= {"stored": (*commit.stored, commit.tables), "since": id_, "schedule_digest": ""}
         changes["overlaid"] = commit.overlaid or commit.schedule_digest
         check_between_passes(store, "tables, dims or optimizers change")
-    else:
-        changes["groups"] = groups
-    with store._opened.uses.using():
-        altered = store.commit_writer.amend(**changes)
-    store.take_tables()
-    return altered
+
+    def amend(part: Store) -> None:
+        assert part.commit is not None, "it was checked"
+        own = {} if moves else {"groups": groups_of_rank(requested, commit.sharding, part.commit.own.rank)}
+        with part._opened.uses.using():
+            part.commit_writer.amend(**changes, **own)
+        part.take_tables()
+
+    return store.commit_on_all(amend)
 
 
-def checked_commit(store: Store, what: str) -> Commit:
-    """Return the newest commit. Raises ValueError if the store cannot be ``what``."""
-    if isinstance(store, ShardedStore):
-        raise ValueError(  # noqa: TRY004
-            f"{store.label} has shards and cannot be {what}: train with one rank to make it plain first"
-        )
-    _ = store.commit_writer
+def checked_commit(store: Store) -> Commit:
+    """Return the newest commit of a store that is open for writing, with nothing appended. Raises ValueError."""
+    _ = store._writer  # or raises
     if store.commit is None:
         raise ValueError(f"{store.label} has no commit yet: make a new store, or train and commit first")
-    if len(store.segments) > len(store.snapshot.committed):
+    if any(part.snapshot.appended for part in store.parts):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
     return store.commit
 
@@ -118,23 +123,27 @@ def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
     if own := {name: values for name, values in own.items() if values}:
         settings["tables"] = own
     if "learning_rates" in settings:
-        rates = {t.name: settings["learning_rates"][g.index] for g in group_tables(commit.tables) for t in g.tables}
-        settings["learning_rates"] = []
-        for group in group_tables(tables):
-            found: dict[float, str] = {}
-            for table in group.tables:
-                old, rate = before.get(table.name), table.optimizer.learning_rate
-                same = old is not None and type(old.optimizer) is type(table.optimizer)
-                stays = same and old is not None and old.optimizer.learning_rate == rate
-                found[rates[table.name] if stays else rate] = table.name
-            if len(found) > 1:
-                (one, first), (other, second), *_ = found.items()
-                raise ValueError(
-                    f"tables {first!r} and {second!r} would share a group, and so a learning rate, and the training "
-                    f"left them at {one} and {other}: give both a new learning_rate"
-                )
-            settings["learning_rates"] += found
+        rates = {}
+        for table in tables:
+            old, rate = before.get(table.name), table.optimizer.learning_rate
+            stays = old is not None and type(old.optimizer) is type(table.optimizer)
+            stays = stays and old is not None and old.optimizer.learning_rate == rate
+            rates[table.name] = settings["learning_rates"].get(table.name, rate) if stays else rate
+        settings["learning_rates"] = rates
+        _check_rates(rates, tables)
     return settings
+
+
+def _check_rates(rates: Mapping[str, float], tables: Sequence[Table]) -> None:
+    """Raise ValueError if tables of one group have several learning rates."""
+    for group in group_tables(tables):
+        found = {rates[table.name]: table.name for table in group.tables}
+        if len(found) > 1:
+            (one, first), (other, second), *_ = found.items()
+            raise ValueError(
+                f"tables {first!r} and {second!r} would share a group, and so a learning rate, and the training left "
+                f"them at {one} and {other}: give both a new learning_rate"
+            )
 
 
 def alterations(before: Sequence[Table], after: Sequence[Table]) -> list[str]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
+from tiercache.store.layout import checksum
 from tiercache.store.live import GROUP_COUNTS, Live
 from tiercache.store.records import checked_digest, decode, digest, encode, whole
+from tiercache.store.shards.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import Table, group_tables, tombstone_groups
 
@@ -52,6 +55,12 @@ class State(NamedTuple):
     """Bytes of every part with a checksum but the last."""
     checksums: NDArray[np.uint32]
     """CRC32C of each part."""
+
+    @classmethod
+    def of(cls, name: str, data: NDArray[np.uint8]) -> State:
+        """Return the state with these bytes."""
+        parts = (data[i : i + STATE_CHUNK_BYTES] for i in range(0, data.size, STATE_CHUNK_BYTES))
+        return cls(name, data.size, STATE_CHUNK_BYTES, np.array([*map(checksum, parts)], np.uint32))
 
     @property
     def blob(self) -> Blob:
@@ -202,6 +211,10 @@ class Commit:
     """The digest of the commit before it; of the first one of what the store was made as."""
     ranks: tuple[Head, ...] = ()
     """By rank the blob that lists what it has."""
+    sharding: ShardingPlan | None = None
+    """The rank that has each row; None for one rank, which has them all."""
+    folders: tuple[str, ...] = ()
+    """By rank the folder of its blobs: see ``rank_folder``. Empty for one rank."""
     groups: tuple[Group, ...] = ()
     """The groups of the layouts of its segments."""
     head: Head | None = None
@@ -221,6 +234,11 @@ class Commit:
     def retained_ids(self) -> frozenset[int]:
         """Its segments of earlier schedules, whose next uses are void."""
         return frozenset(id_ for id_, first in self.named.items() if first < self.since)
+
+    @property
+    def own_tables(self) -> tuple[Table, ...]:
+        """The tables of its rank, whole or a slice of their columns."""
+        return self.tables if self.sharding is None else self.sharding.shard_tables(self.tables, self.own.rank)
 
     @property
     def state_bytes(self) -> int:
@@ -263,6 +281,8 @@ class Commit:
             "abandoned": [list(ids) for ids in self.abandoned],
             "ranks": [list(head) for head in self.ranks],
         }
+        if self.sharding is not None:
+            values |= {"sharding": self.sharding.to_record(), "folders": list(self.folders)}
         try:
             return encode("commit", values, {})
         except (TypeError, ValueError) as error:
@@ -302,22 +322,53 @@ class CommitRecord:
                 "forgot": whole(values["forgot"], "forgot"),
                 "stored": tuple(tables_of({"tables": tables}) for tables in values["stored"]),
             }  # fmt: skip
-            ranks = tuple(_head(head) for head in values["ranks"])
-            if not ranks:
-                raise ValueError("it has no rank")
-            return cls(values=fields, tables=tables_of(values), ranks=ranks)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            ranks, tables = tuple(_head(head) for head in values["ranks"]), tables_of(values)
+            fields |= _sharding(values, tables, len(ranks))
+            return cls(values=fields, tables=tables, ranks=ranks)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise _unreadable(name, error) from error
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups of the layouts of its segments."""
+    def folders(self) -> tuple[str, ...]:
+        """By rank the folder of its blobs; empty for one rank."""
+        folders: tuple[str, ...] = self.values["folders"]
+        return folders
+
+    def groups_of(self, rank: int) -> tuple[Group, ...]:
+        """Return the groups of the layouts of a rank's segments, of tables that it has whole or a slice of."""
         stored: tuple[tuple[Table, ...], ...] = self.values["stored"]
-        return group_tables(stored[0] if stored else self.tables)
+        return groups_of_rank(stored[0] if stored else self.tables, self.values["sharding"], rank)
 
     def commit(self, own: RankList, groups: tuple[Group, ...], head: Head) -> Commit:
         """Return the commit with what one rank lists, of segments in ``groups``."""
         return Commit(**self.values, tables=self.tables, ranks=self.ranks, own=own, groups=groups, head=head)
+
+
+def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int) -> dict[str, Any]:
+    """Return the sharding and the folders of the ranks. Raises ValueError if they contradict the rest."""
+    if "sharding" not in values:
+        if num_ranks != 1:
+            raise ValueError(f"it has {num_ranks} ranks and no sharding")
+        return {"sharding": None, "folders": ()}
+    if values["stored"]:
+        raise ValueError(f"it has {num_ranks} ranks and tables of before an alteration")
+    sharding = ShardingPlan.from_record(values["sharding"])
+    sharding.check(tables)
+    folders = tuple(values["folders"])
+    if not num_ranks == sharding.num_ranks == len(folders) > 1:
+        raise ValueError(f"it has {num_ranks} ranks, {len(folders)} folders and a sharding for {sharding.num_ranks}")
+    for rank, folder in enumerate(folders):
+        path = PurePosixPath(folder)
+        alone = path.is_absolute() or len(path.parts) == 1
+        fits = folder == "." if rank == 0 else path.name == rank_folder(rank) and alone and ".." not in path.parts
+        if not (folder.isprintable() and fits):
+            raise ValueError(f"{folder!r:.200} is no folder of rank {rank}")
+    return {"sharding": sharding, "folders": folders}
+
+
+def rank_folder(rank: int) -> str:
+    """Return the name of a rank's folder: rank 0 uses the folder of the store itself."""
+    return f"rank-{rank}" if rank else "."
 
 
 def tables_of(values: dict[str, Any]) -> tuple[Table, ...]:

@@ -7,18 +7,17 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tiercache.store.locks import MARKER, Lease
-from tiercache.store.openers import SHARD_MANIFEST
-from tiercache.store.snapshot import History
+from tiercache.store.locks import Lease
+from tiercache.store.snapshot import History, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from tiercache.store.commit import Commit
     from tiercache.store.engines.engine import Engine
     from tiercache.store.recovery import CommitLoader
-    from tiercache.store.snapshot import Snapshot
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
@@ -70,6 +69,12 @@ class CommitReader:
         reader._holds = holds
         return reader
 
+    @classmethod
+    def of_rank(cls, loader: CommitLoader, commit: Commit) -> CommitReader:
+        """Read what a commit lists of a rank; somebody else holds the commit. Raises CorruptStoreError."""
+        assert commit.head is not None, "it is written"
+        return cls(loader.commits, loader, Snapshot(loader.read(commit.head), loader.groups), alone=True)
+
     @cached_property
     def history(self) -> History:
         """The commits that are kept; of one that was asked for, only that. Raises CorruptStoreError."""
@@ -92,11 +97,10 @@ class CommitReader:
 
     def explain(self, error: CorruptStoreError) -> StoreError:
         """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
-        folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
-        if folder is not None and (folder / SHARD_MANIFEST).exists() and not (folder / MARKER).exists():
-            return StoreError(f"{self._label} was sharded while it was read: open it again")
         if self.snapshot.commit is None or self._is_kept(self.snapshot.commit.id, unknown=True):
             return error
+        if self._newest_folders() != self.snapshot.commit.folders:
+            return StoreError(f"{self._label} was divided among other ranks while it was read: open it again")
         longer = (
             "have its writer keep what is free for longer (keep_for)"
             if self._engine.lease_folder is None
@@ -126,12 +130,20 @@ class CommitReader:
 
     def _is_kept(self, id_: int, *, unknown: bool = False) -> bool:
         """Return True if the newest commit keeps this one, or, with ``unknown``, if that cannot be read."""
-        commit = self.snapshot.commit
-        assert commit is not None, "it was read"
         try:
-            newest = commit if self._engine.newest() == commit.head else self._loader.newest().commit
+            newest = self._loader.newest_record()
         except StoreError:
             if unknown:
                 return True
             raise
-        return newest is not None and (newest.id == id_ or any(kept.id == id_ for kept in newest.kept))
+        return newest is not None and (
+            newest.values["id"] == id_ or any(one.id == id_ for one in newest.values["kept"])
+        )
+
+    def _newest_folders(self) -> tuple[str, ...]:
+        """Return the folders of the ranks that the store has now."""
+        try:
+            newest = self._loader.newest_record()
+        except StoreError:
+            newest = None
+        return () if newest is None else newest.folders

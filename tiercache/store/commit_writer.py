@@ -6,15 +6,16 @@ import threading
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, Kept, RankList, State, before_commits, head_of
+from tiercache.store.commit import Commit, Kept, RankList, State, before_commits, head_of
 from tiercache.store.engines.engine import Blob
-from tiercache.store.layout import checksum
 from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
+from tiercache.store.publisher import Publisher
 from tiercache.store.recovery import check_blobs, kept_commits
 from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
@@ -23,7 +24,7 @@ from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, 
 from tiercache.store.table import tombstone_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import RetainedSegment, Segment
+    from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.store.table import Table
 
-RANK = 0
-"""The rank of a store that one process writes alone."""
+    Put = tuple[Blob, NDArray[np.uint8]]
+    """A blob, and its bytes."""
 
 
 class CommitWriter:
@@ -48,33 +50,31 @@ class CommitWriter:
     that somebody in this process holds needs.
     """
 
+    sharding: ShardingPlan | None = None
+    """The sharding of its commits; None for one rank."""
+    folders: tuple[str, ...] = ()
+
     def __init__(
-        self,
-        engine: Engine,
-        loader: CommitLoader,
-        tables: Sequence[Table],
-        counters: Counters,
-        retention: int | None,
+        self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None
     ) -> None:
         """Stand at the newest commit, free what nothing needs; ``retention`` None: as many as before.
 
         Raises CorruptStoreError where something that a commit needs is not there, and changes nothing then.
         """
         self._engine, self._loader, self._tables, self._counters = engine, loader, tuple(tables), counters
-        self._groups, self._label = loader.groups, loader.label
+        self._groups, self._label, self.rank = loader.groups, loader.label, loader.rank
         self._lock = threading.RLock()
         """Held from the begin of a step to its end."""
         self._snapshot_lock = threading.Lock()
         """Held for a moment, where ``snapshot`` and the pins change."""
-        newest = loader.newest()
-        self._head = engine.newest()
-        kept = () if newest.commit is None else tuple(loader.kept(one) for one in newest.commit.kept)
-        self._history = History((*kept, *(() if newest.commit is None else (newest,))))
-        self.snapshot = newest
-        """The newest commit, and its segments with those appended since."""
         self._holds: Counter[Snapshot] = Counter()
+        self._publisher = Publisher(engine, self._label)
+        self._history = History(self._opened_at())
+        kept = self._history.snapshots or (Snapshot(None, self._groups),)
+        newest = self.snapshot = kept[-1]
+        """The newest commit, and its segments with those appended since."""
         stored = engine.list()
-        check_blobs(stored, self._history.snapshots, self._label)
+        check_blobs(stored, [*self._history.snapshots, *self._holds], self._label)
         self._rewritten = Snapshot(None, self._groups)
         """The segments of a rewrite, until its commit names them in place of others."""
         self._given_up = self._leased_before(stored)
@@ -82,18 +82,21 @@ class CommitWriter:
         self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
         self.retention = retention or (1 if newest.commit is None else newest.commit.retention)
         """The number of newest commits to keep."""
-        self._unknown = False
-        """True if a commit may or may not be durable: nothing is written or dropped after that."""
         self.first_id = 0
         """The id of the first commit of a store without one."""
-        self.named: frozenset[int] | None = None
-        """The commits that are kept in place of those, beside the newest; None: those."""
-        self._allocated = Needed.of([*self._history.snapshots, *self._given_up])
+        self.keeps_pins_only = False
+        """True if the retention does not count: commits keep the newest and those that are pinned."""
+        self._allocated = Needed.of([*self._history.snapshots, *self._given_up, *self._holds])
         needed = {need.name: need.first_byte for need in self._allocated.blobs()}
-        if self._head is not None:
-            needed.setdefault(self._head.name, 0)
+        if (head := self._publisher.head) is not None:
+            needed.setdefault(head.name, 0)
         first_bytes = {name: needed.get(name) for name in stored}
         engine.drop((name, at) for name, at in first_bytes.items() if at is None or at > stored[name].dropped)
+
+    def _opened_at(self) -> tuple[Snapshot, ...]:
+        """Return the commits that are kept, the oldest first."""
+        newest = self._loader.newest()
+        return () if newest.commit is None else (*map(self._loader.kept, newest.commit.kept), newest)
 
     @property
     def history(self) -> History:
@@ -154,7 +157,7 @@ class CommitWriter:
         with self._lock:
             self._free()
             writer = SegmentWriter(
-                self._next_id, self._name("segments", f"{RANK}.{self._next_id}"), pass_index, layouts, groups,
+                self._next_id, self._name("segments", f"{self.rank}.{self._next_id}"), pass_index, layouts, groups,
                 blocks, compute, within=within, stable=stable, moved=moved, tombstone=tombstone,
             )  # fmt: skip
             self._next_id += 1
@@ -186,14 +189,9 @@ class CommitWriter:
     # -- commits -----------------------------------------------------------------------------------------
 
     def publish(
-        self,
-        cursor: Cursor,
-        *,
-        state: bytes,
-        schedule_digest: str,
-        settings: Mapping[str, Any],
+        self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
         environment: Mapping[str, Any],
-    ) -> Commit:
+    ) -> Commit:  # fmt: skip
         """Make a commit of the rows live at ``cursor``."""
         with self._lock:
             self.snapshot.check_cursor(cursor, self._label)
@@ -201,21 +199,21 @@ class CommitWriter:
             id_ = self.first_id if before is None else before.id + 1
             segments, live = self.snapshot.live_at(cursor)
             named = {} if before is None else before.named
+            same: dict[str, Any] = {"tables": self._tables, "since": id_}
+            if before is not None:
+                same = {name: getattr(before, name) for name in _SAME}
             commit = Commit(
                 id=id_,
                 cursor=cursor,
                 schedule_digest=schedule_digest,
                 settings=dict(settings),
                 environment=dict(environment),
-                tables=self._tables if before is None else before.tables,
-                stored=() if before is None else before.stored,
                 groups=self.snapshot.groups,
-                forgot=0 if before is None else before.forgot,
                 retention=self.retention,
                 own=self._listed(segments, [named.get(segment.id, id_) for segment in segments], live, _NO_STATE),
-                since=id_ if before is None else before.since,
-                abandoned=() if before is None else before.abandoned,
-                pins={} if before is None else before.pins,
+                sharding=self.sharding,
+                folders=self.folders,
+                **same,
             )
             return self._advance(self._kept(self._history.snapshots, commit), commit, state)
 
@@ -236,8 +234,8 @@ class CommitWriter:
                 abandoned=(*target.abandoned, *removed),
                 pins=newest.pins,
             )
-            kept = {*(self.named or ()), *newest.pins.values()}
-            before = [one for one in self._history.snapshots if _id(one) <= to or _id(one) in kept]
+            pinned = {*newest.pins.values()}
+            before = [one for one in self._history.snapshots if _id(one) <= to or _id(one) in pinned]
             return self._advance(self._kept(before, commit), commit)
 
     def rewrite(self, rewrite: Rewrite, compute: Compute, schedule_digest: str, start: Cursor) -> Commit:
@@ -298,8 +296,7 @@ class CommitWriter:
                 pins[name] = commit
             *older, newest = self._history.snapshots
             changed = self._like(before, pins=pins)
-            stays = before.id in {*pins.values(), *(self.named or ())}
-            kept = self._kept(older, changed) + ([newest] if stays else [])
+            kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
             return self._advance(kept, changed, appended=self.snapshot.appended)
 
     def amend(self, **changes: Any) -> Commit:
@@ -309,13 +306,6 @@ class CommitWriter:
             commit = self._like(self.snapshot.commit, **changes)
             return self._advance(self._kept(self._history.snapshots, commit), commit)
 
-    def keep(self, commits: Iterable[int]) -> None:
-        """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
-
-        For what makes several stores one: its own record names these commits.
-        """
-        self.named = frozenset(commits)
-
     # -- inside ------------------------------------------------------------------------------------------
 
     def _name(self, folder: str, word: str) -> str:
@@ -324,8 +314,8 @@ class CommitWriter:
 
     def _listed(self, segments: Sequence[Segment], firsts: Sequence[int], live: Live, state: State) -> RankList:
         return RankList(
-            rank=RANK, next_segment=self._next_id, segments=tuple(segments), first_commits=tuple(firsts), live=live,
-            state=state,
+            rank=self.rank, next_segment=self._next_id, segments=tuple(segments), first_commits=tuple(firsts),
+            live=live, state=state,
         )  # fmt: skip
 
     def _like(self, before: Commit, **changes: Any) -> Commit:
@@ -365,80 +355,79 @@ class CommitWriter:
 
         ``appended``: segments that wait for the next one.
         """
-        self._check_known()
-        blobs: list[tuple[Blob, NDArray[np.uint8]]] = []
+        self._publisher.check_known()
+        commit, own, blobs = self._own_blobs(commit, state)
+        commit, of_commit = self._recorded(replace(commit, ranks=(own,)), kept)
+        after = (*kept, Snapshot(commit, self._groups, appended))
+        self._put([*blobs, of_commit], commit, partial(self._publish, after))
+        self._counters.add(commits=1)
+        with suppress(StoreError):  # the commit stands; what stayed may go later
+            self._free(shrink=shrink)
+        return commit
+
+    def _own_blobs(self, commit: Commit, state: bytes | None) -> tuple[Commit, Head, list[Put]]:
+        """Return a commit with its ``state``, or that of before, its list, and what of both is not put yet."""
+        blobs: list[Put] = []
         if state is not None:
             data = np.frombuffer(state, np.uint8)
-            name = self._name("states", f"{RANK}.{commit.id}")
-            chunks = [checksum(data[i : i + STATE_CHUNK_BYTES]) for i in range(0, data.size, STATE_CHUNK_BYTES)]
-            of_rank = State(name, data.size, STATE_CHUNK_BYTES, np.array(chunks, np.uint32))
-            commit = replace(commit, own=replace(commit.own, state=of_rank))
-            blobs.append((of_rank.blob, data))
-        if not commit.ranks:
-            rank_bytes = commit.own.to_bytes()
-            rank = head_of(self._name("ranks", f"{RANK}.{commit.id}"), rank_bytes)
-            blobs.append((Blob(rank.name, rank.size), np.frombuffer(rank_bytes, np.uint8)))
-            commit = replace(commit, ranks=(rank,))
+            name = self._name("states", f"{self.rank}.{commit.id}")
+            commit = replace(commit, own=replace(commit.own, state=State.of(name, data)))
+            blobs.append((commit.own.state.blob, data))
+        if commit.ranks:
+            return commit, commit.ranks[self.rank], blobs
+        rank_bytes = commit.own.to_bytes()
+        own = head_of(self._name("ranks", f"{self.rank}.{commit.id}"), rank_bytes)
+        return commit, own, [*blobs, (Blob(own.name, own.size), np.frombuffer(rank_bytes, np.uint8))]
+
+    def _recorded(self, commit: Commit, kept: Sequence[Snapshot]) -> tuple[Commit, Put]:
+        """Return a commit that keeps older ones, and its own blob."""
+        before = self._publisher.head
         commit = replace(
-            commit, parent="" if self._head is None else self._head.digest,
+            commit, parent="" if before is None else before.digest,
             kept=tuple(Kept(_id(one), _head(one)) for one in kept),
         )  # fmt: skip
         commit_bytes = commit.to_bytes()
         head = head_of(self._name("commits", str(commit.id)), commit_bytes)
-        commit = replace(commit, head=head)
-        blobs.append((Blob(head.name, head.size), np.frombuffer(commit_bytes, np.uint8)))
+        return replace(commit, head=head), (Blob(head.name, head.size), np.frombuffer(commit_bytes, np.uint8))
+
+    def _put(self, blobs: Sequence[Put], commit: Commit, publish: Callable[[], None]) -> None:
+        """Put blobs, then ``publish``; if that fails they are dropped, unless ``commit`` is the newest now."""
         try:
             self._engine.put([blob for blob, _ in blobs], ((i, 0, data) for i, (_, data) in enumerate(blobs)))
             try:
-                self._publish((*kept, Snapshot(commit, self._groups, appended)), head)
+                publish()
             except BaseException:
-                if self.snapshot.commit is not commit and not self._unknown:
+                if self.snapshot.commit is not commit and self._publisher.is_known:
                     with suppress(StoreError):
                         self._engine.drop((blob.name, None) for blob, _ in blobs)
                 raise
         except StoreFullError as error:
             needed = max(error.needed_bytes, sum(blob.size for blob, _ in blobs))
             raise self._full_error(error, f"commit {commit.id} of {self._label}", needed) from error
+        state_bytes = sum(blob.size for blob, _ in blobs if blob.name == commit.own.state.name)
         self._counters.add(
-            commits=1, transactions=1, state_bytes_written=0 if state is None else len(state),
-            meta_bytes_written=sum(blob.size for blob, _ in blobs) - len(state or b""),
+            transactions=1, state_bytes_written=state_bytes,
+            meta_bytes_written=sum(blob.size for blob, _ in blobs) - state_bytes,
         )  # fmt: skip
-        with suppress(StoreError):  # the commit stands; what stayed may go later
-            self._free(shrink=shrink)
-        return commit
 
-    def _publish(self, after: Sequence[Snapshot], head: Head) -> None:
+    def _publish(self, after: Sequence[Snapshot]) -> None:
         """Have the engine stand at the newest commit of ``after``."""
-        done = False
-        try:
-            self._engine.publish(head, self._head)
-            done = True
-        finally:
-            # An error or an interrupt may come when all of it is durable, or when nothing is.
-            if done or self._is_durable(head, self._head):
-                kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
-                self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
-                self._allocated = Needed.of([newest], also=self._allocated)
-                if self._head is not None and before_commits(self._head):
-                    self._allocated.whole[self._head.name] = self._head.size  # the first commit says it now
-                committed = Snapshot(newest.commit, self._groups) if newest.appended else newest
-                self._history, self._head = History((*after[:-1], committed)), head
-                with self._snapshot_lock:
-                    self.snapshot = newest
+        self._publisher.publish(_head(after[-1]), partial(self._stand_at, after))
 
-    def _is_durable(self, head: Head, before: Head | None) -> bool:
-        """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""
-        try:
-            found = self._engine.newest()
-        except StoreError:
-            found = None
-        self._unknown = found not in (head, before) or found is None
-        return found == head and not self._unknown
+    def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
+        """Take the last of ``after``, which is durable, as the newest commit; ``before``: the engine's head till then.
 
-    def _check_known(self) -> None:
-        """Raise StoreError where nobody knows what the store stands at: opening it again finds that out."""
-        if self._unknown:
-            raise StoreError(f"a commit of {self._label} failed and may be there or not: close it and open it again")
+        Commits that are not in ``after`` are given up.
+        """
+        kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
+        self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
+        self._allocated = Needed.of([newest], also=self._allocated)
+        if before is not None and before_commits(before):
+            self._allocated.whole[before.name] = before.size  # the first commit says it now
+        committed = Snapshot(newest.commit, self._groups) if newest.appended else newest
+        self._history = History((*after[:-1], committed))
+        with self._snapshot_lock:
+            self.snapshot = newest
 
     def _leased_before(self, stored: Mapping[str, Stored]) -> list[Snapshot]:
         """Return commits that a writer before this one gave up, and that other processes still read.
@@ -458,17 +447,21 @@ class CommitWriter:
 
     def _free(self, *, shrink: bool = False) -> None:
         """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
-        self._check_known()
+        self._publisher.check_known()
         leased = self._leased() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
-        with self._snapshot_lock:
-            held = [*self._holds]
-        needed = Needed.of([*self._history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten])
+        needed = Needed.of(self._needing())
         drops = list(self._allocated.given_up(needed))
         if drops or shrink:
             self._allocated = needed
             self._engine.drop(drops, shrink=shrink)
             self._counters.add(blobs_dropped=len(drops))
+
+    def _needing(self) -> list[Snapshot]:
+        """Return the snapshots whose bytes are not free."""
+        with self._snapshot_lock:
+            held = [*self._holds]
+        return [*self._history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten]
 
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
         """Return the error of a whole step, which says what readers hold."""
@@ -481,12 +474,14 @@ class CommitWriter:
 
     def _kept(self, before: Sequence[Snapshot], commit: Commit) -> list[Snapshot]:
         """Return which snapshots, the oldest first, are kept beside the commit that follows them."""
-        newest = before[max(0, len(before) + 1 - self.retention) :] if self.named is None else ()
-        ids = {*map(_id, newest), *(self.named or ()), *commit.pins.values()}
+        newest = () if self.keeps_pins_only else before[max(0, len(before) + 1 - self.retention) :]
+        ids = {*map(_id, newest), *commit.pins.values()}
         return [snapshot for snapshot in before if _id(snapshot) in ids]
 
 
-_NO_STATE = State("", 0, STATE_CHUNK_BYTES, np.empty(0, np.uint32))
+_SAME = ("tables", "stored", "forgot", "since", "abandoned", "pins")
+"""Of a commit what the next one has too."""
+_NO_STATE = State.of("", np.empty(0, np.uint8))
 """A placeholder, replaced before the commit is written."""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.files import check_room, read_whole, reason, replace_file, room_for, sync
 from tiercache.store.locks import LOCK, MARKER
-from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.store_errors import FormatVersionError, NotAStoreError, StoreMissingError
 
 if TYPE_CHECKING:
@@ -18,16 +18,10 @@ if TYPE_CHECKING:
 
 FORMAT = "tiercache store"
 FORMAT_VERSION = 5
-RANKS_LOCK = "ranks.lock"
-"""The file that rank 0 of a training holds locked, of a sharded store."""
-_FILES = (
-    MARKER, MARKER + ".new", "leases",
-    "HEAD", "HEAD.new", "data.mdb", "lock.mdb", "fresh", "blocks.bin",
-    "schedule",
-)  # fmt: skip
-"""What a store's folder comes to have but its lock, and what engine zarr makes; the last one is a training's."""
-_ZARR_FILES = ("heads", "commits", "ranks", "segments", "states", "tables", "zarr.json")
-"""What engine zarr makes: the last one first. Without it the others, which have common names, are somebody else's."""
+RANK_FORMAT = "tiercache rank"
+"""What the marker of a rank's folder says: it has blobs of a store, and is none."""
+_OLDER_SHARDS = "shards.json"
+"""The file of a store of several ranks before they made commits together."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
 
@@ -39,9 +33,7 @@ class StoreDirectory:
         self.path = path
 
     def find(self) -> bool:
-        """Return whether a plain store is here.
-
-        False where nothing is, or only what an interrupted creation left, or shards with their manifest.
+        """Return True if a store is here, False if nothing is, or only what an interrupted creation left.
 
         Raises NotAStoreError and FormatVersionError.
         """
@@ -49,13 +41,16 @@ class StoreDirectory:
             return False
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
-        names = {entry.name for entry in self.path.iterdir()} - {RANKS_LOCK, SHARD_MANIFEST + ".tmp"}
+        names = {entry.name for entry in self.path.iterdir()}
+        if _OLDER_SHARDS in names:
+            raise FormatVersionError(
+                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with commits of their own, and this tiercache "
+                f"reads version {FORMAT_VERSION}, without it: export the store with the tiercache that wrote it"
+            )
         if MARKER in names:
             self._check_marker()
             return True
-        if SHARD_MANIFEST not in names and any(name.startswith("shard-") for name in names):
-            raise NotAStoreError(f"{self.path} has shards and no {SHARD_MANIFEST}: restore it from a copy")
-        if names and names.isdisjoint({LOCK, SHARD_MANIFEST}):
+        if names and LOCK not in names:
             raise NotAStoreError(
                 f"{self.path} is a directory without {MARKER} that holds {min(names)!r}, not a store: "
                 "give the path of a store, or one that is free"
@@ -98,7 +93,7 @@ class StoreDirectory:
 
         Raises FormatVersionError where it is none of ``engines``, and ValueError where another one is ``requested``.
         """
-        engine = json.loads(self._marker()).get("engine")
+        engine = self.marker().get("engine")
         if engine not in engines:
             raise FormatVersionError(
                 f"the store at {self.path} was made with engine {engine!r} and this tiercache has "
@@ -113,21 +108,22 @@ class StoreDirectory:
 
     def finish(self, engine: str) -> None:
         """Write the marker, durably: from now on this is a store, and all files that the engine made are there."""
-        text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
+        values = {"format": FORMAT, "version": FORMAT_VERSION, "engine": engine, "id": uuid.uuid4().hex}
+        text = json.dumps(values) + "\n"
         with room_for(_EMPTY_BYTES, self.path, f"the store at {self.path}"):
             sync(self.path)
             replace_file(self.path / MARKER, text.encode(), suffix=".new")
 
-    def delete(self) -> None:
-        """Delete all that a store makes here, durably, but the lock: for whoever holds that."""
-        for name in (*_FILES, *(_ZARR_FILES if (self.path / _ZARR_FILES[-1]).exists() else ())):
-            path = self.path / name
-            if path.is_dir() and not path.is_symlink():
-                delete_folder(path)
-            else:
-                with suppress(IsADirectoryError):  # a reader made the folder of leases anew
-                    path.unlink(missing_ok=True)
-        sync(self.path)
+    def marker(self) -> dict[str, Any]:
+        """Return what the marker says. Raises NotAStoreError."""
+        path = self.path / MARKER
+        try:
+            marker: Any = json.loads(self._marker())
+        except (ValueError, RecursionError) as error:
+            raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
+        if not isinstance(marker, dict):
+            raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
+        return marker
 
     def _marker(self) -> bytes:
         """Return the bytes of the marker. Raises NotAStoreError."""
@@ -143,13 +139,16 @@ class StoreDirectory:
         return next(path for path in (place, *place.parents) if path.exists())
 
     def _check_marker(self) -> None:
-        path = self.path / MARKER
-        try:
-            marker: Any = json.loads(self._marker())
-        except (ValueError, RecursionError) as error:
-            raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
-        if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-            raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
+        marker = self.marker()
+        if marker.get("format") == RANK_FORMAT:
+            raise NotAStoreError(
+                f"{self.path} has the rows of one rank of a store: give the path of the whole store, which all ranks "
+                "commit together"
+            )
+        if marker.get("format") != FORMAT:
+            raise NotAStoreError(
+                f"{self.path / MARKER} is not a store's: give the path of a store, or one that is free"
+            )
         check_version(marker.get("version"), f"the store at {self.path}")
 
 

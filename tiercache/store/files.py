@@ -472,8 +472,9 @@ class ScratchFile:
             punch_hole(self._file.fileno(), offset, num_bytes)
 
     def extend(self, num_bytes: int) -> None:
-        """Make the file so many bytes of zeros, which take room on the disk when they are written."""
-        os.ftruncate(self._file.fileno(), num_bytes)
+        """Make the file so many bytes of zeros, which take room when they are written. Raises StoreFullError."""
+        with room_for(num_bytes, self._folder, self._what, at_least=True):
+            os.ftruncate(self._file.fileno(), num_bytes)
 
     def map(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return so many zeros, mapped: what is written there needs no memory. Raises StoreFullError."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
 
     Int64s = NDArray[np.int64]
@@ -62,7 +63,7 @@ def forget(
 
     Raises ValueError, CommitMissingError, StoreFullError and CorruptStoreError.
     """
-    commit = checked_commit(store, "made to forget rows")
+    commit = checked_commit(store)
     check_between_passes(store, "rows are forgotten")
     if (keys is None) == (unused_since is None):
         raise ValueError("give either keys or unused_since")
@@ -71,26 +72,37 @@ def forget(
             f"no row of {store.label} changed after commit {unused_since}, as the newest is {commit.id}: give an older "
             "commit"
         )
-    stored = store.snapshot.find(table_name, store.label)
-    keys = _unused(store, table_name, unused_since) if unused_since is not None else check_keys(np.asarray(keys))
-    keys = np.unique(keys)
-    ids, _ = locate(store.reader, store.snapshot, {table_name: keys}, after=-1)[table_name]
-    found = keys[ids >= 0]
-    if found.size:
-        order = np.argsort(hash_keys(found, stored.table.table_id))
-        _append(store, table_name, found[order])
+    if unused_since is not None:
+        keys = np.concatenate([_unused(part, table_name, unused_since) for part in store.parts])
+    keys = np.unique(check_keys(np.asarray(keys)))
+    found = [_with_rows(part, part.snapshot, table_name, keys) for part in store.parts]
+    rows = np.unique(np.concatenate(found)).size
+    if rows:
+        of_part = dict(zip(store.parts, found, strict=True))
+        store.commit_on_all(lambda part: _append(part, table_name, of_part[part]))
     if now:
-        writer = store.commit_writer
-        writer.keep(())
+        writers = [part.commit_writer for part in store.parts]
+        for writer in writers:
+            writer.keeps_pins_only = True
         try:
             store.compact(progress=progress)
         finally:
-            writer.named = None
+            for writer in writers:
+                writer.keeps_pins_only = False
     assert store.commit is not None, "it was checked"
     return Forgotten(
-        commit=store.commit, rows=found.size, unknown=keys.size - found.size,
-        waiting_bytes=store.snapshot.waiting_bytes, listed_by=tuple(_listed_by(store, table_name, keys)),
+        commit=store.commit, rows=rows, unknown=keys.size - rows,
+        waiting_bytes=store.waiting_bytes,
+        listed_by=tuple(dict.fromkeys(one for part in store.parts for one in _listed_by(part, table_name, keys))),
     )  # fmt: skip
+
+
+def _with_rows(store: Store, snapshot: Snapshot, table_name: str, keys: Int64s) -> Int64s:
+    """Return the keys that have a row, in hash order."""
+    stored = snapshot.find(table_name, store.label)
+    ids, _ = locate(store.reader, snapshot, {table_name: keys}, after=-1)[table_name]
+    found = keys[ids >= 0]
+    return found[np.argsort(hash_keys(found, stored.table.table_id))]
 
 
 def _unused(store: Store, table_name: str, since: int) -> Int64s:
@@ -106,7 +118,7 @@ def _unused(store: Store, table_name: str, since: int) -> Int64s:
 
 
 def _append(store: Store, table_name: str, keys: Int64s) -> None:
-    """Make a commit that forgets keys, in hash order."""
+    """Make a commit that forgets keys, which are in hash order."""
     groups, writer = tombstone_groups(store.snapshot.groups), store.commit_writer
     layouts = []
     for group in groups:
@@ -120,8 +132,11 @@ def _append(store: Store, table_name: str, keys: Int64s) -> None:
     )
     before = store.commit
     try:
-        with store._opened.uses.using():
-            writer.append(BASE_PASS, layouts, blocks, store.reader.compute, within=False, stable=False, tombstone=True)
+        if keys.size:
+            with store._opened.uses.using():
+                writer.append(
+                    BASE_PASS, layouts, blocks, store.reader.compute, within=False, stable=False, tombstone=True
+                )
         store.overlay()
     except BaseException:
         if not store.closed and store.commit is before:
@@ -137,8 +152,7 @@ def _listed_by(store: Store, table_name: str, keys: Int64s) -> list[str]:
         commit = snapshot.commit
         if commit is None or table_name not in {table.name for table in commit.tables}:
             continue
-        ids, _ = locate(store.reader, snapshot, {table_name: keys}, after=-1)[table_name]
-        if np.any(ids >= 0):
+        if _with_rows(store, snapshot, table_name, keys).size:
             pins = [f"pin {name!r}" for name, id_ in writer.history.commits[-1].pins.items() if id_ == commit.id]
             why = ", ".join(pins) or ("retention" if snapshot in kept else "a reader")
             found.append(f"commit {commit.id} ({why})")

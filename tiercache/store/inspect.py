@@ -10,26 +10,16 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tiercache.store import store_errors
-from tiercache.store.bits import hash_keys
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
 from tiercache.store.opening import store_path
-from tiercache.store.runs import runs_of
-from tiercache.store.shards.open_shards import open_shards
-from tiercache.store.shards.shard_manifest import ShardManifest
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
-from tiercache.store.store_errors import CommitMissingError, StoreError
-from tiercache.store.table import find_table
+from tiercache.store.store_errors import CommitMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from tiercache.store.commit import Commit
-    from tiercache.store.table import Table
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -40,15 +30,11 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     them: the next rewrite frees them. "changed_bytes" are those of the last changes of moved rows, dead ones included.
     "space_amplification" is all bytes of files for each of "row_bytes".
 
-    Of a sharded store rows and bytes are those of all shards, and "shards" has what is said of each. Raises what
+    Of a store of several ranks rows and bytes are those of all, and "shards" has what is said of each. Raises what
     ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
-    if (manifest := ShardManifest.read(store_path(path))) is not None and not manifest.is_plain:
-        return describe_shards(store_path(path), manifest)
-    with Store.open(path, mode="r") as store:
-        if isinstance(store, ShardedStore):  # it was sharded meanwhile
-            return describe_shards(store_path(path), store.manifest)
-        return describe(store, path)
+    with Store.open(store_path(path), mode="r") as store:
+        return _describe_ranks(store, path) if store.ranks else describe(store, path)
 
 
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -141,7 +127,7 @@ def file_bytes_of(path: str | os.PathLike[str]) -> int:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                     continue
-                with suppress(FileNotFoundError):
+                with suppress(OSError):  # it was deleted, or is a link to nothing
                     found += entry.stat().st_blocks * 512
     return found
 
@@ -157,21 +143,13 @@ def verify(
     of it has not, and records that contradict each other. Of a store that keeps several commits each sentence names
     those that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
     Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here. A row that was lost
-    before the oldest commit that is kept is not missed: nothing says that it was there. Of a sharded store the problems
-    of all shards are there, and whether these belong together.
+    before the oldest commit that is kept is not missed: nothing says that it was there. Of a store of several ranks
+    "shards" has what was read of each, and rows that a rank has of another are problems.
 
     Not ``deep``: only what says which rows there are and where, in seconds; no row, key or dense state is read.
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """
-    if (manifest := ShardManifest.read(store_path(path))) is not None and not manifest.is_plain:
-        return verify_shards(store_path(path), manifest, progress, deep=deep)
-    return _verify_plain(path, progress, deep=deep)
-
-
-def _verify_plain(
-    path: str | os.PathLike[str], progress: Callable[[int, int], None] | None, *, deep: bool
-) -> dict[str, Any]:
     directory = StoreDirectory(store_path(path))
     if not directory.find():
         raise directory.missing()
@@ -201,161 +179,40 @@ def _verify_plain(
     return report
 
 
-_TRIES = 8
-"""How often verification begins anew, each time because the store was sharded anew."""
-
-
-def describe_shards(path: Path, manifest: ShardManifest) -> dict[str, Any]:
-    """Return what the sharded store at ``path`` holds at the commit of its manifest, as plain values; reads no row.
-
-    Rows and bytes are those of all shards; "shards" has what ``info`` says of each, but as "commits" those that belong
-    to the store's, and its "retention". Of a store without a commit there are no rows. Raises what ``Store.open`` does.
-    """
-    shards: list[dict[str, Any]] = []
-    commits: list[dict[str, Any]] = []
-    if manifest.newest is not None:
-        with open_shards(path, manifest) as store:  # nobody takes its commits away meanwhile
-            manifest = store.manifest
-            commits = [
-                {"id": one.id, "pass": one.cursor.pass_index, "sample": one.cursor.sample, "shards": list(one.shards)}
-                for one in store.named
-            ]
-            shards = [_described(store, rank) for rank in range(manifest.num_ranks)]
+def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what ``info`` does, of a store of several ranks that is open."""
+    commit = store.commit
+    assert commit is not None, "it has a commit"
+    assert commit.sharding is not None, "it has several ranks"
+    shards, by_commit = [describe(rank, rank.path or path) for rank in store.ranks], []
+    for one in store.commits:
+        with suppress(CommitMissingError), store.at(one.id) as at:  # a writer may give it up meanwhile
+            by_commit.append(describe_commits(rank.commit for rank in at.ranks if rank.commit is not None))
+    for rank, shard in enumerate(shards):
+        shard["commits"] = [commits[rank] for commits in by_commit]
+    inside = sum(one["file_bytes"] for one, folder in zip(shards[1:], commit.folders[1:], strict=True)
+                 if not folder.startswith("/"))  # fmt: skip
+    shards[0]["file_bytes"] -= inside  # the folder of rank 0 is that of the store
     tables = []
-    for table in manifest.tables:
-        sharding = manifest.sharding.tables[table.name]
-        counting = shards[sharding.slices[0].rank : sharding.slices[0].rank + 1] if sharding.slices else shards
-        rows = sum(one["rows"] for shard in counting for one in shard["tables"] if one["name"] == table.name)
+    for table in store.tables:
+        sharding = commit.sharding.tables[table.name]
+        rows = store.live_rows(table.name)
         tables.append(
             {**table.to_record(), "sharding": sharding.described(), "rows": rows, "row_bytes": table.row_bytes}
         )
-    cursor = manifest.cursor
     return {
         "path": str(path),
-        "ranks": manifest.num_ranks,
-        "generation": manifest.generation,
-        "engine": manifest.engine,
-        "retention": manifest.retention,
-        "pins": {},
-        "cursor": None if cursor is None else {"pass": cursor.pass_index, "sample": cursor.sample},
-        "commits": commits,
+        "format_version": FORMAT_VERSION,
+        "ranks": len(shards),
+        "retention": commit.retention,
+        "pins": commit.pins,
+        "cursor": {"pass": commit.cursor.pass_index, "sample": commit.cursor.sample},
+        "commits": [{**ranks[0], "segments": sum(one["segments"] for one in ranks)} for ranks in by_commit],
         "rows": sum(table["rows"] for table in tables),
         "row_bytes": sum(shard["row_bytes"] for shard in shards),
+        "waiting_bytes": store.waiting_bytes,
         "file_bytes": sum(shard["file_bytes"] for shard in shards),
         "tables": tables,
-        "folders": [str(manifest.folder(path, rank)) for rank in range(manifest.num_ranks)],
-        "obsolete": list(manifest.obsolete),
+        "folders": [str(rank.path) for rank in store.ranks],
         "shards": shards,
     }
-
-
-def _described(store: ShardedStore, rank: int) -> dict[str, Any]:
-    """Return what ``info`` says of a shard, as far as it is the whole store's: nothing of a commit of its own."""
-    shard = store.shards[rank]
-    own: list[Commit] = []
-    for commit in store.named:
-        with suppress(CommitMissingError), store.at(commit.id) as at:  # given up since it was opened
-            own += [one for one in [at.shards[rank].commit] if one is not None]
-    kept = describe_commits(own)
-    return describe(shard, shard.path or store.path) | {"retention": store.retention, "commits": kept}
-
-
-def verify_shards(
-    path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None, *, deep: bool = True
-) -> dict[str, Any]:
-    """Verify every shard of the store at ``path``, and that the shards belong together; a training may go on meanwhile.
-
-    Returns, beside sums, "shards", which has what ``verify`` returns for each, and under "problems" a sentence for each
-    thing that is wrong: with a shard, or one that is missing or lacks a commit of the manifest, and at any commit that
-    is kept with rows that are another rank's, or with slices of a table that have different rows. ``progress`` is
-    called with bytes done and bytes in all, as far as they are known: shards are read one after the other. Where
-    another number of ranks makes its own shards meanwhile, those are verified.
-    """
-    for _ in range(_TRIES):
-        report = _verify_shards(path, manifest, progress, deep=deep)
-        if not report["problems"]:
-            break
-        now = ShardManifest.read(path)
-        if now is None or now.is_plain:
-            return verify(path, deep=deep, progress=progress)
-        if now.generation == manifest.generation:
-            break
-        manifest = now
-    return report
-
-
-def _verify_shards(
-    path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None, *, deep: bool
-) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "path": str(path),
-        "ranks": manifest.num_ranks,
-        "deep": deep,
-        "problems": [],
-        "shards": [],
-    }
-    problems: list[str] = report["problems"]
-    report["commits"] = [commit.id for commit in manifest.commits]
-    before = 0
-    for rank in range(manifest.num_ranks if manifest.newest is not None else 0):
-        last = (0, 0)
-
-        def tell(done: int, total: int, before: int = before) -> None:
-            nonlocal last
-            last = done, total
-            if progress is not None:
-                progress(before + done, before + total)
-
-        try:
-            shard = _verify_plain(manifest.folder(path, rank), tell, deep=deep)
-        except StoreError as error:
-            shard = {"problems": [str(error)]}
-        before += last[1]
-        report["shards"].append(shard)
-        problems += [f"shard {rank}: {problem}" for problem in shard["problems"]]
-    for name in ("segments", "blocks", "pages", "rows", "bytes"):
-        report[name] = sum(shard.get(name, 0) for shard in report["shards"])
-    if manifest.newest is not None and not problems:
-        try:
-            with open_shards(path, ShardManifest.read(path) or manifest) as store:
-                report["commits"] = [commit.id for commit in store.named]
-                store.check_shards()
-                for commit in store.named:
-                    with suppress(CommitMissingError), store.at(commit.id) as at:  # given up since it was opened
-                        problems += [one for one in _strays(at) if one not in problems]
-        except StoreError as error:
-            problems.append(str(error))
-    return report
-
-
-def _strays(store: ShardedStore) -> Iterator[str]:
-    """Yield a sentence for each table of each shard that has rows of other ranks, or other rows than its slices."""
-    for table in store.tables:
-        slices = store.sharding.tables[table.name].slices
-        rows = [shard.live_rows(table.name) for shard in store.shards]
-        for rank, shard in enumerate(store.shards):
-            if not _within(shard, table, *(store.sharding.owned_hashes(table.name, rank) or (0, 0))):
-                yield (
-                    f"shard {rank} of {store.label} has rows of table {table.name!r} that the sharding gives to other "
-                    "ranks: restore all shards from copies of one moment"
-                )
-        if len({rows[one.rank] for one in slices}) > 1:
-            yield (
-                f"the slices of table {table.name!r} of {store.label} have "
-                f"{', '.join(f'{rows[one.rank]:,}' for one in slices)} rows: restore all shards from copies of one "
-                "moment"
-            )
-
-
-def _within(shard: Store, table: Table, low: int, high: int) -> bool:
-    """Return whether all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
-    group, own_table = find_table(shard.groups, table.name, shard.label)
-    snapshot = shard.snapshot
-    for run in runs_of(shard.reader, snapshot, snapshot.committed, group, own_table):
-        layout = run.segment.layouts[group.index]
-        for row in (run.low, run.high - 1):
-            block = row // layout.block_rows
-            key = shard.reader.keys(run.segment, group.index, block)[row - layout.rows_of_block(block)[0]]
-            if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
-                return False
-    return True

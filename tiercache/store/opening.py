@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,10 +15,9 @@ from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Blob
 from tiercache.store.files import is_url, local_path
 from tiercache.store.locks import UseCount, WriterLock
-from tiercache.store.openers import OPENERS, SHARD_MANIFEST
 from tiercache.store.records import encode
-from tiercache.store.recovery import tables_at
-from tiercache.store.shards.shard_mark import refuse_shard
+from tiercache.store.recovery import CommitLoader, record_at, tables_at
+from tiercache.store.shards.sharding import groups_of_rank
 from tiercache.store.store_errors import (
     CorruptStoreError,
     NotAStoreError,
@@ -30,12 +30,33 @@ from tiercache.store.table import Table, group_tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tiercache.store.engines.engine import Engine
+    from tiercache.store.commit import CommitRecord
+    from tiercache.store.engines.engine import Counters, Engine, Head
+    from tiercache.store.shards.sharding import ShardingPlan
 
 
 def store_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a store as an absolute one. Raises ValueError, as ``local_path`` does."""
     return local_path(path, "a store", "for an object store, use Store.open(None, engine=ZarrEngine(...))")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """One of the ranks that make the commits of a store together."""
+
+    rank: int
+    sharding: ShardingPlan
+    """Which rows each rank has; also of one rank, which has all."""
+    folders: tuple[str, ...]
+    """By rank the folder of its blobs, as commits name it."""
+    commits: Engine
+    """Has the blobs of commits: the engine of rank 0, or a copy of those blobs."""
+    store: str = ""
+    """The id of the store."""
+    leased: frozenset[int] = frozenset()
+    """The commits that other processes read, if ``commits`` is a copy: rank 0 says so."""
+    anew: bool = False
+    """True if the next commit is the first one of these ranks, and has nothing of what ranks listed before."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,9 +65,27 @@ class Opened:
 
     engine: Engine
     tables: tuple[Table, ...]
+    """Whole ones, also of a rank that has a slice of their columns."""
     uses: UseCount
+    path: Path | None = None
     lock: WriterLock | None = None
     """Of one that is open for writing."""
+    place: RankPlace | None = None
+    """Set of a rank."""
+    ranks: list[Opened] = field(default_factory=list)
+    """The engines of all ranks, for a store of several; that of rank 0 is the store's own."""
+    _loader: CommitLoader | None = None
+
+    def loader(self, counters: Counters) -> CommitLoader:
+        """Return what loads its commits; the first caller's ``counters`` count that."""
+        if self._loader is None:
+            place = self.place
+            rank, commits = (0, None) if place is None else (place.rank, place.commits)
+            groups = groups_of_rank(self.tables, None if place is None else place.sharding, rank)
+            self._loader = CommitLoader(
+                self.engine, groups, label_of(self.path), counters, self.uses, rank=rank, commits=commits
+            )
+        return self._loader
 
     def explain(self, error: CorruptStoreError) -> StoreError:
         """Return what to raise for damage that a writer saw: where the store was moved, nothing is damaged."""
@@ -57,10 +96,18 @@ class Opened:
                 return moved
         return error
 
+    def moved_since(self, head: Head | None) -> bool:
+        """Return True if another writer has published since the engine stood at ``head``."""
+        try:
+            return self.engine.newest() != head
+        except StoreError:
+            return False
+
     def close(self) -> None:
-        """Give the engine up, and with it the right to write, once nobody uses it."""
-        self.uses.close()
-        self.engine.close()
+        """Give the engines up, and with them the right to write, once nobody uses them."""
+        for one in (*self.ranks[1:], self):
+            one.uses.close()
+            one.engine.close()
 
 
 _TRIES = 100
@@ -100,24 +147,36 @@ def open_engine(
     engine: str | Engine | None,
     mode: str,
     store_budget: int | None,
-    *,
-    of_shards: bool = False,
 ) -> Opened:
-    """Open the store at ``path``, or in an engine at hand; ``of_shards``: for what writes all shards of a store.
-
-    Raises what ``Store.open`` raises.
-    """
+    """Open the store at ``path``, or in an engine at hand. Raises what ``Store.open`` raises."""
     requested = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
     if requested is not None:
         group_tables(requested)
     if engine is not None and not isinstance(engine, str):
-        return _open_instance(engine, requested, mode, label_of(path))
+        return _open_instance(engine, requested, mode, path)
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
-    StoreDirectory(path).path_exists()  # what can be no path is refused first
-    if mode == "a" and not of_shards:
-        refuse_shard(path)
-    return _open_path(path, requested, engine, mode, store_budget, of_shards=of_shards)
+    return _open_path(path, requested, engine, mode, store_budget)
+
+
+def newest_record(path: Path) -> CommitRecord | None:
+    """Return the newest commit of the store at ``path``, without what it lists; None without a store or a commit.
+
+    Raises what ``Store.open`` raises for reading.
+    """
+    for _ in range(_TRIES):
+        try:
+            opened = open_engine(path, None, None, "r", None)
+        except StoreMissingError:
+            return None
+        with closing(opened):
+            head = opened.engine.newest()
+            try:
+                return None if head is None else record_at(opened.engine, head, label_of(path))
+            except CorruptStoreError:
+                if not opened.moved_since(head):
+                    raise
+    raise StoreError(f"{label_of(path)} goes on faster than it can be read: open it again")
 
 
 def located(
@@ -146,24 +205,14 @@ def engine_at(url: str, engine: str | Engine | None, mode: str, store_budget: in
     return ZarrEngine(object_store(url), create=mode == "a", readonly=mode == "r", store_budget=store_budget)
 
 
-def open_special(place: Path, *arguments: Any) -> Any:
-    """Open a folder that holds more than one plain store; None if there is at most a plain one."""
-    for opener in OPENERS.values():
-        if (found := opener(place, *arguments)) is not None:
-            return found
-    return None
-
-
 def _open_path(
     path: Path,
     tables: tuple[Table, ...] | None,
     engine: str | None,
     mode: str,
     store_budget: int | None,
-    *,
-    of_shards: bool,
 ) -> Opened:
-    """Open or create the plain store at ``path``."""
+    """Open or create the store at ``path``; of one with several ranks, what rank 0 has."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
@@ -176,8 +225,6 @@ def _open_path(
     lock = WriterLock(path) if mode == "a" else None
     opened: Engine | None = None
     try:
-        if lock is not None and not of_shards and (path / SHARD_MANIFEST).exists():
-            raise StoreError(f"{label_of(path)} was sharded while it was opened: open it again")
         found = directory.find()  # another process may have made it before the lock was ours
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
@@ -197,7 +244,26 @@ def _open_path(
         if lock is not None:
             lock.release()
         raise
-    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), lock=lock)
+    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), path=path, lock=lock)
+
+
+def open_folder(
+    path: Path, tables: tuple[Table, ...], engine: str, mode: str, store_budget: int | None, *, create: bool
+) -> Opened:
+    """Open the engine of a rank, which has a marker; ``create``: make it."""
+    lock = WriterLock(path) if mode == "a" else None
+    opened: Engine | None = None
+    try:
+        opened = _engine(engine)(path, create=create, readonly=mode == "r", store_budget=store_budget, lock=lock)
+        if create:
+            _tables_of(opened, tables, label_of(path), fresh=True)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        if lock is not None:
+            lock.release()
+        raise
+    return Opened(engine=opened, tables=tables, uses=UseCount(label_of(path)), path=path, lock=lock)
 
 
 def _default(tables: tuple[Table, ...] | None) -> str:
@@ -237,14 +303,14 @@ def _engine(kind: str) -> Callable[..., Engine]:
     return LmdbEngine
 
 
-def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
+def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, path: Path | None) -> Opened:
     """Open the store that ``engine`` holds, or make one of it where it is empty."""
-    head = engine.newest()
+    head, store = engine.newest(), label_of(path)
     fresh = head is None
     if fresh and (tables is None or mode == "r"):
         raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
     known = _tables_of(engine, tables, store, fresh=fresh)
-    return Opened(engine=engine, tables=known, uses=UseCount(store))
+    return Opened(engine=engine, tables=known, uses=UseCount(store), path=path)
 
 
 def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, *, fresh: bool) -> tuple[Table, ...]:

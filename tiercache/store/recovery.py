@@ -36,20 +36,33 @@ ADVICE = "restore the store from a copy"
 
 
 class CommitLoader:
-    """Loads the commits of an engine and the metadata of their segments; from any thread."""
+    """Loads commits, what they list of one rank, and the metadata of its segments; from any thread."""
 
-    def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount) -> None:
+    def __init__(
+        self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount,
+        *, rank: int = 0, commits: Engine | None = None,
+    ) -> None:  # fmt: skip
+        """``engine`` has the blobs of ``rank``, and ``commits``, None for the same one, those of commits.
+
+        ``groups`` are those of a snapshot without a commit.
+        """
         self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses
+        self.rank, self.commits = rank, engine if commits is None else commits
         self._segments: weakref.WeakValueDictionary[tuple[str, str], Segment] = weakref.WeakValueDictionary()
         """By name and digest: commits that have the same one share what was read of it."""
         self._chunks = ChunkCache()
 
     def newest(self) -> Snapshot:
         """Return the newest commit that there is now; before the first one a snapshot of nothing."""
-        head = self._engine.newest()
+        head = self.commits.newest()
         if head is None:
             raise CorruptStoreError(f"{self.label} does not say what it is: {ADVICE}")
         return Snapshot(None if before_commits(head) else self.read(head), self.groups)
+
+    def newest_record(self) -> CommitRecord | None:
+        """Return the newest commit without what it lists; None before the first one. Raises CorruptStoreError."""
+        head = self.commits.newest()
+        return None if head is None else record_at(self.commits, head, self.label)
 
     def find(self, commit: Commit, id_: int) -> Snapshot:
         """Return a commit that is kept by ``commit``, or that itself. Raises CommitMissingError."""
@@ -69,20 +82,26 @@ class CommitLoader:
         return Snapshot(commit, self.groups)
 
     def read(self, head: Head) -> Commit:
-        """Read a commit, and what it lists of the rank whose store this is. Raises CorruptStoreError."""
+        """Read a commit, and what it lists of the rank. Raises CorruptStoreError."""
         name = f"{head.name} of {self.label}"
-        record = CommitRecord.from_bytes(self._blob(head, name), name)
-        rank = record.ranks[0]
+        return self.commit(CommitRecord.from_bytes(self._blob(head, name, self.commits), name), head)
+
+    def commit(self, record: CommitRecord, head: Head) -> Commit:
+        """Return a commit, of which only the record was read, with what it lists of the rank."""
+        if self.rank >= len(record.ranks):
+            raise CorruptStoreError(f"{head.name} of {self.label} has no rank {self.rank}: {ADVICE}")
+        rank, groups = record.ranks[self.rank], record.groups_of(self.rank)
         name = f"{rank.name} of {self.label}"
-        groups = record.groups
-        own = RankList.from_bytes(self._blob(rank, name), groups, self._segment, name)
+        own = RankList.from_bytes(self._blob(rank, name, self._engine), groups, self._segment, name)
+        if own.rank != self.rank:
+            raise CorruptStoreError(f"{name} lists segments of rank {own.rank}: {ADVICE}")
         return record.commit(own, groups, head)
 
     def given_up(self, blob: Blob) -> Snapshot:
         """Return a commit that no other names any more: its own checksum says whether it is whole."""
         data = np.empty(blob.size, np.uint8)
         with self._uses.using():
-            self._engine.read(ReadRequest(blob, 0, data))
+            self.commits.read(ReadRequest(blob, 0, data))
         return Snapshot(self.read(head_of(blob.name, data.tobytes())), self.groups)
 
     def _segment(self, **of_segment: object) -> Segment:
@@ -131,8 +150,8 @@ class CommitLoader:
 
         return SegmentMeta.from_bytes(head, segment.id, name, arrays_of)
 
-    def _blob(self, head: Head, name: str) -> bytes:
-        data = read_whole(self._engine, head, name, self._uses)
+    def _blob(self, head: Head, name: str, engine: Engine) -> bytes:
+        data = read_whole(engine, head, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
         return data.tobytes()
 
@@ -171,12 +190,23 @@ def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
     return np.empty(num_bytes, np.uint8)
 
 
+def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
+    """Return the commit that an engine stands at, without what it lists; None before the first one.
+
+    Raises CorruptStoreError.
+    """
+    if before_commits(head):
+        return None
+    name = f"{head.name} of {label}"
+    return CommitRecord.from_bytes(read_whole(engine, head, name).tobytes(), name)
+
+
 def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
     """Return the tables of what an engine stands at. Raises CorruptStoreError."""
+    if (record := record_at(engine, head, label)) is not None:
+        return record.tables
     name = f"{head.name} of {label}"
     data = read_whole(engine, head, name).tobytes()
-    if not before_commits(head):
-        return CommitRecord.from_bytes(data, name).tables
     values, _ = decode("tables", data, name)
     try:
         return tables_of(values)

@@ -54,9 +54,9 @@ class Snapshot:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables as they are now."""
+        """The tables as they are now; those of its rank."""
         if self.commit is not None:
-            return self.commit.tables
+            return self.commit.own_tables
         return tuple(sorted((t for group in self.groups for t in group.tables), key=lambda table: table.table_id))
 
     @property
@@ -237,8 +237,9 @@ class Needed:
         segments = {} if also is None else {**also.segments}
         for snapshot in snapshots:
             commit, firsts_SG = snapshot.commit, snapshot.first_blocks
-            if commit is not None:
-                heads = [*commit.ranks, *([] if commit.head is None else [commit.head])]
+            if commit is not None:  # of several ranks each needs its own list, and rank 0 the commit
+                rank = commit.own.rank
+                heads = [*commit.ranks[rank : rank + 1], *([] if commit.head is None or rank else [commit.head])]
                 whole |= {head.name: head.size for head in heads}
                 whole[commit.own.state.name] = commit.own.state.size
             for row, segment in enumerate(snapshot.segments):

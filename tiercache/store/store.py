@@ -5,29 +5,30 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.store.changes import changed_rows, changes
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.compaction_plan import CompactionPlan, NoUses
 from tiercache.store.engines.engine import Counters
-from tiercache.store.files import local_path
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
-from tiercache.store.lookup import locate, lookup, read_rows
-from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine, open_special
-from tiercache.store.reading import BlockReader, Pages
-from tiercache.store.recovery import CommitLoader
+from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
+from tiercache.store.reading import BlockReader
+from tiercache.store.reads import StoreReads
 from tiercache.store.rewrite import Rewrite
-from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
 from tiercache.store.segment import base_layout
-from tiercache.store.store_errors import StoreError
-from tiercache.store.table import Table, group_tables
+from tiercache.store.shards.joined_ranks import JoinedRanks
+from tiercache.store.shards.rank_folder import open_ranks, open_ranks_to_write
+from tiercache.store.shards.rank_writer import AllRanks, RankWriter
+from tiercache.store.store_errors import CorruptStoreError, StoreError
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import numpy as np
@@ -37,16 +38,13 @@ if TYPE_CHECKING:
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.engines.engine import Engine
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.lookup import Fields, Found
     from tiercache.store.row_codec import RowBlock
-    from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout, Segment
     from tiercache.store.snapshot import History, Snapshot
+    from tiercache.store.table import Table
 
-Item = TypeVar("Item")
 
-
-class Store:
+class Store(StoreReads):
     """Rows of tables in segments, with atomic commits. Made by ``Store.open``.
 
     ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; all that reads may be called from
@@ -65,34 +63,56 @@ class Store:
         """The store in the words of a message."""
         self.counters, self.mode = Counters(), mode
         self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
-        """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
-        engine, label = opened.engine, self.label
-        groups = group_tables(opened.tables)
-        loader = CommitLoader(engine, groups, label, self.counters, opened.uses) if of is None else of._loader
-        self._loader: CommitLoader = loader
-        self._commits: CommitWriter | CommitReader
+        self.ranks: tuple[Store, ...] = ()
+        """What each rank has, of a store of several: ``reader`` and ``snapshot`` are those of rank 0 then."""
+        engine, label, loader = opened.engine, self.label, opened.loader(self.counters)
+        self._commits: CommitWriter | AllRanks | CommitReader
         if held is not None:
-            self._commits = CommitReader(engine, loader, held.snapshot, alone=True)
-        elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
-            self._commits = CommitReader.pinned_in(engine, loader, of._commits.pinned(at))
+            self._commits = CommitReader(loader.commits, loader, held.snapshot, alone=True)
+        elif of is not None and at is not None and not isinstance(of._commits, CommitReader):
+            self._commits = CommitReader.pinned_in(loader.commits, loader, of._commits.pinned(at))
         elif mode == "r":
-            self._commits = CommitReader.leased(engine, loader, at)
+            self._commits = CommitReader.leased(loader.commits, loader, at)
+        elif opened.ranks:
+            self.ranks = tuple(Store(one, one.path, mode, None, retention, of=self) for one in opened.ranks)
+            self._commits = AllRanks([one._commits for one in self.ranks if isinstance(one._commits, RankWriter)])
+        elif opened.place is not None:
+            self._commits = RankWriter(engine, loader, opened.tables, self.counters, retention, opened.place)
         else:
             self._commits = CommitWriter(engine, loader, opened.tables, self.counters, retention)
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
+        self._explain = explain
         self.reader = BlockReader(engine, label, self.counters, opened.uses, explain, path)
-        """Reads its blocks: what functions that read take, with a snapshot."""
         self.take_tables()
         self._closed = False
 
     def take_tables(self) -> None:
         """Have the tables of the commit, which a rollback and an alteration change."""
-        self.tables = self.snapshot.tables
+        for rank in self.ranks:
+            rank.take_tables()
+        commit, of_several = self.commit, self._opened.place is None
+        joined = of_several and commit is not None and commit.sharding is not None
+        self.tables = commit.tables if joined and commit is not None else self.snapshot.tables
         """In the order of unsigned table ids."""
-        self.groups = self.snapshot.next_groups
+        self.groups = group_tables(self.tables) if joined else self.snapshot.next_groups
         """Those of rows that are written."""
+        self._joined = self._join()
+
+    def _join(self) -> JoinedRanks | None:
+        """Open what the ranks have of a store of several; None for one rank, and for a rank of several."""
+        opened, commit, path = self._opened, self.commit, self.path
+        if opened.place is not None or commit is None or commit.sharding is None or path is None:
+            return None
+        if not opened.ranks:
+            open_ranks(opened, path, commit.sharding, commit.folders, "r", None)
+        if not self.ranks:
+            held = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
+            ranks = zip(opened.ranks, held, strict=True)
+            of = self._of or self  # no cycle with a view, whose commit is given up when nobody has it any more
+            self.ranks = tuple(Store(one, one.path, "r", None, None, of, of_rank) for one, of_rank in ranks)
+        return JoinedRanks(self.label, self.tables, commit.sharding, self.ranks)
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -122,23 +142,20 @@ class Store:
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL, and mode "a" of one shard.
         """
         check_options(mode, commit, retention)
-        tables, special = None if tables is None else tuple(tables), None
+        tables = None if tables is None else tuple(tables)
         place, engine = located(path, engine, mode, store_budget)
-        if place is not None and (engine is None or isinstance(engine, str)):
-            special = partial(open_special, place, tables, engine, mode, store_budget, commit, retention)
-            if (found := special()) is not None:
-                return found  # type: ignore[no-any-return]
-        try:
+        while True:
             opened = open_engine(place, tables, engine, mode, store_budget)
+            before = opened.engine.newest()
             try:
+                if mode == "a" and place is not None and (engine is None or isinstance(engine, str)):
+                    open_ranks_to_write(opened, place, store_budget)
                 return cls(opened, place, mode, commit, retention)
-            except BaseException:
+            except BaseException as error:
+                again = mode == "r" and isinstance(error, StoreError) and opened.moved_since(before)
                 opened.close()
-                raise
-        except (StoreError, FileNotFoundError):
-            if mode == "r" and special is not None and (found := special()) is not None:  # it was sharded meanwhile
-                return found  # type: ignore[no-any-return]
-            raise
+                if not again:
+                    raise
 
     def at(self, commit: int) -> Store:
         """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are open.
@@ -148,7 +165,8 @@ class Store:
         self.reader.check_open()
         mine = self._commits if self.commit is not None and self.commit.id == commit else None
         held = mine if isinstance(mine, CommitReader) else None
-        return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
+        of = self._of if isinstance(self._commits, CommitReader) else None
+        return Store(self._opened, self.path, "r", commit, None, of or self, held)
 
     def close(self) -> None:
         """Give up the store; what no commit names is lost. A second time does nothing.
@@ -156,10 +174,12 @@ class Store:
         Raises StoreError inside a function that one of its methods calls, such as ``progress``; it stays open then.
         """
         if not self._closed and os.getpid() == self._pid:
-            if self._of is None:
-                self._opened.uses.check_outside()
+            for one in (self._opened, *self._opened.ranks) if self._of is None else ():
+                one.uses.check_outside()
             self._closed = True
             self.reader.close()
+            for rank in self.ranks:
+                rank.close()
             if self._of is None:
                 self._opened.close()
             if isinstance(self._commits, CommitReader):
@@ -198,14 +218,14 @@ class Store:
     @property
     def retention(self) -> int:
         """How many of the newest commits are kept."""
-        if isinstance(self._commits, CommitWriter):
+        if not isinstance(self._commits, CommitReader):
             return self._commits.retention
         return 1 if self.commit is None else self.commit.retention
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of the newest commit and those appended since, by id."""
-        return self.snapshot.segments
+        """Those of the newest commit and those appended since, by id; of several ranks, rank by rank."""
+        return tuple(chain.from_iterable(one.segments for one in self.ranks)) or self.snapshot.segments
 
     @property
     def snapshot(self) -> Snapshot:
@@ -217,18 +237,42 @@ class Store:
         """The commits that are kept, each as a snapshot."""
         return self._commits.history
 
+    def pinned(self) -> AbstractContextManager[Snapshot]:
+        """Keep all that the snapshot of now needs, which this yields, until it ends, whatever is committed meanwhile.
+
+        Raises ValueError for a store of several ranks: each of ``ranks`` has a snapshot of its own.
+        """
+        if self._joined is not None:
+            raise ValueError(f"{self.label} has {len(self.ranks)} ranks: read its rows by lookup, scan or changes")
+        return self._pinned()
+
     @contextmanager
-    def pinned(self) -> Iterator[Snapshot]:
-        """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""
+    def _pinned(self) -> Iterator[Snapshot]:
         self.reader.check_open()
         with self._commits.pinned() as snapshot:
-            yield snapshot
+            try:
+                yield snapshot
+            except CorruptStoreError as error:  # of what describes rows: the reader explains those of blocks
+                if (explained := self._explain(error)) is error:
+                    raise
+                raise explained from error
 
     @property
     def commit_writer(self) -> CommitWriter:
         """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
         self.reader.check_open()
         if isinstance(self._commits, CommitWriter):
+            return self._commits
+        _ = self._writer  # or raises
+        raise ValueError(
+            f"{self.label} has {len(self.ranks)} ranks, which write its rows together: train on it, or train with one "
+            "rank, which has all rows from then on"
+        )
+
+    @property
+    def _writer(self) -> CommitWriter | AllRanks:
+        self.reader.check_open()
+        if not isinstance(self._commits, CommitReader):
             return self._commits
         raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 
@@ -278,7 +322,7 @@ class Store:
         there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
         and CorruptStoreError, after which the store stands where it stood.
         """
-        writer = self.commit_writer
+        writer = self._writer
         with self._opened.uses.using():
             commit = writer.rollback(to)
         self.take_tables()
@@ -292,13 +336,13 @@ class Store:
         without a commit.
         """
         check_pin(name)
-        writer, newest = self.commit_writer, self.commit
+        writer, newest = self._writer, self.commit
         with self._opened.uses.using():
             return writer.pin(name, newest.id if commit is None and newest is not None else commit or 0)
 
     def unpin(self, name: str) -> Commit:
         """Let go of the commit that ``name`` keeps; returns the commit that says so. Raises as ``pin`` does."""
-        writer = self.commit_writer
+        writer = self._writer
         with self._opened.uses.using():
             return writer.pin(name, None)
 
@@ -364,9 +408,35 @@ class Store:
         It keeps the position: a training reorganizes the store first, then goes on where it stood. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
+        if self.ranks:
+            return self.commit_on_all(lambda rank: rank.compact(progress=progress))
         commit = self.commit
         start = None if commit is None or commit.cursor.sample else commit.cursor
         return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
+
+    def commit_on_all(self, step: Callable[[Store], object]) -> Commit:
+        """Return the commit that ``step`` makes of this store, or, of several ranks, prepares of each.
+
+        After an error the store stands where it stood.
+        """
+        writer = self._writer
+        if isinstance(writer, AllRanks):
+            commit = writer.commit([partial(step, rank) for rank in self.ranks])
+            self.take_tables()
+            return commit
+        step(self)
+        assert self.commit is not None, "it was made"
+        return self.commit
+
+    @property
+    def parts(self) -> tuple[Store, ...]:
+        """The store of each rank; of one rank this one."""
+        return self.ranks or (self,)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of rows that no table has: stale ones and those of dropped tables. The next rewrite frees them."""
+        return sum(part.snapshot.waiting_bytes for part in self.parts)
 
     @property
     def closed(self) -> bool:
@@ -378,123 +448,3 @@ class Store:
         writer = self.commit_writer
         with self._opened.uses.using():
             writer.discard_uncommitted()
-
-    # -- reading -----------------------------------------------------------------------------------------
-
-    def live_rows(self, table_name: str) -> int:
-        """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-        return self.snapshot.live_rows(table_name, self.label)
-
-    def scan(
-        self,
-        table_name: str,
-        *,
-        chunk_rows: int | None = None,
-        memory_bytes: int = SCAN_BYTES,
-        scratch: Path | None = None,
-    ) -> Iterator[Chunk]:
-        """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
-
-        At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
-        it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
-        change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
-        """
-        scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
-        check_scan(self.reader, self.snapshot, table_name, chunk_rows)
-        return self._stream(
-            lambda snapshot: scan_segments(
-                self.reader, snapshot, snapshot.committed, table_name,
-                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
-            )
-        )  # fmt: skip
-
-    def state(self) -> bytes:
-        """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
-        with self.pinned() as snapshot:
-            if snapshot.commit is None:
-                raise ValueError(f"{self.label} has no commit yet: publish one first")
-            return self.reader.state(snapshot.commit).tobytes()
-
-    def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
-        """Read pages [low, high) of a layout into ``out``, as they stand in the layout, and check each.
-
-        One read of the engine for each block. Raises CorruptBlockError; ValueError for pages that are not there.
-        """
-        self.load([Pages(segment, group, low, high, out)])
-
-    def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
-        """``read`` for many: ``at_once`` of them at a time (None: 4, the most), on threads as nice as the first caller.
-
-        When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
-        """
-        self.reader.load(wanted, at_once)
-
-    def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
-        """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
-
-        A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
-        in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
-        """
-        with self.pinned() as snapshot:
-            return locate(self.reader, snapshot, {table_name: keys}, after=after)[table_name]
-
-    def read_rows(
-        self,
-        segment: Segment,
-        group: int,
-        rows: NDArray[np.int64],
-        *,
-        cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
-    ) -> tuple[NDArray[np.float32], ...]:
-        """Return the rows at ``rows`` (n,) of a layout: (n, width) for each field.
-
-        Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may
-        give the bytes of a page that is in memory anyway. Raises CorruptBlockError.
-        """
-        return read_rows(self.reader, segment, group, rows, cached)
-
-    def lookup(
-        self,
-        table_name: str,
-        keys: NDArray[np.int64],
-        *,
-        missing: str = "error",
-        progress: Callable[[str, int, int], None] | None = None,
-    ) -> Fields:
-        """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
-
-        Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
-        its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
-
-        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. Of
-        stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
-        ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
-        """
-        with self.pinned() as snapshot:
-            return lookup(
-                self.reader, snapshot, table_name, keys,
-                missing=missing, memory=self.key_memory, progress=progress,
-            )  # fmt: skip
-
-    def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
-        """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
-
-        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
-        gives every row. A row changed where it was made or written again, even to the same bits, not where it moved.
-        Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
-        where rows were appended and not committed. Commits that are made meanwhile change nothing.
-        """
-        self.reader.check_open()
-        return self._stream(lambda snapshot: changes(self.reader, snapshot, table_name, since))
-
-    def changed_rows(self, table_name: str, *, since: int) -> int:
-        """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
-        with self.pinned() as snapshot:
-            return changed_rows(self.reader, snapshot, table_name, since)
-
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _stream(self, items: Callable[[Snapshot], Iterator[Item]]) -> Iterator[Item]:
-        """Yield what ``items`` yields of the snapshot of the moment when the first one is asked for."""
-        with self.pinned() as snapshot:
-            yield from items(snapshot)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store import key_invariants
+from tiercache.store.bits import hash_keys
 from tiercache.store.files import huge_pages
+from tiercache.store.opening import newest_record, store_path
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.recovery import ADVICE, check_blobs
-from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.runs import runs_of
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
-from tiercache.store.table import row_layout
+from tiercache.store.table import find_table, row_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
+    from tiercache.store.table import Table
 
 ROW_CHECK_THREADS = 4
 """Threads that read blocks of rows: the disk has one to read while another is checked."""
@@ -36,24 +39,19 @@ _ARRAY_STEP = 1 << 20
 
 
 class Verification:
-    """One reading of all that a store holds: of every commit that it keeps, each block once.
+    """One reading of all that a store of one rank, or a rank of several, holds: of every commit, each block once.
 
     Rows are read by threads of their own; keys, meanwhile, by others. Memory: about ``VERIFY_BYTES``, however many
     keys there are: hashes that exceed them wait in a temporary file.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, stores: Sequence[Store] | None = None) -> None:
+        """``stores``: the store at each commit that it keeps."""
         self.store = store
         self.problems: dict[str, dict[int, None]] = {}
         """Sentences, with the commits that each thing touches."""
         self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
-        self._stores = [store]
-        """Each at a commit that it keeps a lease of."""
-        if len(store.commits) > 1:
-            self._stores = []
-            for commit in store.commits:
-                with suppress(CommitMissingError):  # a writer gave it up meanwhile
-                    self._stores.append(store.at(commit.id))
+        self._stores, self.bytes_before = _at_commits(store) if stores is None else stores, 0
         self._commits = [one.commit.id for one in self._stores if one.commit is not None]
         self._local = threading.local()
         self._blocks: dict[tuple[int, int, int], tuple[Segment, list[int]]] = {}
@@ -63,6 +61,7 @@ class Verification:
         self.total = sum(
             segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
         )
+        """Bytes of all blocks; with ``bytes_before`` for the one who watches several of these."""
 
     def run(self, *, deep: bool = True) -> dict[str, Any]:
         """Check everything and return the report; not ``deep``: only what describes rows and dense state."""
@@ -152,7 +151,7 @@ class Verification:
         self.counts["pages"] += last - first
         self.counts["rows"] += size // layout.row_bytes
         self.counts["bytes"] += size
-        _say(kind="progress", done=self.counts["bytes"], total=self.total)
+        _say(kind="progress", done=self.bytes_before + self.counts["bytes"], total=self.total)
 
     def _report(self, sentences: Sequence[str], commits: Sequence[int]) -> None:
         for sentence in sentences:
@@ -170,23 +169,111 @@ def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int])
     return words[:_MOST_PROBLEMS]
 
 
+def verify_store(store: Store, *, deep: bool = True) -> tuple[dict[str, Any], dict[str, dict[int, None]]]:
+    """Read all that an open store holds; return the report, and what is wrong with the commits that it touches."""
+    stores = _at_commits(store)
+    if not store.ranks:
+        verification = Verification(store, stores)
+        return verification.run(deep=deep), verification.problems
+    parts = [Verification(rank, [one.ranks[i] for one in stores]) for i, rank in enumerate(store.ranks)]
+    total, before, problems, reports = sum(one.total for one in parts), 0, dict[str, dict[int, None]](), []
+    for rank, one in enumerate(parts):
+        size, one.total, one.bytes_before = one.total, total, before
+        reports.append(one.run(deep=deep))
+        before += size
+        problems |= {f"rank {rank}: {sentence}": commits for sentence, commits in one.problems.items()}
+    if not problems:
+        for at in stores:
+            assert at.commit is not None, "it has several ranks"
+            for sentence in _strays(at):
+                problems.setdefault(sentence, {})[at.commit.id] = None
+    report = {name: reports[0][name] for name in ("commit", "commits", "deep")} | {"ranks": len(parts)}
+    report |= {name: sum(one[name] for one in reports) for name in (*parts[0].counts, "seconds")}
+    return report | {"shards": reports, "problems": problem_sentences(problems, reports[0]["commits"])}, problems
+
+
+def _at_commits(store: Store) -> list[Store]:
+    """Return a store at each commit that it keeps, with a lease of its own."""
+    if len(store.commits) < 2:
+        return [store]
+    stores = []
+    for commit in store.commits:
+        with suppress(CommitMissingError):  # a writer gave it up meanwhile
+            stores.append(store.at(commit.id))
+    return stores
+
+
+def _strays(store: Store) -> Iterator[str]:
+    """Yield a sentence for each table of each rank that has rows of other ranks, or other rows than its slices."""
+    sharding = None if store.commit is None else store.commit.sharding
+    assert sharding is not None, "it has several ranks"
+    for table in store.tables:
+        slices = sharding.tables[table.name].slices
+        rows = [rank.live_rows(table.name) for rank in store.ranks]
+        for i, rank in enumerate(store.ranks):
+            if not _within(rank, table, *(sharding.owned_hashes(table.name, i) or (0, 0))):
+                yield (
+                    f"rank {i} of {store.label} has rows of table {table.name!r} that the sharding gives to other "
+                    f"ranks: {ADVICE}"
+                )
+        if len({rows[one.rank] for one in slices}) > 1:
+            counts = ", ".join(f"{rows[one.rank]:,}" for one in slices)
+            yield f"the slices of table {table.name!r} of {store.label} have {counts} rows: {ADVICE}"
+
+
+def _within(rank: Store, table: Table, low: int, high: int) -> bool:
+    """Return True if all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
+    group, own_table = find_table(rank.groups, table.name, rank.label)
+    snapshot = rank.snapshot
+    for run in runs_of(rank.reader, snapshot, snapshot.committed, group, own_table):
+        layout = run.segment.layouts[group.index]
+        for row in (run.low, run.high - 1):
+            block = row // layout.block_rows
+            key = rank.reader.keys(run.segment, group.index, block)[row - layout.rows_of_block(block)[0]]
+            if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
+                return False
+    return True
+
+
+def _together(path: str, *, deep: bool) -> dict[str, Any]:
+    """Return the report of a store whose commits are opened together, at a time when its ranks stayed.
+
+    Other ranks that take the rows delete the folders of those that are no more, though these are being read.
+    """
+    while True:
+        with Store.open(path, mode="r") as store:
+            try:
+                report, _ = verify_store(store, deep=deep)
+            except StoreError:
+                if not _was_divided(store):
+                    raise
+                continue
+            if not report["problems"] or not _was_divided(store):
+                return report
+
+
+def _was_divided(store: Store) -> bool:
+    """Return True if other ranks than those of the commit have the rows now."""
+    with suppress(StoreError):
+        newest = store._opened.loader(store.counters).newest_record()
+        return store.commit is not None and newest is not None and newest.folders != store.commit.folders
+    return False
+
+
 def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str, Any]:
     """Return the report of a store whose commits do not open together: whichever opens alone is read."""
     try:
-        with Store.open(path, mode="r") as store:
-            newest = store.commit
-            assert newest is not None, "a store without a commit has no older one that is damaged"
-            kept = [*(one.id for one in newest.kept), newest.id]
+        record = newest_record(store_path(path))
+        assert record is not None, "a store without a commit has no older one that is damaged"
     except CorruptStoreError:
         return {"problems": [str(error)]}
+    kept = [*(one.id for one in record.values["kept"]), record.values["id"]]
     problems: dict[str, dict[int, None]] = {}
     for id_ in kept:
         found: dict[str, dict[int, None]] = {}
         try:
             with Store.open(path, mode="r", commit=id_) as store:
-                verification = Verification(store)
-                verification.run(deep=deep)
-                found = verification.problems
+                _, found = verify_store(store, deep=deep)
         except CommitMissingError:
             continue  # a writer went on meanwhile
         except CorruptStoreError as wrong:
@@ -255,10 +342,7 @@ def main(path: str, deep: bool) -> None:
     """Verify the store at ``path``."""
     try:
         try:
-            with Store.open(path, mode="r") as store:
-                if isinstance(store, ShardedStore):
-                    raise StoreError(f"{store.label} was sharded while it was read: verify it again")
-                report = Verification(store).run(deep=deep)
+            report = _together(path, deep=deep)
         except CorruptStoreError as error:
             report = _each_alone(path, error, deep=deep)
         _say(kind="report", report=report)

@@ -129,7 +129,6 @@ class CacheParts:
                 self.rows = ResidentRows(source, self.backend, rule)
             else:
                 self.rows, free_bytes = self._open_rows(source, budgets, order=rule, progress=progress)
-            self.training_store.drop_older()  # nothing is refused any more
             row_optimizer = self.rows.state.optimizer
             row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow = ranks.size > 1

@@ -320,7 +320,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> dict[str, Any]:
         """Return what a commit keeps."""
-        kept: dict[str, Any] = {"steps": self.steps, "learning_rates": self.learning_rates}
+        rates = {table.name: rate for group, rate in zip(self._groups, self.learning_rates, strict=True)
+                 for table in group.tables}  # fmt: skip
+        kept: dict[str, Any] = {"steps": self.steps, "learning_rates": rates}
         changed = {
             table.name: {name: now[name] for name in ("step", *_HYPERPARAMETERS[1:]) if name in now}
             for group in self._groups
@@ -332,16 +334,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
-        first = [group.optimizer.learning_rate for group in self._groups]
-        rates = [float(rate) for rate in settings.get("learning_rates", first)]
-        if len(rates) != len(self._groups):
-            raise StateError(
-                f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
-                f"{len(self._groups)}: open the store with the tables it was made with"
-            )
+        rates = settings.get("learning_rates", {})
         self.steps = int(settings.get("steps", 0))
-        for group, rate in zip(self._groups, rates, strict=True):
+        for group in self._groups:
             for table in group.tables:
+                rate = float(rates.get(table.name, group.optimizer.learning_rate))
                 changed = dict(settings.get("tables", {}).get(table.name, {}))
                 if "betas" in changed:
                     changed["betas"] = tuple(changed["betas"])  # a list once it was kept

@@ -1,1 +1,1 @@
-"""Stores of several shards: one for each rank that trains it, and a manifest that commits them together."""
+"""Stores of several ranks: the sharding, the folder and the writer of each rank, and rows joined for readers."""

@@ -7,21 +7,21 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HASHES = 1 << 64
 """How many hashes keys can have."""
-_STORED_KINDS: Mapping[Kind, str] = dict(zip(KINDS, ("row", "table", "column", "replicate"), strict=True))
-"""The words for the kinds in manifests and digests, whose bytes do not change."""
-_KIND_OF = {word: kind for kind, word in _STORED_KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,8 @@ class ShardingPlan:
         return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        """Return the sharding as plain JSON values, with the words on disk for kinds; ``from_record`` reads them."""
-        tables = {
-            name: table_sharding.described() | {"kind": _STORED_KINDS[table_sharding.kind]}
-            for name, table_sharding in self.tables.items()
-        }
-        return {"num_ranks": self.num_ranks, "tables": tables}
+        """Return the sharding as plain JSON values, which ``from_record`` reads."""
+        return {"num_ranks": self.num_ranks, "tables": {name: one.described() for name, one in self.tables.items()}}
 
     @classmethod
     def from_record(cls, record: Any) -> ShardingPlan:
@@ -151,11 +147,24 @@ class ShardingPlan:
                 for part in slices
             ):
                 raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
-            word = table_sharding["kind"]
-            if not isinstance(word, str) or word not in _KIND_OF:
-                raise ValueError(f"{what} is {_shown(word)}: it must be one of {listed(_KIND_OF)}")
-            tables[name] = TableSharding(_KIND_OF[word], tuple(Slice(*part) for part in slices))
+            kind = table_sharding["kind"]
+            if kind not in KINDS:
+                raise ValueError(f"{what} is {unknown_kind(kind)}")
+            tables[name] = TableSharding(kind, tuple(Slice(*part) for part in slices))
         return cls(fields["num_ranks"], tables)
+
+
+def groups_of_rank(tables: tuple[Table, ...], sharding: ShardingPlan | None, rank: int) -> tuple[Group, ...]:
+    """Return the groups of the tables that a rank has, whole or a slice of their columns; None: of one rank."""
+    return _groups(tables, tuple(table.compression for table in tables), sharding, rank)
+
+
+@lru_cache(maxsize=256)
+def _groups(
+    tables: tuple[Table, ...], _compression: tuple[str | None, ...], sharding: ShardingPlan | None, rank: int
+) -> tuple[Group, ...]:
+    """Group them. Tables that differ in ``_compression`` alone are equal, and their groups are not alike."""
+    return group_tables(tables if sharding is None else sharding.shard_tables(tables, rank))
 
 
 def hash_bounds(num_ranks: int) -> tuple[int, ...]:
@@ -191,8 +200,6 @@ def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
 
 def unknown_kind(kind: Any) -> str:
     """Return the end of an error message about a kind that does not exist."""
-    if isinstance(kind, str) and kind in _KIND_OF:
-        return f"{kind!r}, an old word for {_KIND_OF[kind]!r}: use that"
     return f"{_shown(kind)}: it must be one of {listed(KINDS)}"
 
 

@@ -1,0 +1,162 @@
+"""Forgotten rows and changed settings of a store of several ranks: one commit of all of them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dist.meeting import meet
+from tests.dist.sharded_world import TABLES, UNIVERSE, problems, sharding_on, train_shards
+from tiercache.dist.shard_writer import ShardWriter
+from tiercache.store import Adagrad, KeyMissingError, Store, StoreError, Table, alter, forget, info, verify
+
+KEYS = np.arange(0, UNIVERSE, 3)
+
+
+def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
+    """Return the bytes of every row, by table and key."""
+    found: dict[str, dict[int, bytes]] = {}
+    for table in store.tables:
+        rows = found[table.name] = {}
+        for keys, fields in store.scan(table.name):
+            rows |= {key: b"".join(values[i].tobytes() for values in fields) for i, key in enumerate(keys.tolist())}
+    return found
+
+
+def without(rows: dict[str, dict[int, bytes]], name: str, keys: np.ndarray) -> dict[str, dict[int, bytes]]:
+    """Return rows without some keys of a table."""
+    gone = set(keys.tolist())
+    return {**rows, name: {key: row for key, row in rows[name].items() if key not in gone}}
+
+
+@pytest.fixture(params=["lmdb", "zarr"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Return a store of three ranks with tables of every sharding."""
+    assert train_shards(tmp_path / "s", 3, 4, engine=request.param, retention=2) == [None] * 3
+    yield tmp_path / "s"
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+@pytest.mark.parametrize("name", [table.name for table in TABLES])
+def test_rows_of_every_sharding_are_forgotten_on_all_ranks(path: Path, name: str) -> None:
+    """A row of column slices is one row; other tables, dense state and position stay; a rewrite frees the bytes."""
+    with Store.open(path) as store:
+        before, commit, state = rows_of(store), store.commit, store.state()
+        forgotten = [key for key in KEYS.tolist() if key in before[name]]
+        done = forget(store, name, KEYS)
+        assert (done.commit.id, done.rows) == (commit.id + 1, len(forgotten))
+        assert done.unknown == KEYS.size - len(forgotten)
+        assert done.waiting_bytes == store.waiting_bytes > 0
+        assert done.listed_by == (f"commit {commit.id} (retention)",)
+        after = without(before, name, KEYS)
+        assert rows_of(store) == after
+        assert (store.state(), store.commit.cursor) == (state, commit.cursor)
+        with pytest.raises(KeyMissingError):
+            store.lookup(name, np.array(forgotten))
+        with store.at(commit.id) as old:
+            assert rows_of(old) == before
+    assert info(path)["waiting_bytes"] == done.waiting_bytes
+    with Store.open(path, mode="r") as store:
+        assert rows_of(store) == after
+        assert store.live_rows(name) == len(after[name])
+    with Store.open(path) as store:
+        store.compact()
+        assert (rows_of(store), store.waiting_bytes) == (after, 0)
+
+
+def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
+    """But a pinned one, which the report names."""
+    with Store.open(path) as store:
+        before = rows_of(store)
+        done = forget(store, "word", KEYS, now=True)
+        assert [commit.id for commit in store.commits] == [done.commit.id]
+        assert (done.waiting_bytes, done.listed_by) == (0, ())
+        store.pin("best")
+        pinned = store.commit.id - 1
+        done = forget(store, "item", KEYS, now=True)
+        assert done.listed_by == (f"commit {pinned} (pin 'best')",)
+        assert rows_of(store) == without(without(before, "word", KEYS), "item", KEYS)
+        assert store.retention == 2
+
+
+def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
+    """Of all ranks, also where slices of a row are on several."""
+    with Store.open(path) as store:
+        since = store.commits[0].id
+        for name in ("item", "word"):
+            kept = {key for keys, _ in store.changes(name, since=since) for key in keys.tolist()}
+            rows = store.live_rows(name)
+            assert 0 < len(kept) < rows
+            assert forget(store, name, unused_since=since).rows == rows - len(kept)
+            assert set(rows_of(store)[name]) == kept
+
+
+def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
+    """On all ranks."""
+    with Store.open(path) as store:
+        before, commit = rows_of(store), store.commit.id
+        forget(store, "item", KEYS)
+        store.rollback(commit)
+        assert rows_of(store) == before
+        faster = [replace(t, optimizer=replace(t.optimizer, learning_rate=0.5)) for t in TABLES]
+        alter(store, faster)
+        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables} == {0.5}
+        store.rollback(store.commits[0].id)
+        assert [t.to_record() for t in store.tables] == [t.to_record() for t in sorted(TABLES, key=by_id)]
+        assert {t.optimizer.learning_rate for rank in store.ranks for t in rank.tables if t.name != "day"} == {0.1}
+        assert rows_of(store) == before
+
+
+def by_id(table: Table) -> int:
+    """Return what tables are in the order of."""
+    return table.table_id & ((1 << 64) - 1)
+
+
+def test_settings_of_all_ranks_change_in_one_commit(path: Path) -> None:
+    """No row moves, and a training with the old tables is refused."""
+    with Store.open(path) as store:
+        before, commit = rows_of(store), store.commit
+        tables = [replace(t, optimizer=Adagrad(learning_rate=0.3)) if t.name == "item" else t for t in TABLES]
+        altered = alter(store, tables)
+        assert (altered.id, altered.cursor, altered.stored) == (commit.id + 1, commit.cursor, ())
+        assert rows_of(store) == before
+        assert alter(store, tables) is store.commit
+    assert train_shards(path, 3, 0)[0] is not None
+    with Store.open(path, mode="r") as store:
+        assert {rank.commit.id for rank in store.ranks} == {altered.id}
+        assert list(problems(store)) == []
+
+    def go_on(ranks: object) -> int:
+        with ShardWriter.open(path, tables, sharding_on(3), ranks) as shards:  # type: ignore[arg-type]
+            (item,) = (table for table in shards.store.tables if table.name == "item")
+            assert item.optimizer.learning_rate == 0.3
+            return shards.store.commit.id
+
+    assert meet(3, go_on) == [altered.id] * 3
+
+
+def test_rows_of_several_ranks_keep_their_layout(path: Path) -> None:
+    """Tables, dims and optimizers change with one rank; nothing is written."""
+    with Store.open(path) as store:
+        commit = store.commit
+        for tables in (TABLES[1:], [*TABLES, Table(name="new", dim=2)], [replace(TABLES[0], dim=9), *TABLES[1:]]):
+            with pytest.raises(ValueError, match=r"has 3 ranks, where only settings can change: train with one rank"):
+                alter(store, tables)
+        assert store.commit is commit
+
+
+def test_a_forget_that_fails_on_one_rank_is_one_of_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks before it drop what they prepared, and the store goes on."""
+    with Store.open(path) as store:
+        before, commit = rows_of(store), store.commit
+        last = store.ranks[-1]
+        monkeypatch.setattr(last, "overlay", lambda: (_ for _ in ()).throw(StoreError("no")))
+        with pytest.raises(StoreError, match="no"):
+            forget(store, "item", KEYS)
+        assert store.commit is commit
+        assert rows_of(store) == before
+        monkeypatch.undo()
+        assert forget(store, "item", KEYS).rows > 0
+        assert rows_of(store) == without(before, "item", KEYS)

@@ -1,0 +1,252 @@
+"""The folders of the ranks of a store: each has an engine of its own, and a marker that says whose it is.
+
+Rank 0 uses the folder of the store itself. That of rank R is ``rank-R`` in it, or in a folder that was given. Its
+marker is written before anything else and deleted last, so what a kill left is known for what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiercache.store.commit import rank_folder
+from tiercache.store.directory import FORMAT_VERSION, RANK_FORMAT, StoreDirectory, check_version, delete_folder
+from tiercache.store.files import read_whole, reason, replace_file, room_for, sync
+from tiercache.store.locks import MARKER
+from tiercache.store.opening import ENGINES, Opened, RankPlace, label_of, open_folder
+from tiercache.store.recovery import record_at
+from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.table import Table
+
+_DRAFT = f"{MARKER}.new"
+_NOTE = "other-ranks.json"
+_NOTE_DRAFT = f"{_NOTE}.new"
+_MARKER_BYTES = 4096
+"""More than a marker has."""
+
+
+class RankFolder:
+    """The folder of a rank, which need not be there."""
+
+    def __init__(self, store: Path, folder: str, rank: int, id_: str) -> None:
+        """``folder``: as a commit names it. ``id_``: that of the store."""
+        self.path, self._store, self._rank, self._id = store / folder, store, rank, id_
+
+    def check(self) -> str:
+        """Return the engine of the rank. Raises an error unless it is here.
+
+        Raises StoreMissingError, NotAStoreError and FormatVersionError.
+        """
+        what = f"rank {self._rank} of the store at {self._store}"
+        advice = "restore it from a copy, move it back, or train with shard_dirs= that say where it is"
+        if not self.path.is_dir():
+            raise StoreMissingError(f"{what} is missing: there is no folder {self.path}: {advice}")
+        directory = StoreDirectory(self.path)
+        try:
+            marker = directory.marker()
+        except NotAStoreError as error:
+            raise NotAStoreError(f"{what} has no marker: {error}") from error
+        if marker.get("format") != RANK_FORMAT:
+            raise NotAStoreError(f"{self.path / MARKER} is not that of {what}: {advice}")
+        check_version(marker.get("version"), str(self.path))
+        if marker.get("store") != self._id or marker.get("rank") != self._rank:
+            whose = "that store" if marker.get("store") == self._id else "another store"
+            raise NotAStoreError(f"{self.path} has rank {marker.get('rank')!r:.20} of {whose}, not {what}: {advice}")
+        return directory.engine(tuple(ENGINES), None)
+
+    def make(self, engine: str) -> None:
+        """Make an empty folder, durably, in place of what was left of this rank.
+
+        Raises NotAStoreError if something else is here, and StoreFullError.
+        """
+        try:
+            (self.path / _DRAFT).unlink(missing_ok=True)  # a kill came before the marker was there
+            is_used = self.path.exists() and any(self.path.iterdir())
+        except OSError as error:
+            raise NotAStoreError(
+                f"{self.path} cannot be made the folder of rank {self._rank} ({reason(error)}): give shard_dirs= that "
+                "are free"
+            ) from error
+        if is_used:
+            try:
+                self.check()
+            except StoreError as error:
+                raise NotAStoreError(
+                    f"{self.path} is there already and is no rank of this store: give shard_dirs= that are free"
+                ) from error
+            self._empty()
+        StoreDirectory(self.path).create()
+        values = {
+            "format": RANK_FORMAT, "version": FORMAT_VERSION, "engine": engine, "store": self._id, "rank": self._rank,
+        }  # fmt: skip
+        with room_for(_MARKER_BYTES, self.path, f"the marker of rank {self._rank}"):
+            replace_file(self.path / MARKER, json.dumps(values).encode() + b"\n", suffix=".new")
+
+    def delete(self) -> None:
+        """Delete the folder, durably, if it is that of this rank, or empty; several may do so at once."""
+        with suppress(OSError):  # a kill left an empty one, or came before the marker was there
+            if {entry.name for entry in self.path.iterdir()} <= {_DRAFT}:
+                (self.path / _DRAFT).unlink(missing_ok=True)
+                self.path.rmdir()
+        with suppress(StoreError, FileNotFoundError, NotADirectoryError):
+            self.check()
+            self._empty()
+            (self.path / MARKER).unlink(missing_ok=True)
+            delete_folder(self.path)
+            sync(self.path.parent)
+
+    def _empty(self) -> None:
+        """Delete everything but the marker."""
+        for entry in list(os.scandir(self.path)):
+            if entry.is_dir(follow_symlinks=False):
+                delete_folder(Path(entry.path))
+            elif entry.name != MARKER:
+                Path(entry.path).unlink(missing_ok=True)
+        sync(self.path)
+
+
+def is_among(folder: Path, others: Iterable[Path]) -> bool:
+    """Return True if a folder is one of ``others``, which may have another name for it, as a symbolic link has."""
+    with suppress(OSError):
+        found = folder.stat()
+        for other in others:
+            with suppress(OSError):
+                if os.path.samestat(found, other.stat()):
+                    return True
+    return False
+
+
+def store_id(path: Path) -> str:
+    """Return the id of the store at ``path``, which the markers of its ranks have."""
+    return str(StoreDirectory(path).marker().get("id", ""))
+
+
+def folders_of(num_ranks: int, path: Path, given: Sequence[Path] | None) -> tuple[str, ...]:
+    """Return by rank the folders of new ranks, as a commit names them: each is in a folder that was ``given``.
+
+    Raises ValueError if they are not as many as the ranks, if rank 0 is not in the folder of the store itself, and for
+    a folder that a commit cannot name.
+    """
+    if given is None:
+        return tuple(map(rank_folder, range(num_ranks)))
+    if len(given) != num_ranks:
+        raise ValueError(f"shard_dirs= names {len(given)} folders for {num_ranks} ranks: give one for each rank")
+    if given[0].absolute() != path.absolute():
+        raise ValueError(f"shard_dirs[0] is {given[0]}: rank 0 has its rows in the store itself, so give {path}")
+    return tuple(rank_folder(rank) if rank == 0 or folder.absolute() == path.absolute() else _named(folder, rank)
+                 for rank, folder in enumerate(given))  # fmt: skip
+
+
+def _named(folder: Path, rank: int) -> str:
+    """Return the absolute path of a rank's folder that is not in the store."""
+    place = folder.resolve() if ".." in folder.parts else folder.absolute()
+    if not str(place).isprintable():
+        raise ValueError(f"shard_dirs[{rank}] is {str(folder)!r}: give a folder with a name that can be printed")
+    return str(place / rank_folder(rank))
+
+
+def open_rank(
+    whole_tables: tuple[Table, ...], path: Path, place: RankPlace, mode: str, store_budget: int | None, *,
+    engine: str = "",
+) -> Opened:  # fmt: skip
+    """Open the engine of a rank above 0 of the store at ``path``; ``engine``: make it, empty, with this one.
+
+    Raises what ``Store.open`` raises.
+    """
+    folder = RankFolder(path, place.folders[place.rank], place.rank, place.store)
+    tables = place.sharding.shard_tables(whole_tables, place.rank)
+    if engine:
+        folder.make(engine)
+    kind = folder.check()
+    opened = open_folder(folder.path, tables, kind, mode, store_budget, create=bool(engine))
+    return replace(opened, tables=whole_tables, place=place)
+
+
+def open_ranks(
+    whole: Opened, path: Path, sharding: ShardingPlan, folders: Sequence[str], mode: str, store_budget: int | None
+) -> None:
+    """Open the engines of all ranks of a store whose own, that of rank 0, is open.
+
+    ``folders``: those that a commit names. Ranks may have moved since: the newest commit says where they are.
+    """
+    id_, head = store_id(path), whole.engine.newest()
+    newest = None if head is None else record_at(whole.engine, head, label_of(path))
+    if newest is not None and newest.values["sharding"] == sharding:
+        folders = newest.folders
+    places = [
+        RankPlace(rank=rank, sharding=sharding, folders=tuple(folders), commits=whole.engine, store=id_)
+        for rank in range(sharding.num_ranks)
+    ]
+    whole.ranks.append(replace(whole, place=places[0], ranks=[], _loader=None))
+    for place in places[1:]:
+        whole.ranks.append(open_rank(whole.tables, path, place, mode, store_budget))
+
+
+def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> None:
+    """Delete what is left of other ranks, and open the engines of all ranks if the newest commit has several."""
+    head = whole.engine.newest()
+    assert head is not None, "it is a store"
+    record = record_at(whole.engine, head, label_of(path))
+    folders = () if record is None else record.folders
+    delete_others(path, folders, noted_folders(path))
+    note_folders(path, ())
+    if record is not None and folders:
+        open_ranks(whole, path, record.values["sharding"], folders, "a", store_budget)
+
+
+def note_folders(path: Path, folders: Sequence[str]) -> None:
+    """Note, durably, which folders outside a store its ranks have or get while they change; none: they do not.
+
+    A kill leaves some of them that no commit names. Those in the store are found by their names.
+    """
+    outside = sorted({folder for folder in folders if Path(folder).is_absolute()})
+    if not outside:
+        (path / _NOTE).unlink(missing_ok=True)
+        with suppress(OSError):  # a kill left it, or it is none of ours
+            (path / _NOTE_DRAFT).unlink()
+        return
+    data = json.dumps(outside).encode() + b"\n"
+    with room_for(_MARKER_BYTES + len(data), path, f"the ranks of the store at {path}"):
+        replace_file(path / _NOTE, data, suffix=".new")
+
+
+def noted_folders(path: Path) -> tuple[str, ...]:
+    """Return the folders outside a store that were noted: ranks that it does not have may be there.
+
+    Raises StoreError for a note that cannot be read.
+    """
+    try:
+        noted = json.loads(read_whole(str(path / _NOTE)))
+        if not isinstance(noted, list) or not all(isinstance(one, str) for one in noted):
+            raise ValueError("it is not a list of names")
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{path / _NOTE}, which names folders of ranks that a change of ranks may have left, cannot be read "
+            f"({reason(error)}): delete it"
+        ) from error
+    return tuple(noted)
+
+
+def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) -> None:
+    """Delete the folders of ranks that a store does not have: those in its folder, and those in ``left``.
+
+    For whoever may write to it.
+    """
+    id_, current = store_id(path), [path / folder for folder in folders]
+    inside = [entry.name for entry in path.glob("rank-*")]
+    for folder in dict.fromkeys([*inside, *left]):
+        name, number = Path(folder).name, Path(folder).name[5:]
+        is_rank = number.isdecimal() and name == rank_folder(int(number)) != "."
+        if is_rank and folder not in folders and not is_among(path / folder, current):
+            RankFolder(path, folder, int(number), id_).delete()
