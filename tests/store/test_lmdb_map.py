@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.apart import ran
-from tests.store.blobs import check, drop_all, head_of, plain, publish, put, some_bytes
+from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, StoreError, StoreFullError
+from tiercache.store import CorruptStoreError, LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines import lmdb_engine
+from tiercache.store.engines.engine import ReadRequest
+from tiercache.store.engines.lmdb_tree import LmdbFile
 
 TB = 1 << 40
 
@@ -37,7 +40,7 @@ def test_the_size_of_the_file_system_is_nothing_to_the_map(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from tests.store.blobs import check, plain, publish, some_bytes
+from tests.store.blobs import Content, check, plain, publish, some_bytes
 from tiercache.store import LmdbEngine
 
 status = open("/proc/self/status").read()
@@ -161,7 +164,7 @@ def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from tests.store.blobs import check, head_of, plain, publish, put, some_bytes
+from tests.store.blobs import Content, check, head_of, plain, publish, put, some_bytes
 from tiercache.store import LmdbEngine, StoreFullError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -191,3 +194,39 @@ def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
     needed, name = done.stdout.splitlines()
     assert int(needed) > 20_000 * 400, done.stderr
     assert name == ("commits/0" if when == "first" else "commits/1")
+
+
+def read(engine: LmdbEngine, content: Content) -> None:
+    """Read a blob of one part, and compare it."""
+    out = np.empty(content.blob.size, np.uint8)
+    engine.read(ReadRequest(content.blob, 0, out))
+    assert np.array_equal(out, content.pieces[0])
+
+
+def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged entry among them stops only the read of its own blob."""
+    engine = LmdbEngine(tmp_path, create=True)
+    kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
+    engine.close()
+    descents: list[bytes] = []
+    near = LmdbFile.near
+    monkeypatch.setattr(LmdbFile, "near", lambda file, meta, key: descents.append(key) or near(file, meta, key))
+    engine = LmdbEngine(tmp_path, create=False, readonly=True)
+    descents.clear()
+    for one in kept:
+        read(engine, one)
+    assert len(descents) == 1
+    entry = engine._entries["states/0.7"]
+    engine.close()
+
+    data = (tmp_path / "data.mdb").read_bytes()
+    at = data.rindex(entry)
+    (tmp_path / "data.mdb").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    engine = LmdbEngine(tmp_path, create=False, readonly=True)
+    for one in kept:
+        if one.blob.name != "states/0.7":
+            read(engine, one)
+            continue
+        with pytest.raises(CorruptStoreError, match=r"the entry of blob 'states/0.7' in data\.mdb is not what"):
+            read(engine, one)
+    engine.close()

@@ -49,7 +49,7 @@ from tiercache.store.engines.lmdb_records import (
     checksum_of,
     entry_of,
     extents_of,
-    read_entry,
+    read_entries,
     read_head,
     read_map,
 )
@@ -383,11 +383,11 @@ class LmdbEngine:
         if not self._readonly:
             raise BlockReadError("is missing")
         try:
-            entry = read_entry(self.path, name)
+            found = read_entries(self.path, name)
         except MissingEntryError:
             raise BlockReadError("is missing") from None
-        self._entries[name] = entry
-        return entry
+        self._entries |= found
+        return found[name]
 
     def _change(self, names: AbstractSet[str], entries: Mapping[str, bytes]) -> None:
         """Set the entries of blobs, or delete them; the sum is counted again where an interrupt ends this early."""

@@ -200,16 +200,25 @@ def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[st
     return _look(folder, look)
 
 
-def read_entry(folder: Path, name: str) -> bytes:
-    """Return the entry of a blob. Raises CorruptStoreError, also where there is none, and StoreError."""
+def read_entries(folder: Path, name: str) -> dict[str, bytes]:
+    """Return the entry of a blob, and by name those in the same page of LMDB's tree.
 
-    def look(_slot: Slot, file: LmdbFile | None) -> bytes:
-        value = None if file is None else file.find(file.metas()[0], name.encode())
-        if file is None or value is None:
+    Raises CorruptStoreError, also where there is none, and StoreError.
+    """
+
+    def look(_slot: Slot, file: LmdbFile | None) -> dict[str, bytes]:
+        values = [] if file is None else file.near(file.metas()[0], name.encode())
+        found = {value.key.decode(errors="replace"): value for value in values}
+        if file is None or name not in found:
             raise MissingEntryError(f"{folder / DATA} has no blob {name!r}: restore the store from a copy")
-        entry = file.read(value)
-        EntryArrays.of({name: entry})
-        return entry
+        entries = {key: value.data for key, value in found.items() if value.data is not None and key != HEAD_KEY}
+        entries[name] = file.read(found[name])
+        try:
+            EntryArrays.of(entries)
+        except CorruptStoreError:  # of one of them
+            entries = {name: entries[name]}
+            EntryArrays.of(entries)
+        return entries
 
     return _look(folder, look)
 

@@ -89,19 +89,31 @@ class LmdbFile:
 
     def find(self, meta: Meta, key: bytes) -> Value | None:
         """Return the place of the value of a key, or None. Raises CorruptStoreError."""
-        number = meta.root
+        return next((value for value in self.near(meta, key) if value.key == key), None)
+
+    def near(self, meta: Meta, key: bytes) -> list[Value]:
+        """Return the places of the values in the page of a key, without damaged ones. Raises CorruptStoreError."""
+        number, found = meta.root, list[Value]()
         for levels in range(_DEEPEST, -1, -1):
             if number == _NO_PAGE:
                 break
             page = self._page(meta, number, levels)
-            if not page.nodes:
+            if not page.is_branch or not page.nodes:
+                for at in page.nodes:
+                    try:
+                        node = self._node(meta, page, at)
+                    except CorruptStoreError:
+                        if page.key(at) == key:
+                            raise
+                        continue
+                    assert isinstance(node, Value), "a leaf has values"
+                    found.append(node)
                 break
             at = bisect_right(page.nodes, key, lo=1, key=page.key) - 1  # the first key of a branch is none
-            node = self._node(meta, page, page.nodes[at])
-            if isinstance(node, Value):
-                return node if node.key == key else None
-            number = node
-        return None
+            below = self._node(meta, page, page.nodes[at])
+            assert isinstance(below, int), "a branch has pages"
+            number = below
+        return found
 
     def read(self, value: Value) -> bytes:
         """Return the bytes of a value. Raises OSError."""
