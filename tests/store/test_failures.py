@@ -176,6 +176,19 @@ def test_a_file_of_unknown_size_needs_at_least_what_is_written_next(tmp_path: Pa
 
 
 @pytest.mark.disk
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.EDQUOT, errno.ENOSPC])
+def test_a_file_of_marks_that_does_not_fit_is_a_full_disk(
+    tmp_path: Path, leave: Leave, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A file system may refuse a size before a byte is written."""
+    leave(1000)
+    with ScratchFile(tmp_path, "a test") as file, monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(code, "full")))
+        with pytest.raises(StoreFullError, match=r"^a test needs (at least )?5,000 more bytes"):
+            file.extend(5000)
+
+
+@pytest.mark.disk
 def test_a_scan_that_sorts_names_all_it_sorts(leave: Leave) -> None:
     """Not the batch that comes next."""
     world = World(small_tables(), keys_per_pass=60)
