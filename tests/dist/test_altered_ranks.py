@@ -1,16 +1,35 @@
 """Forgotten rows and changed settings of a store of several ranks: one commit of all of them."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.dist.meeting import meet
-from tests.dist.sharded_world import TABLES, UNIVERSE, problems, sharding_on, train_shards
+from tests.dist.pool import RanksPool
+from tests.dist.sharded_world import TABLES, UNIVERSE, divide_anew, problems, sharding_on, train_shards
+from tests.dist.trainings import CASES, assert_same_rows, on_ranks, stored
+from tests.store.independent_reader import read_store
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.store import Adagrad, KeyMissingError, Store, StoreError, Table, alter, forget, info, verify
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    CommitMissingError,
+    KeyMissingError,
+    RowWiseAdagrad,
+    Store,
+    StoreError,
+    Table,
+    alter,
+    forget,
+    info,
+    verify,
+)
 
 KEYS = np.arange(0, UNIVERSE, 3)
 
@@ -23,6 +42,12 @@ def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
         for keys, fields in store.scan(table.name):
             rows |= {key: b"".join(values[i].tobytes() for values in fields) for i, key in enumerate(keys.tolist())}
     return found
+
+
+def as_the_format_says(path: Path) -> dict[str, dict[int, bytes]]:
+    """Return the same, by the reader that knows only the format."""
+    found = read_store(path).tables
+    return {name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in found.items()}
 
 
 def without(rows: dict[str, dict[int, bytes]], name: str, keys: np.ndarray) -> dict[str, dict[int, bytes]]:
@@ -137,14 +162,110 @@ def test_settings_of_all_ranks_change_in_one_commit(path: Path) -> None:
     assert meet(3, go_on) == [altered.id] * 3
 
 
-def test_rows_of_several_ranks_keep_their_layout(path: Path) -> None:
-    """Tables, dims and optimizers change with one rank; nothing is written."""
+CHANGES = {
+    "wider": lambda: [replace(table, dim=table.dim + 3) for table in TABLES],
+    "other optimizers": lambda: [
+        replace(TABLES[0], optimizer=RowWiseAdagrad(learning_rate=0.1)),
+        replace(TABLES[1], optimizer=Adagrad(initial_accumulator=0.25)),
+        replace(TABLES[2], optimizer=SGD()),
+        replace(TABLES[3], optimizer=Adam()),
+    ],
+    "dropped": lambda: [TABLES[0], TABLES[3]],
+    "added": lambda: [*TABLES, Table(name="new", dim=5, optimizer=Adam())],
+    "one rate of a group": lambda: [*TABLES[:2], replace(TABLES[2], optimizer=Adagrad(learning_rate=0.1)), TABLES[3]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Path, change: str) -> None:
+    """Rows, before a rewrite and after it, are those of a store of one rank that is altered in the same way."""
+    shutil.copytree(path, tmp_path / "one")
+    assert meet(1, lambda ranks: divide_anew(tmp_path / "one", ranks, sharding_on(1))) == [None]
+    with Store.open(path) as store, Store.open(tmp_path / "one") as one:
+        before, state, kept = rows_of(store), store.state(), store.commit.id
+        assert before == rows_of(one)
+        for tables in (CHANGES[change](), [replace(table, dim=table.dim + 1) for table in CHANGES[change]()]):
+            altered = alter(store, tables)
+            alter(one, tables)
+            assert rows_of(store) == rows_of(one)
+            assert {rank.commit.id for rank in store.ranks} == {altered.id}
+            assert (store.state(), altered.stored == one.commit.stored) == (state, True)
+        assert store.waiting_bytes == info(path)["waiting_bytes"]
+        keys = np.arange(0, UNIVERSE) - UNIVERSE // 2
+        found, expected = (s.lookup("item", keys, missing="initial") for s in (store, one))
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+        after = rows_of(store)
+    with Store.open(path, mode="r") as store:
+        assert rows_of(store) == after
+    assert verify(path)["problems"] == []
+    words = {
+        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
+    }
+    assert words == after
     with Store.open(path) as store:
-        commit = store.commit
-        for tables in (TABLES[1:], [*TABLES, Table(name="new", dim=2)], [replace(TABLES[0], dim=9), *TABLES[1:]]):
-            with pytest.raises(ValueError, match=r"has 3 ranks, where only settings can change: train with one rank"):
-                alter(store, tables)
-        assert store.commit is commit
+        store.compact()
+        assert (rows_of(store), store.waiting_bytes, store.commit.stored) == (after, 0, ())
+        tables, sharding = store.tables, store.commit.sharding
+        assert sharding.num_ranks == 3
+
+    def opens(ranks: Any) -> int:
+        with ShardWriter.open(path, tables, sharding, ranks) as shards:
+            return shards.store.commit.id
+
+    assert len({*meet(3, opens)}) == 1
+    words = {
+        name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in read_store(path).tables.items()
+    }
+    assert words == after
+    with Store.open(path) as store, pytest.raises(CommitMissingError):
+        store.rollback(kept)
+
+
+def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: Path) -> None:
+    """From before an alteration, and to it again."""
+    with Store.open(path) as store:
+        known = {"first": (store.commit, rows_of(store))}
+        store.pin("first")
+        steps = {
+            "wider": CHANGES["wider"](),
+            "fewer": [replace(table, dim=table.dim + 4) for table in CHANGES["dropped"]()],
+        }
+        for name, tables in steps.items():
+            known[name] = alter(store, tables), rows_of(store)
+            store.pin(name, known[name][0].id)
+        for name in ("wider", "first", "fewer", "wider"):
+            commit, rows = known[name]
+            assert (store.rollback(commit.id).sharding, rows_of(store)) == (commit.sharding, rows)
+        store.compact()
+        assert rows_of(store) == known["wider"][1]
+    for commit, rows in known.values():
+        with Store.open(path, mode="r", commit=commit.id) as store:
+            assert rows_of(store) == rows
+
+
+def test_a_training_goes_on_with_altered_tables(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """In the middle of a schedule: to the bits of ranks that took the rows of one rank, altered there."""
+    found = {}
+    for way in ("ranks", "one rank"):
+        first, second = tmp_path / way / "before", tmp_path / way / "after"
+        on_ranks(ranks_pool, 2, first, "bags", epochs=1)
+        if way == "one rank":
+            on_ranks(ranks_pool, 1, first, "bags", epochs=1)
+        with Store.open(first / "model.tc") as store:
+            assert len(store.parts) == (2 if way == "ranks" else 1)
+            commit = alter(store, CASES["other optimizers"].tables)
+            assert len(commit.stored) == 1
+        second.mkdir()
+        shutil.move(first / "model.tc", second / "model.tc")
+        dense = on_ranks(ranks_pool, 2, second, "other optimizers")
+        found[way] = stored(second), dense
+        with Store.open(second / "model.tc", mode="r") as store:
+            assert (len(store.ranks), store.commit.stored) == (2, ())
+            assert store.commit.cursor > commit.cursor
+    ours, theirs = found.values()
+    assert_same_rows(ours[0], theirs[0])
+    for name, value in ours[1][0].items():
+        np.testing.assert_array_equal(theirs[1][0][name], value, err_msg=name)
 
 
 def test_a_forget_that_fails_on_one_rank_is_one_of_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

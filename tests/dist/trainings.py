@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,16 @@ BAGS = Case(
 )
 SHORT = Case(tables=ONE.tables, specs=ONE.specs, num_samples=131, pass_rows=40, batch=13, shuffle=False)
 """Passes and batches that no number of ranks divides; the last batch of a pass has a sample, so ranks have none."""
-CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
+OTHER_OPTIMIZERS = replace(
+    BAGS,
+    tables=(
+        table("users", 5, tc.optim.Adagrad(learning_rate=0.05)),
+        table("items", 16, tc.optim.Adam(learning_rate=0.02)),
+        table("words", 12, tc.optim.RowWiseAdagrad(learning_rate=0.01, decay=0.01)),
+        table("tags", 16, tc.optim.SGD(learning_rate=0.1)),
+    ),
+)
+CASES = {"one": ONE, "bags": BAGS, "short": SHORT, "other optimizers": OTHER_OPTIMIZERS}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
 Rows = dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
 """Keys and fields by table."""

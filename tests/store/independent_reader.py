@@ -74,12 +74,13 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
     _, values = read_commit(files, commit)
     steps = [*values["stored"], values["tables"]]
     found, states = [], []
+    sharding = [*values["stored_sharding"], values["sharding"]][0] if "sharding" in values else None
     for rank, head in enumerate(values["ranks"]):
         of_rank = rank_files(path, values["folders"][rank], rank) if rank else files
-        rows, state = read_rank(of_rank, head, tables_of_rank(steps[0], values.get("sharding"), rank))
+        rows, state = read_rank(of_rank, head, tables_of_rank(steps[0], sharding, rank))
         found.append(rows)
         states.append(state)
-    tables = found[0] if "sharding" not in values else join_ranks(found, steps[0], values["sharding"])
+    tables = found[0] if sharding is None else join_ranks(found, steps[0], sharding)
     for before, after in pairwise(steps):
         old = {table["name"]: table for table in before}
         tables = {

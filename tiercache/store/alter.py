@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from tiercache.store.shards.sharding import groups_of_rank
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding, groups_of_rank
 from tiercache.store.table import Table, group_tables, row_layout
 
 if TYPE_CHECKING:
@@ -34,26 +34,40 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
     if [table.to_record() for table in requested] == [table.to_record() for table in commit.tables]:
         return commit
     changes: dict[str, Any] = {"tables": requested, "settings": altered_settings(commit, requested)}
-    groups, id_ = group_tables(requested), commit.id + 1
-    moves = commit.stored or row_layout(groups) != row_layout(group_tables(commit.tables))
-    if moves and commit.sharding is not None:
-        raise ValueError(
-            f"{store.label} has {commit.sharding.num_ranks} ranks, where only settings can change: train with one rank "
-            "before tables, dims or optimizers change"
-        )
+    sharding = None if commit.sharding is None else altered_sharding(commit.sharding, commit.tables, requested)
+    groups = {part: groups_of_rank(requested, sharding, part.snapshot.rank) for part in store.parts}
+    moves = commit.stored or any(row_layout(new) != row_layout(part.snapshot.groups) for part, new in groups.items())
     if moves:
-        changes |= {"stored": (*commit.stored, commit.tables), "since": id_, "schedule_digest": ""}
-        changes["overlaid"] = commit.overlaid or commit.schedule_digest
         check_between_passes(store, "tables, dims or optimizers change")
+        changes |= {
+            "stored": (*commit.stored, commit.tables),
+            "since": commit.id + 1,
+            "schedule_digest": "",
+            "overlaid": commit.overlaid or commit.schedule_digest,
+        }
+        if commit.sharding is not None:
+            changes |= {"sharding": sharding, "stored_sharding": (*commit.stored_sharding, commit.sharding)}
 
     def amend(part: Store) -> None:
-        assert part.commit is not None, "it was checked"
-        own = {} if moves else {"groups": groups_of_rank(requested, commit.sharding, part.commit.own.rank)}
+        own = {} if moves else {"groups": groups[part]}
         with part._opened.uses.using():
             part.commit_writer.amend(**changes, **own)
         part.take_tables()
 
     return store.commit_on_all(amend)
+
+
+def altered_sharding(sharding: ShardingPlan, before: Sequence[Table], tables: Sequence[Table]) -> ShardingPlan:
+    """Return the sharding of altered tables.
+
+    Rows stay where they are. A new table is ``row_wise``, and the last slice gets the new columns.
+    """
+    known, found = {table.name for table in before}, dict[str, TableSharding]()
+    for table in tables:
+        one = sharding.tables[table.name] if table.name in known else TableSharding("row_wise")
+        last = [replace(part, last=table.dim) for part in one.slices[-1:]]
+        found[table.name] = replace(one, slices=(*one.slices[:-1], *last))
+    return replace(sharding, tables=found)
 
 
 def checked_commit(store: Store) -> Commit:

@@ -213,6 +213,8 @@ class Commit:
     """By rank the blob that lists what it has."""
     sharding: ShardingPlan | None = None
     """The rank that has each row; None for one rank, which has them all."""
+    stored_sharding: tuple[ShardingPlan, ...] = ()
+    """For each of ``stored`` the sharding of several ranks then."""
     folders: tuple[str, ...] = ()
     """By rank the folder of its blobs: see ``rank_folder``. Empty for one rank."""
     groups: tuple[Group, ...] = ()
@@ -239,6 +241,14 @@ class Commit:
     def own_tables(self) -> tuple[Table, ...]:
         """The tables of its rank, whole or a slice of their columns."""
         return self.tables if self.sharding is None else self.sharding.shard_tables(self.tables, self.own.rank)
+
+    @property
+    def own_stored(self) -> tuple[tuple[Table, ...], ...]:
+        """``stored`` as its rank has them."""
+        if self.sharding is None:
+            return self.stored
+        pairs = zip(self.stored, self.stored_sharding, strict=True)
+        return tuple(sharding.shard_tables(tables, self.own.rank) for tables, sharding in pairs)
 
     @property
     def state_bytes(self) -> int:
@@ -283,6 +293,7 @@ class Commit:
         }
         if self.sharding is not None:
             values |= {"sharding": self.sharding.to_record(), "folders": list(self.folders)}
+            values["stored_sharding"] = [sharding.to_record() for sharding in self.stored_sharding]
         try:
             return encode("commit", values, {})
         except (TypeError, ValueError) as error:
@@ -336,8 +347,8 @@ class CommitRecord:
 
     def groups_of(self, rank: int) -> tuple[Group, ...]:
         """Return the groups of the layouts of a rank's segments, of tables that it has whole or a slice of."""
-        stored: tuple[tuple[Table, ...], ...] = self.values["stored"]
-        return groups_of_rank(stored[0] if stored else self.tables, self.values["sharding"], rank)
+        tables: tuple[Table, ...] = [*self.values["stored"], self.tables][0]
+        return groups_of_rank(tables, [*self.values["stored_sharding"], self.values["sharding"]][0], rank)
 
     def commit(self, own: RankList, groups: tuple[Group, ...], head: Head) -> Commit:
         """Return the commit with what one rank lists, of segments in ``groups``."""
@@ -349,11 +360,14 @@ def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int)
     if "sharding" not in values:
         if num_ranks != 1:
             raise ValueError(f"it has {num_ranks} ranks and no sharding")
-        return {"sharding": None, "folders": ()}
-    if values["stored"]:
-        raise ValueError(f"it has {num_ranks} ranks and tables of before an alteration")
+        return {"sharding": None, "folders": (), "stored_sharding": ()}
     sharding = ShardingPlan.from_record(values["sharding"])
     sharding.check(tables)
+    older = tuple(ShardingPlan.from_record(record) for record in values["stored_sharding"])
+    for before, record in zip(older, values["stored"], strict=True):
+        before.check(tables_of({"tables": record}))
+        if before.num_ranks != num_ranks:
+            raise ValueError(f"it has {num_ranks} ranks and a sharding for {before.num_ranks} before an alteration")
     folders = tuple(values["folders"])
     if not num_ranks == sharding.num_ranks == len(folders) > 1:
         raise ValueError(f"it has {num_ranks} ranks, {len(folders)} folders and a sharding for {sharding.num_ranks}")
@@ -363,7 +377,7 @@ def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int)
         fits = folder == "." if rank == 0 else path.name == rank_folder(rank) and alone and ".." not in path.parts
         if not (folder.isprintable() and fits):
             raise ValueError(f"{folder!r:.200} is no folder of rank {rank}")
-    return {"sharding": sharding, "folders": folders}
+    return {"sharding": sharding, "folders": folders, "stored_sharding": older}
 
 
 def rank_folder(rank: int) -> str:

@@ -199,7 +199,7 @@ class CommitWriter:
             id_ = self.first_id if before is None else before.id + 1
             segments, live = self.snapshot.live_at(cursor)
             named = {} if before is None else before.named
-            same: dict[str, Any] = {"tables": self._tables, "since": id_}
+            same: dict[str, Any] = {"tables": self._tables, "sharding": self.sharding, "since": id_}
             if before is not None:
                 same = {name: getattr(before, name) for name in _SAME}
             commit = Commit(
@@ -211,7 +211,6 @@ class CommitWriter:
                 groups=self.snapshot.groups,
                 retention=self.retention,
                 own=self._listed(segments, [named.get(segment.id, id_) for segment in segments], live, _NO_STATE),
-                sharding=self.sharding,
                 folders=self.folders,
                 **same,
             )
@@ -254,7 +253,8 @@ class CommitWriter:
                     new += [segment] if segment.rows or segment.within else []
                 commit = self._retaining(
                     before, rewrite.retained, new,
-                    cursor=start, schedule_digest=schedule_digest, stored=(), groups=self.snapshot.next_groups,
+                    cursor=start, schedule_digest=schedule_digest, stored=(), stored_sharding=(),
+                    groups=self.snapshot.next_groups,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                     forgot=before.id + 1 if before.stored or self.snapshot.has_tombstones else before.forgot,
                 )  # fmt: skip
@@ -479,7 +479,7 @@ class CommitWriter:
         return [snapshot for snapshot in before if _id(snapshot) in ids]
 
 
-_SAME = ("tables", "stored", "forgot", "since", "abandoned", "pins")
+_SAME = ("tables", "stored", "stored_sharding", "sharding", "forgot", "since", "abandoned", "pins")
 """Of a commit what the next one has too."""
 _NO_STATE = State.of("", np.empty(0, np.uint8))
 """A placeholder, replaced before the commit is written."""

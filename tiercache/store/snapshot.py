@@ -60,6 +60,11 @@ class Snapshot:
         return tuple(sorted((t for group in self.groups for t in group.tables), key=lambda table: table.table_id))
 
     @property
+    def rank(self) -> int:
+        """The rank whose segments these are."""
+        return 0 if self.commit is None else self.commit.own.rank
+
+    @property
     def next_groups(self) -> tuple[Group, ...]:
         """The groups that a rewrite writes."""
         is_altered = self.commit is not None and self.commit.stored
@@ -68,7 +73,7 @@ class Snapshot:
     def find(self, name: str, label: str) -> StoredTable:
         """Return a table by name. Raises ValueError that calls the store ``label``."""
         if name not in self._tables:
-            stored = () if self.commit is None else self.commit.stored
+            stored = () if self.commit is None else self.commit.own_stored
             self._tables[name] = StoredTable.of(name, self.tables, self.groups, stored, label)
         return self._tables[name]
 

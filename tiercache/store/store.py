@@ -106,7 +106,7 @@ class Store(StoreReads):
         if opened.place is not None or commit is None or commit.sharding is None or path is None:
             return None
         if not opened.ranks:
-            open_ranks(opened, path, commit.sharding, commit.folders, "r", None)
+            open_ranks(opened, path, commit, commit.sharding, "r", None)
         if not self.ranks:
             held = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
             ranks = zip(opened.ranks, held, strict=True)

@@ -22,7 +22,7 @@ from tiercache.store.recovery import ADVICE, check_blobs
 from tiercache.store.runs import runs_of
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
-from tiercache.store.table import find_table, row_layout
+from tiercache.store.table import row_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -223,9 +223,11 @@ def _strays(store: Store) -> Iterator[str]:
 
 def _within(rank: Store, table: Table, low: int, high: int) -> bool:
     """Return True if all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
-    group, own_table = find_table(rank.groups, table.name, rank.label)
     snapshot = rank.snapshot
-    for run in runs_of(rank.reader, snapshot, snapshot.committed, group, own_table):
+    stored = snapshot.find(table.name, rank.label)
+    if (group := stored.group) is None:
+        return True
+    for run in runs_of(rank.reader, snapshot, snapshot.committed, group, stored.table):
         layout = run.segment.layouts[group.index]
         for row in (run.low, run.high - 1):
             block = row // layout.block_rows

@@ -24,6 +24,7 @@ from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissin
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from tiercache.store.commit import Commit, CommitRecord
     from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.store.table import Table
 
@@ -172,23 +173,24 @@ def open_rank(
 
 
 def open_ranks(
-    whole: Opened, path: Path, sharding: ShardingPlan, folders: Sequence[str], mode: str, store_budget: int | None
+    whole: Opened, path: Path, of: Commit | CommitRecord, sharding: ShardingPlan, mode: str, store_budget: int | None
 ) -> None:
-    """Open the engines of all ranks of a store whose own, that of rank 0, is open.
+    """Open the engines of all ranks of a store whose own, that of rank 0, is open, for one of its commits.
 
-    ``folders``: those that a commit names. Ranks may have moved since: the newest commit says where they are.
+    Ranks may have moved since: the newest commit says where they are.
     """
+    folders = of.folders
     id_, head = store_id(path), whole.engine.newest()
     newest = None if head is None else record_at(whole.engine, head, label_of(path))
-    if newest is not None and newest.values["sharding"] == sharding:
+    if newest is not None and len(newest.folders) == sharding.num_ranks:
         folders = newest.folders
     places = [
         RankPlace(rank=rank, sharding=sharding, folders=tuple(folders), commits=whole.engine, store=id_)
         for rank in range(sharding.num_ranks)
     ]
-    whole.ranks.append(replace(whole, place=places[0], ranks=[], _loader=None))
+    whole.ranks.append(replace(whole, tables=of.tables, place=places[0], ranks=[], _loader=None))
     for place in places[1:]:
-        whole.ranks.append(open_rank(whole.tables, path, place, mode, store_budget))
+        whole.ranks.append(open_rank(of.tables, path, place, mode, store_budget))
 
 
 def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> None:
@@ -200,7 +202,7 @@ def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> 
     delete_others(path, folders, noted_folders(path))
     note_folders(path, ())
     if record is not None and folders:
-        open_ranks(whole, path, record.values["sharding"], folders, "a", store_budget)
+        open_ranks(whole, path, record, record.values["sharding"], "a", store_budget)
 
 
 def note_folders(path: Path, folders: Sequence[str]) -> None:
