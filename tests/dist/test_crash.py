@@ -66,6 +66,22 @@ def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: s
     assert min(found["stood before"], found["stood after"], found["second_kills"]) >= 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [
+        ("lmdb", 20),
+        ("zarr", 10),
+        pytest.param("lmdb", 1000, marks=pytest.mark.long),
+        pytest.param("zarr", 500, marks=pytest.mark.long),
+    ],
+)
+def test_a_change_of_all_ranks_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: str, kills: int) -> None:
+    """Forgetting rows, altering tables and compacting; what is killed too goes on from there."""
+    found = killed("altering", tmp_path, engine=engine, kills=kills)
+    assert len(found["stood"]) >= 5
+    assert found["second_kills"] >= 2
+
+
 @pytest.mark.parametrize("kills", [32, pytest.param(600, marks=pytest.mark.long)])
 def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path: Path, kills: int) -> None:
     """One rank or all, at calls that touch the disk and at random instants, and again as they begin anew."""
