@@ -12,6 +12,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,12 @@ def test_what_is_not_asked_for_is_not_imported(code: str, absent: str) -> None:
         sys.executable, "-c", f"import sys; {code}; print(sorted(set({absent.split()}) & set(sys.modules)))", cwd=ROOT
     )
     assert said.strip() == "[]"
+
+
+def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """Pytest passes folders of some names over: "dist" is one of them by default."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    folder = Path(__file__).parent
+    for file in folder.rglob("test_*.py"):
+        for name in file.relative_to(folder).parent.parts:
+            assert not any(fnmatch(name, pattern) for pattern in passed_over), file

@@ -328,7 +328,7 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     entry = known(name)
     wrong: dict[str, Any] = {
         "a table that there is not": {"sharding": {"t9": "row_wise"}},
-        "a kind that there is not": {"sharding": {"t0": "data_parallel"}},
+        "a kind that there is not": {"sharding": {"t0": "replicate"}},
         "another number of ranks": {"sharding": entry.sharding(entry, ranks.size + 1)},
         "a wire dtype": {"comm_dtype": "int8"},
         "another store's tables": {},
