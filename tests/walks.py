@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import inspect
 import sys
 import tempfile
@@ -89,6 +90,8 @@ def traced(
         if keep(frame):
             walk.calls.append(Call(file_of(frame), code.co_qualname, caller_of(frame)))
 
+    gc.collect()  # what others left is closed when it is collected: no part of the walk
+    gc.disable()
     if threads:
         threading.setprofile(note)
     sys.setprofile(note)
@@ -97,6 +100,7 @@ def traced(
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
     return walk
 
 
