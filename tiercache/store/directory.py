@@ -158,8 +158,8 @@ def delete_folder(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
             break
-        except OSError as error:
-            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY}:
+        except OSError as error:  # without a number where a folder was made anew while it was opened
+            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY, None} or folder.is_symlink():
                 raise
 
 
