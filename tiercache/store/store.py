@@ -128,18 +128,18 @@ class Store(StoreReads):
         commit: int | None = None,
         retention: int | None = None,
     ) -> Store:
-        """Open the store at ``path``, sharded or not; with ``tables`` and mode "a", create it where there is none.
+        """Open the store of one rank or several at ``path``; with ``tables`` and mode "a", create one if none is there.
 
         Mode "a" takes the one right to write and deletes blobs that no commit needs; mode "r" sees the newest commit as
         of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the store's own, of
         a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps bytes as it does:
         then ``path`` only names the store in messages. A URL such as "s3://bucket/model.tc" is a store of engine "zarr"
-        there (extra ``obstore``). ``store_budget`` bounds the bytes of blobs, of each shard where there are several;
+        there (extra ``obstore``). ``store_budget`` bounds the bytes of blobs, of each rank if there are several;
         None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
         included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL, and mode "a" of one shard.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL.
         """
         check_options(mode, commit, retention)
         tables = None if tables is None else tuple(tables)
