@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table as Table
     from tiercache.train.cache import TierCache as TierCache
     from tiercache.train.convert import convert as convert
-    from tiercache.train.convert import to_torch as to_torch
     from tiercache.train.embedding import Embedding as Embedding
     from tiercache.train.embedding import EmbeddingBag as EmbeddingBag
     from tiercache.train.embedding import EmbeddingBagCollection as EmbeddingBagCollection
     from tiercache.train.embedding import EmbeddingCollection as EmbeddingCollection
     from tiercache.train.in_memory import InMemoryCache as InMemoryCache
     from tiercache.train.options import TierCacheOptions as TierCacheOptions
+    from tiercache.train.parameter_table import ParameterTable as ParameterTable
     from tiercache.train.passes import Pass as Pass
+    from tiercache.train.to_torch import to_torch as to_torch
     from tiercache.values.batch import Batch as Batch
 
 _HOME = {
@@ -63,6 +64,7 @@ _HOME = {
     "TierCacheOptions": "train.options",
     "EmbeddingCollection": "train.embedding",
     "EmbeddingBagCollection": "train.embedding",
+    "ParameterTable": "train.parameter_table",
     "Pass": "train.passes",
     "convert": "train.convert",
     "export_store": "io.exporting",
@@ -71,7 +73,7 @@ _HOME = {
     "key_of": "data.encode",
     "reorganize": "dist.reorganize",
     "repartition": "data.repartition",
-    "to_torch": "train.convert",
+    "to_torch": "train.to_torch",
     "write_key_sets": "data.dataset_writer",
 }
 
@@ -85,6 +87,7 @@ __all__ = [
     "EmbeddingCollection",
     "Feature",
     "InMemoryCache",
+    "ParameterTable",
     "Pass",
     "PassDataset",
     "Schema",

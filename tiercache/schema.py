@@ -42,6 +42,8 @@ class Schema:
     """The sparse features; at least one."""
     tables: tuple[InstanceOf[Table], ...] = ()
     """Every table of the features. Optional for a table with one feature of the same name."""
+    open_tables: tuple[Text, ...] = ()
+    """Tables of a converted model that take any int64 as a key, beyond the rows that its modules had."""
     label: Text | None = None
     """The column of the label, number or bool; None: samples have none."""
     label_null: Literal["error", "drop"] = "error"
@@ -69,6 +71,9 @@ class Schema:
                     f"has a feature {feature.name!r} that looks into the unknown table {feature.table!r}"
                     f"{nearest(feature.table, known)}: add [tables.{feature.table}] or name another table"
                 )
+        for name in self.open_tables:
+            if name not in known:
+                raise ValueError(f"opens the unknown table {name!r}{nearest(name, known)}: name one of its tables")
         try:
             group_tables(self.tables)
         except ValueError as error:
@@ -128,11 +133,12 @@ class Schema:
     def digest(self) -> str:
         """Hexadecimal digest of the meaning of data: columns, keys and table names.
 
-        It leaves out dims, optimizers, initializers and seeds, which do not change the content of a pass, and the
-        format of files and names for a missing header, so that data may come from another format later.
+        It leaves out dims, optimizers, initializers, seeds and open tables, which do not change the content of a pass,
+        and the format of files and names for a missing header, so that data may come from another format later.
         """
         record = self.to_record()
         record.pop("source", None)
+        record.pop("open_tables", None)
         record["tables"] = sorted(table.name for table in self.tables)
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 

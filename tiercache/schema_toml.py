@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FEATURE = {f.name for f in fields(Feature)} - {"name"} | {"column"}
-_TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
+_TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression", "open"}
 _Section = dict[str, Any]
 _T = TypeVar("_T")
 
@@ -93,6 +93,7 @@ def _schema_values(file: _File, format_: str | None) -> _Section:
         "dense": dense,
         "features": features,
         "tables": [_table(name, entry, file.defaults) for name, entry in {**file.tables, **own}.items()],
+        "open_tables": [name for name, entry in {**file.tables, **own}.items() if _is_open(name, entry, file.defaults)],
         "csv": checked(CsvFormat, "[csv]", file.csv),
         "source": source,
     }
@@ -127,7 +128,7 @@ def _table(name: str, entry: _Section, defaults: _Section) -> Table:
         for key in keys:
             if key not in _TABLE:
                 raise SchemaError(unknown_key(section, key, _TABLE))
-    values = {**defaults, **entry}
+    values = {key: value for key, value in {**defaults, **entry}.items() if key != "open"}
     if values.get("compression") == "none":  # TOML has no null, and a table may want less than [defaults]
         del values["compression"]
     try:
@@ -142,3 +143,10 @@ def _table(name: str, entry: _Section, defaults: _Section) -> Table:
         return Table(name=name, **values)
     except (ValueError, TypeError) as error:
         raise SchemaError(f"{where}: {error}") from error
+
+
+def _is_open(name: str, entry: _Section, defaults: _Section) -> bool:
+    value = {**defaults, **entry}.get("open", False)
+    if not isinstance(value, bool):
+        raise SchemaError(f"[tables.{name}]: open is {value!r}: it must be true or false")
+    return value

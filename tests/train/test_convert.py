@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,20 +213,29 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
         ([-1, 2], "such as -1"), ([10, 11, 12], "3 other keys"), ([9, -(1 << 62)], "1 other keys"),
     ],
 )  # fmt: skip
-def test_keys_that_a_converted_module_had_no_row_for_are_told(
+def test_keys_that_a_converted_module_had_no_row_for_are_refused(
     tmp_path: Path, keys: list[int], said: str | None
 ) -> None:
-    """Torch would raise; here they are rows like others, which begin as the table says."""
-    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}])
+    """As torch refuses them, before the store is made; a table that is open takes them."""
+    sets = [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}]
+    data = tc.write_key_sets(tmp_path / "p", SCHEMA, sets)
     model = tc.convert(Small(mode="sum"), data, {"items": "item"})
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    if said is None:
         tiered(tmp_path / "m.tc", data, model=model).close()
-    told = [str(one.message) for one in found if "num_embeddings" in str(one.message)]
-    assert len(told) == (said is not None)
-    if said is not None:
-        assert f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has " in told[0]
-        assert said in told[0]
+        return
+    with pytest.raises(
+        tc.errors.DatasetError, match=r"such as -?\d+, for which torch would raise IndexError"
+    ) as caught:
+        tiered(tmp_path / "m.tc", data, model=model)
+    assert f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has " in str(caught.value)
+    assert said in str(caught.value)
+    assert not (tmp_path / "m.tc").exists()
+    opened = tc.write_key_sets(tmp_path / "opened", replace(SCHEMA, open_tables=("user",)), sets)
+    free = tc.convert(Small(mode="sum"), opened, {"items": "item"})
+    with tiered(tmp_path / "m.tc", opened, model=free), torch.no_grad():
+        assert free.user_emb(torch.tensor([1 << 50])).shape == (1, 4)
+        with pytest.raises(IndexError, match=r"1 of 2 keys of table 'item' are outside \[0, 20\), such as 20"):
+            free.items(torch.tensor([[3, 20]]))
 
 
 class Padded(nn.Module):
@@ -431,7 +440,7 @@ def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp
         for p in cache.passes(epochs=1):
             wrapped = np.array([3_000_000_000], np.int64).astype(np.int32)
             with pytest.raises(
-                tc.errors.KeyNotInPassError, match=r"; ids from 2\*\*31 on are negative where they were"
+                IndexError, match=r"such as -1294967296, .*; ids from 2\*\*31 on are negative where they were"
             ):
                 p.batch({"user": wrapped, "item": np.array([3]), "seen": ([], [0, 0])})
             p.skip()

@@ -114,7 +114,8 @@ def test_an_optimizer_that_was_made_before_is_named(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tables = [table("user", 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros())]
     data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
-    tc.convert(model, data)
+    with pytest.warns(UserWarning, match=r"user is also in a list of 1 .* give that to tc.convert\(optimizer"):
+        tc.convert(model, data)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         loop = cache.passes(epochs=1)
         with pytest.raises(

@@ -17,7 +17,7 @@ from tiercache.store.files import local_path
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.table import group_tables
 from tiercache.train.cache_parts import CacheParts
-from tiercache.train.convert import refuse_weights
+from tiercache.train.converted_weights import bounds_of, check_keys_within, refuse_weights
 from tiercache.train.evaluation import Evaluation
 from tiercache.train.joint_optimizer import unwrapped_objects
 from tiercache.train.missing_rows import CommittedRows
@@ -25,6 +25,7 @@ from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
 from tiercache.train.table_module import check_modules, table_modules
+from tiercache.train.torch_optimizers import check_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +185,9 @@ class TierCache:
         check_modules(objects, self.dataset)
         self.dense.register(objects)
         self._parts.modules += [value for value in objects.values() if isinstance(value, nn.Module)]
+        self._raw.reader.bounds |= bounds_of(objects.values())
         self.optimizer.follow(objects.values())
+        check_defaults(objects.values(), self.optimizer.dense)
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 self._exchange.follow(value)
@@ -320,6 +323,7 @@ class TierCache:
         with self.communicator.raise_on_all("checking an evaluation"):
             self._rows.check_restored()
             check_features(self.dataset, passes)
+            check_keys_within(self._raw.reader.bounds, passes)
             view = self._opened.view(passes)
             self._rows.check_evaluated(view)
         exchange = self._exchange.evaluating(view)

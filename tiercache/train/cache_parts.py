@@ -23,7 +23,14 @@ from tiercache.rows.backends.open_backend import device_name, open_backend
 from tiercache.rows.threads import share_threads
 from tiercache.store.table import group_tables
 from tiercache.train.batches import BatchPipeline
-from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
+from tiercache.train.converted_weights import (
+    bounds_of,
+    check_keys_within,
+    drop_weights,
+    refuse_weights,
+    weight_rows,
+    weights_of,
+)
 from tiercache.train.joint_optimizer import named_objects
 from tiercache.train.local_exchange import LocalExchange
 from tiercache.train.options import COMM_DTYPES
@@ -122,6 +129,8 @@ class CacheParts:
                 share_threads()
             with ranks.raise_on_all("looking at the model"):
                 check_modules(self.objects, data)
+                if ranks.rank == 0:
+                    check_keys_within(bounds_of(self.objects.values()), data)
             self.rows: RankRows | ResidentRows
             free_bytes = None
             if budgets is None:
@@ -154,8 +163,6 @@ class CacheParts:
         weights = weights_of(objects)
         with ranks.raise_on_all("planning the budgets"):  # before the store is made or rewritten
             budgets = check_device(budgets, source, self.backend)
-        if ranks.rank == 0:
-            warn_of_keys_beyond(weights, self.dataset)
         first = partial(weight_rows, weights=weights) if weights else None
         try:
             self.store = self.training_store.open(source, budgets, first=first, progress=progress)

@@ -1,206 +1,117 @@
-"""Existing models: their embeddings become modules whose rows a cache trains, and plain modules again for serving."""
+"""tc.convert: the embeddings of an existing model become modules whose rows a cache trains."""
 
 from __future__ import annotations
 
-import copy
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tiercache.data.dataset import PassDataset
-from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
-from tiercache.errors import StateError
 from tiercache.schema import Schema
-from tiercache.store.bits import hash_keys, keys_of
+from tiercache.train.derived_schema import derive_schema, weight_of
 from tiercache.train.embedding import Embedding, EmbeddingBag
-from tiercache.train.missing_rows import check_unseen, unseen_vectors
+from tiercache.train.parameter_table import ParameterTable, check_parameters, table_parameters, warn_of_tables
 from tiercache.train.plain_keys import table_weight
-from tiercache.train.replaceable import check_replaceable
-from tiercache.train.table_module import TableModule, refuse_attribute, table_modules
-from tiercache.train.torchrec_modules import (
-    ConvertedBags,
-    ConvertedRows,
-    KeyedCollection,
-    converted_collection,
-    feature_names,
-    is_collection,
-    tables_of,
-)
+from tiercache.train.replaceable import check_replaceable, warn_of_references
+from tiercache.train.table_module import TableModule, refuse_attribute
+from tiercache.train.torch_optimizers import as_list, check_unused, replace_parameters
+from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
 from tiercache.values.batch import Batch, JaggedIds
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
+    from tiercache.train.torch_optimizers import OptimizerOfRows
 
-    from tiercache.store import Store, Table
-    from tiercache.store.scan import Chunk
-    from tiercache.values.lookups import Unseen
-
-_CHUNK_BYTES = 16 << 20
+_Lookup = TypeVar("_Lookup", bound=TableModule)
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
 
 
 def convert(
     model: nn.Module,
-    data: PassDataset | Schema | str | os.PathLike[str],
+    data: PassDataset | Schema | str | os.PathLike[str] | None = None,
     features: Mapping[str, str | Sequence[str]] | None = None,
     *,
+    optimizer: OptimizerOfRows | None = None,
+    parameters: Sequence[str] = (),
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """Replace the `nn.Embedding`s and `nn.EmbeddingBag`s of ``model`` by modules that look up ``data``; returns it.
+    """Replace the `nn.Embedding`s and `nn.EmbeddingBag`s of ``model`` by modules whose rows a cache trains; returns it.
 
-    And torchrec's `EmbeddingBagCollection`s and `EmbeddingCollection`s, which then take a batch where they took a
-    `KeyedJaggedTensor`, look up the features that they name, and return torchrec's types.
+    The new modules take the keys that the old ones took, and return what they returned, so ``forward`` stays as it is.
+    They also take a batch, or a feature of one (``batch.features["user"]``). The trained weights become rows of the
+    store: row i is that of key i. A cache that is given the model takes them when it makes the store; a store that has
+    commits keeps its own rows. They are not copied before, and the model has none after. A module on "meta" has no
+    weights: its rows begin as the schema says.
 
-    A module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user". The new modules take a
-    batch, or a feature of one (``batch.features["user"]``), where the old ones took ids and offsets, and return what
-    they returned. The trained weights become rows of the store: row i that of key i. A cache that is given the model
-    takes them when it makes the store; a store that has commits keeps its own rows. They are not copied before, and the
-    model has none after. A module on "meta" has no weights: rows begin as the schema says.
+    Without ``data`` each module gets a table and a feature of its own name: `record_key_sets` then gets the key sets
+    from your loader. With it a module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user".
+    And torchrec's `EmbeddingBagCollection`s and `EmbeddingCollection`s are replaced, which then take a batch where they
+    took a `KeyedJaggedTensor`, look up the features that they name, and return torchrec's types.
+
+    Keys outside the old module's range (``num_embeddings``) are refused as torch refuses them, unless the schema says
+    that the table is open. What would be computed otherwise than before is refused, too; references to a weight from
+    outside the model, such as a saved dict, only warn.
 
     Args:
         model: the model. It is changed in place; if it is itself an embedding, use what is returned.
-        data: the dataset, its path, or its schema.
+        data: the dataset, its path, or its schema; None: there is none yet.
         features: by name of a module (as in ``named_modules``) the feature that it looks up, or several for a module
             that the model uses for several features; by name of an `nn.ModuleList` a feature for each of its modules;
             by name of a collection its features, in its order.
+        optimizer: how rows step. One of `tc.optim`, or a mapping from names of modules to them; or an optimizer of
+            torch, or several, that may have the model's parameters already: rows then step as it steps, and modules
+            take the place of their weights in it. None: Adagrad. With ``data`` the schema says how rows step, and only
+            optimizers of torch are taken.
+        parameters: names of `nn.Parameter`s (rows, dim) that the model uses as tables, by `F.embedding`,
+            `torch.index_select` or indexing. A `ParameterTable` takes the place of each and answers these uses.
         filter_fn: ``filter_fn(module, name)`` says whether a module is replaced; default: all are.
 
     Raises:
-        ValueError: no feature has the name of a module, or the feature's table has another dimension; a module has
-            ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has its own forward,
-            hooks, a parametrization, or a padding row that is not zeros; its weight is used elsewhere in the model, or
-            by a module of another table; two modules of one table have different weights; a collection has
-            ``need_indices``, or weights of ids where the schema has none, or has none where the schema has some. The
+        ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
+            another dimension; a module has ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max;
+            a module has its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is
+            used elsewhere in the model, or by a module of another table; two modules of one table have different
+            weights; a collection has ``need_indices``, or weights of ids where the schema has none, or has none where
+            the schema has some; no row optimizer does what torch's does, or torch's has trained a weight already. The
             model is unchanged then. ``sparse`` is ignored: no gradient of a whole table exists.
     """
-    schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
-    names = _names_of(model, filter_fn)
-    chosen = _features_of(model, names, schema, features or {})
+    listed = table_parameters(model, parameters)
+    modules = _names_of(model, filter_fn, required=not listed)
+    names: dict[Any, list[str]] = modules | listed
+    if data is None:
+        if features is not None:
+            raise ValueError("features= maps modules to features of a dataset: give the dataset, or leave it out")
+        schema, chosen = derive_schema(names, optimizer)
+    else:
+        schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
+        chosen = _features_of(model, names, schema, features or {})
+        if optimizer is not None and not as_list(optimizer):
+            raise ValueError("optimizer= is given along with data, whose schema says how rows step: leave it out")
     check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
-    replacer = _Replacer(schema)
+    check_unused(as_list(optimizer), _weights(names))
+    replacer = _Replacer(schema, has_default_optimizer=data is None and optimizer is None)
     made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
+    warn_of_references(model, _weights(names), as_list(optimizer))
+    anchors: dict[int, tuple[torch.Tensor, list[nn.Parameter]]] = {}
+    for old in names:
+        if not is_collection(old):
+            weight = weight_of(old)
+            anchors.setdefault(id(weight), (weight, []))[1].extend(made[id(old)].parameters())
+    replace_parameters(as_list(optimizer), anchors)
     for old, places in names.items():
         for place in places:
             if not place:
                 return made[id(old)]
             parent, _, child = place.rpartition(".")
-            setattr(model.get_submodule(parent), child, made[id(old)])
+            within = model.get_submodule(parent)
+            if isinstance(old, nn.Parameter):
+                delattr(within, child)
+            setattr(within, child, made[id(old)])
+    warn_of_tables(model)
     return model
-
-
-def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
-    """Return by table the weights (rows, dim) that converted modules among ``objects`` had."""
-    return {table: weight for one in table_modules(objects) for table, weight in one.weights.items()}
-
-
-def warn_of_keys_beyond(weights: Mapping[str, torch.Tensor], passes: PassDataset) -> None:
-    """Warn of keys of the dataset that a converted module had no row for, which torch would refuse."""
-    for name, weight in weights.items():
-        rows = weight.shape[0]
-        for one in passes.passes:
-            keys = one.keys(name)
-            beyond = keys[(keys >= rows) | ((keys < 0) & (keys > NULL_KEY))]
-            if beyond.size:
-                warnings.warn(
-                    f"the converted module of table {name!r} has {rows:,} rows (num_embeddings), and sub-dataset "
-                    f"{one.index} of {passes.path} has {beyond.size:,} other keys, such as {int(beyond[0])}: rows of "
-                    "these begin as the table's initializer says, and torch would raise IndexError; check the ids, or "
-                    "convert a model with more rows",
-                    stacklevel=3,
-                )
-                break
-
-
-def drop_weights(objects: Iterable[object]) -> None:
-    """Free the weights of converted modules."""
-    for one in table_modules(objects):
-        one.weights = {}
-
-
-def refuse_weights(objects: Iterable[object]) -> None:
-    """Raise StateError if a converted model still has its weights, because they would become no rows."""
-    if weights_of(objects):
-        raise StateError(
-            "a converted model brings rows for the store that is made: give it to TierCache(model=...), and not to "
-            "register()"
-        )
-
-
-def weight_rows(table: Table, weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
-    """Yield keys (n,) and all fields (n, width) of a table's weights in hash order, a few MiB at a time."""
-    weight = weights.get(table.name)
-    if weight is None:
-        return
-    keys = keys_of(np.sort(hash_keys(np.arange(weight.shape[0], dtype=np.int64), table.table_id)), table.table_id)
-    step = max(1, _CHUNK_BYTES // table.row_bytes)
-    for low in range(0, keys.size, step):
-        chunk = keys[low : low + step]
-        vectors = weight[torch.from_numpy(chunk).to(weight.device)].detach().to("cpu", torch.float32).numpy()
-        states = (np.full((chunk.size, field.width), field.initial, np.float32) for field in table.fields[1:])
-        yield chunk, (vectors, *states)
-
-
-def to_torch(
-    model: nn.Module,
-    store: Store,
-    *,
-    keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None,
-    unseen: Unseen = "initial",
-) -> nn.Module:
-    """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
-
-    What was a collection of torchrec takes a `KeyedJaggedTensor` of raw keys.
-    They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
-    an `EmbeddingBag` (N, L), or (keys,) with offsets. Padding is zeros and counts in no mean, as it was trained.
-    Modules of one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in
-    memory whole.
-
-    A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` says, as in
-    ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector
-    counts in a mean. Only "zeros" can be traced and exported, as it alone does not look at the keys.
-
-    Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
-    up, or without any embedding; KeyMissingError for keys that have no row, and what ``Store.scan`` raises.
-    """
-    check_unseen(unseen)
-    made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
-    places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
-    if not places:
-        raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
-    plain: dict[int, nn.Module] = {}
-    for name, one in places:
-        if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
-            raise ValueError(  # noqa: TRY004 - the model is what it should not have
-                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: give a model whose "
-                "modules look up one feature each"
-            )
-        for table in one.tables:
-            if table not in tables:
-                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
-        lookups = [
-            KeyedEmbedding(
-                tables[one.feature_specs[feature].table], one.mode_of(feature), one.padding,
-                has_last=getattr(one, "include_last_offset", False),
-            )
-            for feature in one.features
-        ]  # fmt: skip
-        collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
-        plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
-    for name, one in places:
-        parent, _, child = name.rpartition(".")
-        if not name:
-            return plain[id(one)]
-        setattr(made.get_submodule(parent), child, plain[id(one)])
-    for shared in [one for one in made.modules() if isinstance(one, SharedLookup)]:
-        shared.plain = next(iter(shared.lookups.values()))
-    return made
 
 
 class SharedLookup(nn.Module):
@@ -235,98 +146,11 @@ class SharedLookup(nn.Module):
         return self.lookups[input.feature](input, *others, **options)  # type: ignore[no-any-return]
 
 
-class KeyedEmbedding(nn.Module):
-    """Rows of a table by raw keys, pooled or not."""
-
-    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None, *, has_last: bool = False) -> None:
-        """has_last: whether offsets end with the number of keys."""
-        super().__init__()
-        self.rows, self.pooling, self.padding, self.has_last = rows, pooling, padding, has_last
-
-    def forward(
-        self,
-        input: torch.Tensor,  # noqa: A002 - torch's name
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Look raw keys up as `nn.EmbeddingBag` and `nn.Embedding` look up theirs."""
-        rows, weight = self.rows.find(input, self.padding)
-        none = None if self.padding is None else weight.shape[0] - 1
-        if self.pooling is None:
-            return functional.embedding(rows, weight, none)
-        return functional.embedding_bag(
-            rows if offsets is not None or rows.ndim > 1 else rows[:, None], weight, offsets, mode=self.pooling,
-            per_sample_weights=per_sample_weights, padding_idx=none,
-            include_last_offset=self.has_last and offsets is not None,
-        )  # fmt: skip
-
-
-class _KeyedRows(nn.Module):
-    """The rows of a table and their keys, and two rows of zeros, for unseen keys and padding."""
-
-    keys: torch.Tensor
-    order: torch.Tensor
-
-    def __init__(self, table: Table, keys: NDArray[np.int64], vectors: NDArray[np.float32], unseen: Unseen) -> None:
-        super().__init__()
-        self._table, self._unseen = table, unseen
-        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros((2, table.dim), np.float32)])))
-        order = np.argsort(keys)
-        self.register_buffer("keys", torch.from_numpy(keys[order]))
-        self.register_buffer("order", torch.from_numpy(order))
-        shared = np.flatnonzero(keys == OOV_KEY)
-        self._has_shared = bool(shared.size)
-        self._default = int(shared[0]) if shared.size else keys.size
-        """The row of all other keys."""
-
-    @classmethod
-    def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
-        """Read all rows, or those of keys."""
-        table = next(one for one in store.tables if one.name == name)
-        if keys is not None:
-            unique = np.unique(np.asarray(keys, dtype=np.int64))
-            return cls(table, unique, store.lookup(name, unique)["vector"], unseen)
-        chunks = [(stored, fields[0]) for stored, fields in store.scan(name)]
-        chunks.append((np.empty(0, np.int64), np.empty((0, table.dim), np.float32)))
-        all_keys, vectors = (np.concatenate(column) for column in zip(*chunks, strict=True))
-        return cls(table, all_keys, vectors, unseen)
-
-    def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row for each key, and the rows, of which padding has the last one."""
-        found = torch.zeros_like(keys, dtype=torch.bool)
-        rows = torch.full_like(keys, self._default)
-        if self.keys.numel():
-            at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
-            found = self.keys[at] == keys
-            rows = torch.where(found, self.order[at], rows)
-        if padding is not None:
-            is_padding = keys == padding
-            found, rows = found | is_padding, rows.masked_fill(is_padding, self.weight.shape[0] - 1)
-        if self._has_shared or self._unseen == "zeros":
-            return rows, self.weight
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
-            raise RuntimeError(
-                f"unseen={self._unseen!r} of table {self._table.name!r} looks at the keys, which no trace or exported "
-                "program can: use to_torch(..., unseen='zeros')"
-            )
-        return (rows, self.weight) if bool(found.all()) else self._with_unseen(keys, rows, ~found)
-
-    def _with_unseen(
-        self, keys: torch.Tensor, rows: torch.Tensor, is_unseen: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same with vectors for unseen keys: of rows of this lookup alone, one for each key."""
-        unique, number = torch.unique(keys[is_unseen], return_inverse=True)
-        vectors = torch.from_numpy(unseen_vectors(self._table, unique.cpu().numpy(), self._unseen))
-        last = self.weight.shape[0] - 1
-        gathered = self.weight[rows.reshape(-1)].clone()
-        gathered[is_unseen.reshape(-1)] = vectors.to(gathered)[number]
-        places = torch.arange(rows.numel(), device=rows.device).view(rows.shape).masked_fill(rows == last, rows.numel())
-        return places, torch.cat([gathered, self.weight[last:]])
-
-
-def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> dict[nn.Module, list[str]]:
+def _names_of(
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None, *, required: bool
+) -> dict[Any, list[str]]:
     """Return the modules to be replaced, each with all its names. Raises ValueError if there is none."""
-    found: dict[nn.Module, list[str]] = {}
+    found: dict[Any, list[str]] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=False):
         if name.startswith(inside):
@@ -337,18 +161,29 @@ def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | No
             continue
         if filter_fn is None or filter_fn(module, name):
             found.setdefault(module, []).append(name)
-    if not found:
+    if not found and required:
+        check_parameters(model)
         raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: see filter_fn, too")
     return found
 
 
+def _weights(names: Mapping[Any, list[str]]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the weight and the name of each embedding and parameter."""
+    for old, places in names.items():
+        if not is_collection(old):
+            yield weight_of(old), places[0]
+
+
 def _features_of(
-    model: nn.Module, names: Mapping[nn.Module, list[str]], schema: Schema, features: Mapping[str, str | Sequence[str]]
-) -> dict[nn.Module, list[str]]:
+    model: nn.Module, names: Mapping[Any, list[str]], schema: Schema, features: Mapping[str, str | Sequence[str]]
+) -> dict[Any, list[str]]:
     """Return the features of each module. Raises ValueError if they are unknown."""
     known, listed_by = [feature.name for feature in schema.features], dict[str, list[str]]()
     for name, value in features.items():
         listed = [value] if isinstance(value, str) else [*value]
+        if any(name in places for places in names.values()):
+            listed_by[name] = listed
+            continue
         try:
             inside = model.get_submodule(name)
         except AttributeError:
@@ -392,8 +227,8 @@ def _by_name(places: Sequence[str], known: Sequence[str]) -> list[str]:
 class _Replacer:
     """Creates replacements of modules, and keeps the weights of these by table."""
 
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+    def __init__(self, schema: Schema, *, has_default_optimizer: bool) -> None:
+        self._schema, self._has_default_optimizer = schema, has_default_optimizer
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weights: dict[str, torch.Tensor] = {}
         self._tables_of: dict[int, str] = {}
@@ -403,11 +238,16 @@ class _Replacer:
         """Return the replacement of a module."""
         if is_collection(old):
             return self._collection(old, name, features)
+        kept = self._weight(weight_of(old), name, features)
+        if isinstance(old, nn.Parameter):
+            if len(features) > 1:
+                raise ValueError(f"the parameter {name} looks up {', '.join(features)}: name one feature for it")
+            table = ParameterTable(self._schema, features[0])
+            return self._prepared(table, old, kept, is_training=True)
         if old.max_norm is not None:
             raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
         if old.scale_grad_by_freq:
             raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
-        kept = self._weight(old, name, features)
         lookups: dict[str, EmbeddingBag | Embedding] = {}
         for feature in features:
             made: EmbeddingBag | Embedding
@@ -418,12 +258,19 @@ class _Replacer:
                 )  # fmt: skip
             else:
                 made = Embedding(self._schema, feature, padding_idx=old.padding_idx)
-            made.weights = kept
-            made.requires_grad_(old.weight.requires_grad)
-            made.num_embeddings = old.num_embeddings
-            made.to(dtype=old.weight.dtype, device=None if old.weight.is_meta else old.weight.device)
-            lookups[feature] = made.train(old.training)
+            lookups[feature] = self._prepared(made, old.weight, kept, is_training=old.training)
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
+
+    def _prepared(
+        self, made: _Lookup, weight: torch.Tensor, kept: dict[str, torch.Tensor], *, is_training: bool
+    ) -> _Lookup:
+        """Return a new module with the settings of the weight that it takes the place of."""
+        made.weights, made.num_embeddings = kept, weight.shape[0]
+        made.bounds = {name: weight.shape[0] for name in made.tables if name not in self._schema.open_tables}
+        made.has_default_optimizer = self._has_default_optimizer
+        made.requires_grad_(weight.requires_grad)
+        made.to(dtype=weight.dtype, device=None if weight.is_meta else weight.device)
+        return made.train(is_training)
 
     def _collection(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
         """Return the replacement of a collection of torchrec."""
@@ -440,12 +287,14 @@ class _Replacer:
         made, rest = converted_collection(old, name, features, self._schema), iter(features)
         for config, plain in tables_of(old):
             of_table = [next(rest) for _ in config.feature_names]
-            made.weights |= self._weight(plain, f"{name}.{config.name}", of_table)
+            made.weights |= self._weight(plain.weight, f"{name}.{config.name}", of_table)
+            table = self._tables[of_table[0]]
+            made.bounds |= {} if table in self._schema.open_tables else {table: plain.num_embeddings}
         made.requires_grad_(trained.pop())
         return made.train(old.training)
 
-    def _weight(self, old: Any, name: str, features: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the weight of ``old``'s table, which all its modules share; none if all are on "meta"."""
+    def _weight(self, weight: torch.Tensor, name: str, features: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the weight of a table, which all its modules share; none if all are on "meta"."""
         table = self._tables[features[0]]
         if others := [one for one in features if self._tables[one] != table]:
             raise ValueError(
@@ -453,9 +302,9 @@ class _Replacer:
                 f"{self._tables[others[0]]!r}: give both features one table"
             )
         dim = next(one.dim for one in self._schema.tables if one.name == table)
-        if old.embedding_dim != dim:
-            raise ValueError(f"{name} has {old.embedding_dim} columns and table {table!r} {dim}: make them the same")
-        kept = None if old.weight.is_meta else old.weight.detach()
+        if weight.shape[1] != dim:
+            raise ValueError(f"{name} has {weight.shape[1]} columns and table {table!r} {dim}: make them the same")
+        kept = None if weight.is_meta else weight.detach()
         if kept is not None:
             place = kept.untyped_storage().data_ptr()
             if (other := self._tables_of.setdefault(place, table)) != table:

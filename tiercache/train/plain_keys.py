@@ -18,6 +18,7 @@ from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.train.raw_samples import RawSamples
+from tiercache.train.table_module import check_within
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, NoTensor
 
@@ -122,11 +123,12 @@ class PlainKeys:
         self.committed: RowReader | None = None
         """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
-    def batch(self, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:
+    def batch(self, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
         """Return a batch with the rows of ``plain``: those of the pass, or current rows of its own.
 
-        Raises KeyNotInPassError for a key that the pass lacks, StateError outside a pass, BudgetError if the rows
-        exceed ``eval_budget``, and with several ranks RankError if they do not all look the same feature up.
+        Raises IndexError for a key outside [0, ``bound``), KeyNotInPassError for one that the pass lacks, StateError
+        outside a pass, BudgetError if the rows exceed ``eval_budget``, and with several ranks RankError if they do not
+        all look the same feature up.
         """
         if (source := self._source()) is None:
             raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
@@ -138,12 +140,15 @@ class PlainKeys:
             )
         keys = FeatureKeys(plain.keys, plain.offsets, None)
         if trains:
-            return self._trained(feature, keys, plain.num_samples, current)
-        return self._read(feature, keys, plain.num_samples, budget)
+            return self._trained(feature, keys, plain.num_samples, bound, current)
+        return self._read(feature, keys, plain.num_samples, bound, budget)
 
-    def _trained(self, feature: Feature, keys: FeatureKeys, num_samples: int, current: Pass | None) -> Batch:
+    def _trained(
+        self, feature: Feature, keys: FeatureKeys, num_samples: int, bound: int | None, current: Pass | None
+    ) -> Batch:
         error, samples = None, None
         try:
+            check_within(keys.keys, bound, feature.table)
             if current is None:
                 raise StateError(
                     f"keys of table {feature.table!r} were looked up with gradients outside a pass: train inside "
@@ -173,9 +178,10 @@ class PlainKeys:
         made, _ = self._raw.exchange.raw(samples, current.rows, name, 1.0, modes={feature.name: None})
         return replace(made, end=current.count_plain(num_samples))
 
-    def _read(self, feature: Feature, keys: FeatureKeys, num_samples: int, budget: int) -> Batch:
+    def _read(self, feature: Feature, keys: FeatureKeys, num_samples: int, bound: int | None, budget: int) -> Batch:
         error, requested = None, dict[str, Any]()
         try:
+            check_within(keys.keys, bound, feature.table)
             if keys.keys.size:
                 requested = {feature.table: np.unique(keys.keys)}
             self._raw.reader.check_budget(num_samples, requested, budget)

@@ -15,6 +15,7 @@ from tiercache.rows.backends.cpu import HostFound
 from tiercache.sizes import format_bytes
 from tiercache.train.missing_rows import MissingRows, check_unseen
 from tiercache.train.raw_samples import MISSING, RawSamples, dense_numbers, feature_keys
+from tiercache.train.table_module import check_within
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
 from tiercache.values.lookups import UNSEEN
@@ -70,6 +71,8 @@ class RawReader:
         self._schema, self._tables, self._backend, self._plan = schema, tuple(tables), backend, plan
         self._table_numbers = {table.name: t for t, table in enumerate(self._tables)}
         self._table_of = {feature.name: feature.table for feature in schema.features}
+        self.bounds: dict[str, int] = {}
+        """By table the keys that converted modules had; others are refused."""
         self._index: KeyIndex | None = None
         self._indexed: SubDataset | None = None
 
@@ -115,6 +118,9 @@ class RawReader:
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
+        for name, of_feature in features.items():
+            table = self._table_of[name]
+            check_within(of_feature.keys, self.bounds.get(table), table)
         found, ids = (None, {}) if source is None else self.find(source, features)
         labels = self._to_device("label", label, (0,), (num_samples,))
         columns = self._to_device("dense", dense, (num_samples, 0), (num_samples, -1))

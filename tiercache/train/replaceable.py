@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import gc
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tiercache.train.derived_schema import weight_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -21,12 +29,19 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
 
     Args:
         model: the model that has the modules.
-        modules: every `nn.Embedding` and `nn.EmbeddingBag` that is to be replaced, with its names.
+        modules: every `nn.Embedding`, `nn.EmbeddingBag` and `nn.Parameter` that is to be replaced, with its names.
     """
     weights: dict[Any, list[tuple[torch.Tensor, str]]] = {}
     for old, names in modules.items():
-        _check_lookup(old, names[0])
-        weights.setdefault(_place(old.weight), []).append((old.weight, names[0]))
+        weight = weight_of(old)
+        if isinstance(old, nn.Module):
+            _check_lookup(old, names[0])
+        if weight._backward_hooks:
+            raise ValueError(
+                f"the weight of {names[0]} has hooks, which would never run because the new module has no gradient of "
+                "a whole table: remove them, or register hooks on the module's output"
+            )
+        weights.setdefault(_place(weight), []).append((weight, names[0]))
     for name, found in _others(model, modules):
         module = next((one for weight, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
         if module is not None:
@@ -51,11 +66,6 @@ def _check_lookup(old: Any, name: str) -> None:
     if hooks := [one for one in _HOOKS if getattr(old, one, None)]:
         what = hooks[0].strip("_").replace("_", " ")
         raise ValueError(f"{name} has {what}, which the new module would not call: register them after tc.convert")
-    if old.weight._backward_hooks:
-        raise ValueError(
-            f"the weight of {name} has hooks, which would never run because the new module has no gradient of a whole "
-            "table: remove them, or register hooks on the module's output"
-        )
     is_padded = isinstance(old, nn.Embedding) and old.padding_idx is not None and not old.weight.is_meta
     if is_padded and bool(old.weight[old.padding_idx].detach().any()):
         raise ValueError(
@@ -86,41 +96,109 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _others(model: nn.Module, modules: Mapping[nn.Module, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _others(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of other modules by name: parameters, buffers, and those in attributes and closures."""
     inside = tuple(f"{name}." for names in modules.values() for name in names if name)
+    every, seen = set(model.modules()), set[int]()
     for name, module in model.named_modules():
         if module in modules or name.startswith(inside):
             continue
         prefix = f"{name}." if name else ""
+        parameters = {key: one for key, one in module._parameters.items() if one not in modules}
         others = {key: one for key, one in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
-        for named in (module._parameters, module._buffers, others):
+        of_class = {
+            key: one
+            for kind in type(module).__mro__
+            if not is_of_torch(kind)
+            for key, one in vars(kind).items()
+            if not isinstance(one, FunctionType | staticmethod | classmethod | property)
+        }
+        for named in (parameters, module._buffers, others, of_class):
             for key, value in named.items():
-                yield from _tensors(f"{prefix}{key}", value, 0)
+                yield from _tensors(f"{prefix}{key}", value, 0, every, seen)
 
 
-_DEEPEST = 4
+_DEEPEST = 6
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, np.ndarray, np.generic)
 
 
-def _tensors(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    name: str, value: Any, depth: int, modules: Collection[nn.Module], seen: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a value reaches: through containers, attributes, and what functions captured.
+
+    modules: those of the model, which are looked through by themselves.
+    """
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided:
             yield name, value
-    elif depth < _DEEPEST:
-        if isinstance(value, dict):
-            parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
-        elif isinstance(value, list | tuple | set):
-            parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
-        else:
-            parts = [(f"a variable of {name}", part) for part in _captured(value)]
-        for part_name, part in parts:
-            yield from _tensors(part_name, part, depth + 1)
+    elif not isinstance(value, _PLAIN) and depth < _DEEPEST and id(value) not in seen:
+        seen.add(id(value))
+        for part_name, part in _parts(name, value, modules):
+            yield from _tensors(part_name, part, depth + 1, modules, seen)
 
 
-def _captured(value: Any) -> list[Any]:
-    """Return the variables that a function captured."""
-    found = []
-    for cell in getattr(value, "__closure__", None) or ():
-        with suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return found
+def _parts(name: str, value: Any, modules: Collection[nn.Module]) -> Iterable[tuple[str, Any]]:
+    """Return the parts of a value with their names."""
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return ((f"{name}[{i}]", part) for i, part in enumerate(value) if not isinstance(part, _PLAIN))
+    if isinstance(value, nn.Module):
+        if isinstance(value, nn.Embedding | nn.EmbeddingBag):
+            return [(f"{name}.weight", value.weight)]
+        return [] if value in modules else [(f"{name}.{key}", part) for key, part in vars(value).items()]
+    if isinstance(value, torch.optim.Optimizer):
+        return [(f"{name}.param_groups", value.param_groups)]
+    if isinstance(value, partial):
+        return [(name, value.func), (f"an argument of {name}", [*value.args, *value.keywords.values()])]
+    if isinstance(value, MethodType):
+        return [(name, value.__func__), (f"{name}.__self__", value.__self__)]
+    if isinstance(value, FunctionType):
+        found = [(f"a variable of {name}", cell.cell_contents) for cell in value.__closure__ or () if _is_set(cell)]
+        return [*found, (f"a default of {name}", [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()])]
+    if isinstance(value, ModuleType):
+        return []
+    slots = [key for one in type(value).__mro__ for key in getattr(one, "__slots__", ()) if hasattr(value, key)]
+    attributes = {key: getattr(value, key) for key in slots} | getattr(value, "__dict__", {})
+    return [(f"{name}.{key}", part) for key, part in attributes.items()]
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def warn_of_references(
+    model: nn.Module, replaced: Iterable[tuple[torch.Tensor, str]], optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Warn of references to a weight from outside the model, whose values would stay as they are now.
+
+    An optimizer that nobody gave, a saved dict and a list in a notebook are alike here. A variable that is the weight
+    itself is not seen.
+    """
+    named = {id(weight): (weight, name) for weight, name in replaced}
+    known = {id(group["params"]) for one in optimizers for group in one.param_groups}
+    known |= {id(one._parameters) for one in model.modules()} | {id(one.state) for one in optimizers}
+    kinds: dict[str, list[str]] = {}
+    weights = [weight for weight, _ in named.values()]
+    known |= {id(weights), *map(id, named.values())}
+    for holder in gc.get_referrers(*weights) if weights else ():
+        if id(holder) in known or not isinstance(holder, dict | list | tuple | set):
+            continue
+        for part in holder.values() if isinstance(holder, dict) else holder:
+            if isinstance(part, torch.Tensor) and id(part) in named:
+                kinds.setdefault(named[id(part)][1], []).append(f"a {type(holder).__name__} of {len(holder)}")
+    for name, holders in kinds.items():
+        warnings.warn(
+            f"the weight of {name} is also in {', '.join(sorted(set(holders)))} outside of the model, which keeps its "
+            "present values while rows are trained: if it is of an optimizer, give that to tc.convert(optimizer=...)",
+            stacklevel=3,
+        )
+
+
+def is_of_torch(kind: type) -> bool:
+    """Return True for a class of torch itself."""
+    return kind.__module__.partition(".")[0] == "torch"

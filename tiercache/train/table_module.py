@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema
 from tiercache.schema_parts import difference
@@ -15,6 +16,9 @@ from tiercache.values.compiled import number_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
     from tiercache.values.batch import Batch
@@ -57,6 +61,8 @@ class TableModule(nn.Module):
         """The tables looked up."""
         self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
         """By name, as the module's schema has them."""
+        self.schema = schema
+        """The schema that it was made with: the whole one, of all tables of its model."""
         self._checked: Schema | None = None
         """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
@@ -71,6 +77,10 @@ class TableModule(nn.Module):
         self._loaded: dict[str, Any] | None = None
         self.weights: dict[str, torch.Tensor] = {}
         """By table, those of the module that it took the place of: rows for a store that is made."""
+        self.bounds: dict[str, int] = {}
+        """By table the rows of the module that it took the place of: keys from there on are refused, as torch does."""
+        self.has_default_optimizer = False
+        """True if nobody said how rows step when a model was converted without a dataset."""
         buckets = [self.feature_specs[name].num_buckets for name in self.features]
         self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
         """Keys of the only feature: those that it is hashed to, or that the module had which this took the place of."""
@@ -173,7 +183,7 @@ class TableModule(nn.Module):
     def batch_of_keys(self, keys: Any) -> Batch:
         """Return a batch of the keys of the only feature, a `KeyInput`, with the rows that they mean.
 
-        Raises StateError for a module that no cache was given.
+        Raises StateError for a module that no cache was given, IndexError for keys that a converted module lacks.
         """
         plain = self._plain()
         if plain is None:
@@ -182,7 +192,8 @@ class TableModule(nn.Module):
                 "cache: give the cache its model (model=..., or register())"
             )
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
-        return plain(self.feature_specs[self.features[0]], keys, trains=trains)
+        bound = next(iter(self.bounds.values()), None)
+        return plain(self.feature_specs[self.features[0]], keys, trains=trains, bound=bound)
 
     def _check_rows(self) -> None:
         """Raise StateError if the loaded state belongs to other rows."""
@@ -226,6 +237,21 @@ class TableModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if (anchor := f"{prefix}anchor") in args[1]:  # missing, as it is in no state
             args[1].remove(anchor)
+
+
+def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:
+    """Raise IndexError if a key is outside [0, bound), as torch's embeddings do; None: any key is inside."""
+    if bound is None or not keys.size or (int(keys.min()) >= 0 and int(keys.max()) < bound):
+        return
+    beyond = keys[((keys < 0) & (keys > NULL_KEY)) | (keys >= bound)]
+    if beyond.size:
+        first = int(beyond[0])
+        wrapped = "" if not -(1 << 31) <= first < 0 else "; ids from 2**31 on are negative where they were int32"
+        raise IndexError(
+            f"index out of range: {beyond.size:,} of {keys.size:,} keys of table {table!r} are outside [0, {bound:,}), "
+            f"such as {first}, and the converted module had {bound:,} rows: check the ids, or open the table in the "
+            f"schema (open = true), and any int64 is a key{wrapped}"
+        )
 
 
 UNBOUNDED = (1 << 63) - 1

@@ -1,0 +1,326 @@
+"""tc.convert without a dataset: the model says what tables there are, and its optimizer how their rows step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tiercache as tc
+from tests.train.cases import tiered
+from tiercache.errors import StateError
+from tiercache.train.table_module import table_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ROWS, DIM, N = 30, 4, 12
+
+
+class Net(nn.Module):
+    """Looks up two modules, one of them twice, and a parameter, in the ways that models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, DIM, padding_idx=0)
+        self.bags = nn.ModuleDict({"seen": nn.EmbeddingBag(ROWS, DIM, mode="sum")})
+        self.entity_embedding = nn.Parameter(torch.randn(ROWS, DIM))
+        self.top = nn.Linear(DIM, 1)
+
+    def forward(self, words: torch.Tensor, seen: torch.Tensor, entities: torch.Tensor) -> torch.Tensor:
+        """Return a number for each sample (N, 1)."""
+        x = self.words(words).sum(dim=1) + self.bags["seen"](seen) + self.words(words[:, 0])
+        x = x + torch.index_select(self.entity_embedding, dim=0, index=entities)
+        x = x + functional.embedding(entities, self.entity_embedding) * self.entity_embedding[entities]
+        return self.top(x)  # type: ignore[no-any-return]
+
+
+def batches(count: int = 8) -> list[tuple[torch.Tensor, ...]]:
+    """Return keys for batches, padding among them."""
+    torch.manual_seed(7)
+    return [
+        (torch.randint(0, ROWS, (N, 3)), torch.randint(1, ROWS, (N, 2)), torch.randint(0, ROWS, (N,)))
+        for _ in range(count)
+    ]
+
+
+def keys_of(model: nn.Module, out: Path, parts: int = 2) -> tc.PassDataset:
+    """Write the key sets of the batches, of which a pass has every ``parts``-th."""
+    schema = next(iter(table_modules([model]))).schema
+    every = batches()
+    sets = []
+    for p in range(parts):
+        of_pass = every[p::parts]
+        sets.append({
+            "words": [one[0].numpy().ravel() for one in of_pass],
+            "bags.seen": [one[1].numpy().ravel() for one in of_pass],
+            "entity_embedding": [one[2].numpy() for one in of_pass],
+        })  # fmt: skip
+    return tc.write_key_sets(out, schema, sets)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.02),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, eps=1e-8, initial_accumulator_value=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:
+    """Of an optimizer that was made before, modules take the place of weights; another is made of the new model."""
+    torch.manual_seed(1)
+    theirs = Net()
+    model = copy.deepcopy(theirs)
+    reference, make = OPTIMIZERS[name](theirs.parameters()), OPTIMIZERS[name]
+    if when == "before":
+        optimizer = make(model.parameters())
+        tc.convert(model, optimizer=optimizer, parameters=["entity_embedding"])
+    else:
+        rows: Any = {
+            "sgd": tc.optim.SGD(learning_rate=0.02),
+            "adagrad": tc.optim.Adagrad(learning_rate=0.1, eps=1e-8, initial_accumulator=0.1),
+        }[name]
+        tc.convert(model, optimizer=rows, parameters=["entity_embedding"])
+        optimizer = make(model.parameters())
+    data = keys_of(model, tmp_path / "keys")
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        for p in cache.passes(epochs=3):
+            for batch in batches()[p.sub_dataset :: 2]:
+                for one, step in ((theirs, reference), (model, cache.optimizer)):
+                    out = one(*batch)
+                    step.zero_grad()
+                    out.square().mean().backward()
+                    step.step()
+                    if one is theirs:
+                        expected = out.detach()
+                torch.testing.assert_close(out.detach(), expected)
+        made = tc.to_torch(model, cache.store, like=Net())
+    state, other = made.state_dict(), theirs.state_dict()
+    assert [*state] == [*other]
+    for key, value in other.items():
+        torch.testing.assert_close(state[key], value)
+    Net().load_state_dict(state)
+
+
+def test_tables_are_named_for_their_modules_and_shared_by_a_tied_weight() -> None:
+    """A feature for each module, a table for each weight, with its dim and dtype, and any number of keys."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Embedding(10, 4), nn.Embedding(10, 4)
+            self.decoder.weight = self.encoder.weight
+            self.short = nn.EmbeddingBag(5, 8, dtype=torch.bfloat16)
+
+    model: Any = tc.convert(Tied(), optimizer={"short": tc.optim.SGD(learning_rate=1.0)})
+    schema = model.encoder.schema
+    assert [(one.name, one.table, one.hotness) for one in schema.features] == [
+        ("encoder", "encoder", "ragged"), ("decoder", "encoder", "ragged"), ("short", "short", "ragged"),
+    ]  # fmt: skip
+    assert [(one.name, one.dim, one.dtype) for one in schema.tables] == [
+        ("encoder", 4, "float32"), ("short", 8, "bfloat16")
+    ]  # fmt: skip
+    assert schema.tables[1].optimizer == tc.optim.SGD(learning_rate=1.0)
+    assert model.short.weight.dtype == torch.bfloat16
+    assert isinstance(tc.convert(nn.Embedding(3, 2)), tc.Embedding)
+
+
+def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """Nobody said how rows step, and the optimizer of the model steps in another way: which one is meant?"""
+    model = tc.convert(Net(), parameters=["entity_embedding"])
+    data = keys_of(model, tmp_path / "keys")
+    same = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    tiered(tmp_path / "a.tc", data, model=model, optimizer=same).close()
+    other = tc.convert(Net(), parameters=["entity_embedding"])
+    with pytest.raises(
+        StateError, match=r"rows of words step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): say how"
+    ):
+        tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has stepped once."""
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    model(*batches(1)[0]).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
+    "a stepped optimizer": (
+        lambda model: {"optimizer": trained(model)}, "Adagrad has trained .* already, and its state would be lost",
+    ),
+    "an unknown optimizer": (
+        lambda model: {"optimizer": torch.optim.NAdam(model.parameters())},
+        r"words is trained by NAdam, and no row optimizer does the same: choose one, as in tc.convert\(model, optim",
+    ),
+    "a setting that rows do not have": (
+        lambda model: {"optimizer": torch.optim.Adagrad(model.parameters(), lr_decay=0.5)},
+        r"words is trained by Adagrad\(lr_decay=0.5\), and no row optimizer does the same",
+    ),
+    "an optimizer of something else": (
+        lambda model: {"optimizer": torch.optim.SGD(model.top.parameters(), lr=0.1)},
+        "words is in none of the optimizers that were given",
+    ),
+    "an unknown module": (
+        lambda _: {"optimizer": {"user": tc.optim.SGD()}}, "optimizer= names 'user', and tc.convert replaces words, ba",
+    ),
+    "an unknown parameter": (
+        lambda _: {"parameters": ["entity"]}, "parameters= names 'entity', which is no parameter of the model: it has",
+    ),
+    "a parameter that is no table": (
+        lambda _: {"parameters": ["top.bias"]}, r"the parameter top.bias has shape \(1,\): a table has rows",
+    ),
+    "features without data": (lambda _: {"features": {"words": "words"}}, "features= maps modules to features of a d"),
+    "float64": (lambda model: model.double() and {}, "the weight of words is torch.float64, and vectors of rows are f"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:the weight of")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_done_exactly_is_refused(what: str) -> None:
+    """And the model and its optimizer are as they were."""
+    model = Net()
+    change, words = REFUSED[what]
+    options = change(model)
+    kinds, groups = [type(one) for one in model.modules()], options.get("optimizer")
+    before = [*map(id, groups.param_groups[0]["params"])] if hasattr(groups, "param_groups") else []
+    with pytest.raises(ValueError, match=words):
+        tc.convert(model, **options)
+    assert [type(one) for one in model.modules()] == kinds
+    assert before == ([*map(id, groups.param_groups[0]["params"])] if before else [])
+
+
+class Holder:
+    """Has a weight as an attribute."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def penalty(self) -> Any:
+        """Return the sum of squares."""
+        return self.weight.square().sum()
+
+
+def of_class(model: Any) -> None:
+    """Keep a weight in a class."""
+    model.__class__ = type("Own", (Net,), {"regularized": [model.words.weight]})
+
+
+CAPTURED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "an object": (lambda m: setattr(m, "holder", Holder(m.words.weight)), "holder.weight"),
+    "a bound method": (lambda m: setattr(m, "penalty", Holder(m.words.weight).penalty), "penalty.__self__.weight"),
+    "a partial": (lambda m: setattr(m, "penalty", partial(torch.sum, m.words.weight)), r"an argument of penalty\[0\]"),
+    "a default": (
+        lambda m: setattr(m, "penalty", lambda weight=m.words.weight: weight.sum()), r"a default of penalty\[0\]",
+    ),
+    "the module in a list": (lambda m: setattr(m, "regularized", [m.words]), r"regularized\[0\].weight"),
+    "an optimizer": (
+        lambda m: setattr(m, "own", torch.optim.SGD(m.parameters(), lr=0.1)), r"own.param_groups\[0\]\['params'\]",
+    ),
+    "its class": (of_class, r"regularized\[0\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CAPTURED)
+def test_a_weight_that_the_model_reaches_elsewhere_is_refused(what: str) -> None:
+    """Through objects, methods, partials, defaults, lists, optimizers and classes."""
+    model = Net()
+    change, words = CAPTURED[what]
+    change(model)
+    with pytest.raises(ValueError, match=rf"the weight of \w+ is also {words}"):
+        tc.convert(model)
+
+
+def test_references_from_outside_the_model_warn() -> None:
+    """A saved dict keeps its values; nothing warns where there is none."""
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tc.convert(Net(), parameters=["entity_embedding"])
+    saved = {"words": model.words.weight}
+    with pytest.warns(UserWarning, match="the weight of words is also in a dict of 1 outside of the model"):
+        tc.convert(model, parameters=["entity_embedding"])
+    assert saved
+
+
+def test_parameters_that_are_looked_up_are_found_and_named() -> None:
+    """An error names them if there is nothing else to convert, a warning if they stay."""
+
+    class Triples(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entity_embedding = nn.Parameter(torch.zeros(9, 4))
+            self.relation_embedding = nn.Parameter(torch.zeros(3, 4))
+            self.modulus = nn.Parameter(torch.zeros(1, 1))
+
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            head = torch.index_select(self.entity_embedding, dim=0, index=sample[:, 0])
+            return head + self.relation_embedding[sample[:, 1]] * self.modulus
+
+    with pytest.raises(
+        ValueError, match=r"tc.convert\(model, parameters=\['entity_embedding', 'relation_embedding'\]\)"
+    ):
+        tc.convert(Triples())
+    with pytest.warns(UserWarning, match="looks rows up in its parameters entity_embedding, which stay"):
+        tc.convert(Net())
+
+
+def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
+    """Lookups, indexing and what describes it; anything else says what to do."""
+    torch.manual_seed(2)
+    model = Net()
+    weight = model.entity_embedding.detach().clone()
+    tc.convert(model, parameters=["entity_embedding"], filter_fn=lambda *_: False)
+    data = tc.write_key_sets(tmp_path / "k", model.entity_embedding.schema, [{"entity_embedding": np.arange(ROWS)}])  # type: ignore[arg-type]
+    table: Any = model.entity_embedding
+    keys, mask = torch.tensor([[3, 5], [29, 0]]), torch.arange(ROWS) % 7 == 1
+    with tiered(tmp_path / "m.tc", data, model=model), torch.no_grad():
+        for index in (keys, keys[0], 4, -1, slice(2, 9, 3), [1, 2], mask, keys - 5, (keys, slice(1, 3)), (keys, 2)):
+            torch.testing.assert_close(table[index], weight[index], rtol=0, atol=0)
+        torch.testing.assert_close(functional.embedding(keys, table), weight[keys], rtol=0, atol=0)
+        torch.testing.assert_close(table.index_select(0, keys[0]), weight[keys[0]], rtol=0, atol=0)
+        assert (table.shape, table.size(0), table.ndim, len(table)) == ((ROWS, DIM), ROWS, 2, ROWS)
+        for use in ("norm", "data", "t"):
+            with pytest.raises(AttributeError, match="is not defined for the table 'entity_embedding', whose rows are"):
+                getattr(table, use)
+        for call in (
+            lambda: torch.nn.functional.linear(torch.zeros(1, DIM), table),
+            lambda: functional.embedding(keys, table, max_norm=1.0),
+            lambda: torch.index_select(table, 1, torch.tensor([0])),
+            lambda: torch.norm(table),
+        ):
+            with pytest.raises(TypeError, match="is not defined for the table 'entity_embedding'"):
+                call()
+        for bad in (keys + ROWS, keys - ROWS):
+            with pytest.raises(IndexError, match=r"outside \[0, 30\)"):
+                functional.embedding(bad, table)
+
+
+def test_original_models_of_another_shape_are_refused(tmp_path: Path) -> None:
+    """With fewer rows, other columns or other modules; the error says which."""
+    model = tc.convert(Net(), parameters=["entity_embedding"])
+    data = keys_of(model, tmp_path / "keys")
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        cache.restore()
+    narrow, short, more = Net(), Net(), Net()
+    narrow.words, short.words = nn.Embedding(ROWS, DIM + 1), nn.Embedding(ROWS - 5, DIM)
+    more.other = nn.Linear(1, 1)
+    with tc.Store.open(tmp_path / "m.tc", mode="r") as store:
+        for like, words in (
+            (narrow, "words.weight has 5 columns in like=, and table 'words' 4"),
+            (short, r"table 'words' has the key \d+, and the embedding of like= has 25 rows"),
+            (more, "like= has other.weight, which the model does not have"),
+            (nn.Linear(1, 1), "like= has no embedding 'words', which the model has"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                tc.to_torch(model, store, like=like)

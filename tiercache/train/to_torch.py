@@ -1,0 +1,183 @@
+"""tc.to_torch: a trained model with plain modules of torch again, for serving or for the original class."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tiercache.data.raw_batch import OOV_KEY
+from tiercache.train.convert import SharedLookup
+from tiercache.train.embedding import Embedding, EmbeddingBag
+from tiercache.train.missing_rows import check_unseen, unseen_vectors
+from tiercache.train.original_model import fill_original
+from tiercache.train.table_module import TableModule
+from tiercache.train.torchrec_modules import ConvertedBags, ConvertedRows, KeyedCollection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.store import Store, Table
+    from tiercache.values.lookups import Unseen
+
+
+def to_torch(
+    model: nn.Module,
+    store: Store,
+    *,
+    like: nn.Module | None = None,
+    keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None,
+    unseen: Unseen = "initial",
+) -> nn.Module:
+    """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
+
+    Or ``like``, a model of the class that was converted, with the weights of ``model``: its embeddings and parameter
+    tables get the rows of the store, row i that of key i, and everything else the values that ``model`` has. Its state
+    dict then is that of the original class. A table is in memory whole. ``unseen`` says what a row is whose key the
+    store lacks.
+
+    Without ``like``: what was a collection of torchrec takes a `KeyedJaggedTensor` of raw keys.
+    They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
+    an `EmbeddingBag` (N, L), or (keys,) with offsets. Padding is zeros and counts in no mean, as it was trained.
+    Modules of one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in
+    memory whole.
+
+    A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` says, as in
+    ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector
+    counts in a mean. Only "zeros" can be traced and exported, as it alone does not look at the keys.
+
+    Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
+    up, or without any embedding, and for a ``like`` with other modules, or fewer rows than the store has;
+    KeyMissingError for keys that have no row, and what ``Store.scan`` raises.
+    """
+    check_unseen(unseen)
+    if like is not None:
+        if keys is not None:
+            raise ValueError("to_torch() takes keys= or like=: a model of the original class has all rows")
+        return fill_original(like, model, store, unseen)
+    made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
+    places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
+    if not places:
+        raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
+    plain: dict[int, nn.Module] = {}
+    for name, one in places:
+        if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
+            raise ValueError(  # noqa: TRY004 - the model is what it should not have
+                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: give a model whose "
+                "modules look up one feature each"
+            )
+        for table in one.tables:
+            if table not in tables:
+                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
+        lookups = [
+            KeyedEmbedding(
+                tables[one.feature_specs[feature].table], one.mode_of(feature), one.padding,
+                has_last=getattr(one, "include_last_offset", False),
+            )
+            for feature in one.features
+        ]  # fmt: skip
+        collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
+        plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
+    for name, one in places:
+        parent, _, child = name.rpartition(".")
+        if not name:
+            return plain[id(one)]
+        setattr(made.get_submodule(parent), child, plain[id(one)])
+    for shared in [one for one in made.modules() if isinstance(one, SharedLookup)]:
+        shared.plain = next(iter(shared.lookups.values()))
+    return made
+
+
+class KeyedEmbedding(nn.Module):
+    """Rows of a table by raw keys, pooled or not."""
+
+    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None, *, has_last: bool = False) -> None:
+        """has_last: whether offsets end with the number of keys."""
+        super().__init__()
+        self.rows, self.pooling, self.padding, self.has_last = rows, pooling, padding, has_last
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look raw keys up as `nn.EmbeddingBag` and `nn.Embedding` look up theirs."""
+        rows, weight = self.rows.find(input, self.padding)
+        none = None if self.padding is None else weight.shape[0] - 1
+        if self.pooling is None:
+            return functional.embedding(rows, weight, none)
+        return functional.embedding_bag(
+            rows if offsets is not None or rows.ndim > 1 else rows[:, None], weight, offsets, mode=self.pooling,
+            per_sample_weights=per_sample_weights, padding_idx=none,
+            include_last_offset=self.has_last and offsets is not None,
+        )  # fmt: skip
+
+
+class _KeyedRows(nn.Module):
+    """The rows of a table and their keys, and two rows of zeros, for unseen keys and padding."""
+
+    keys: torch.Tensor
+    order: torch.Tensor
+
+    def __init__(self, table: Table, keys: NDArray[np.int64], vectors: NDArray[np.float32], unseen: Unseen) -> None:
+        super().__init__()
+        self._table, self._unseen = table, unseen
+        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros((2, table.dim), np.float32)])))
+        order = np.argsort(keys)
+        self.register_buffer("keys", torch.from_numpy(keys[order]))
+        self.register_buffer("order", torch.from_numpy(order))
+        shared = np.flatnonzero(keys == OOV_KEY)
+        self._has_shared = bool(shared.size)
+        self._default = int(shared[0]) if shared.size else keys.size
+        """The row of all other keys."""
+
+    @classmethod
+    def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
+        """Read all rows, or those of keys."""
+        table = next(one for one in store.tables if one.name == name)
+        if keys is not None:
+            unique = np.unique(np.asarray(keys, dtype=np.int64))
+            return cls(table, unique, store.lookup(name, unique)["vector"], unseen)
+        chunks = [(stored, fields[0]) for stored, fields in store.scan(name)]
+        chunks.append((np.empty(0, np.int64), np.empty((0, table.dim), np.float32)))
+        all_keys, vectors = (np.concatenate(column) for column in zip(*chunks, strict=True))
+        return cls(table, all_keys, vectors, unseen)
+
+    def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a row for each key, and the rows, of which padding has the last one."""
+        found = torch.zeros_like(keys, dtype=torch.bool)
+        rows = torch.full_like(keys, self._default)
+        if self.keys.numel():
+            at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
+            found = self.keys[at] == keys
+            rows = torch.where(found, self.order[at], rows)
+        if padding is not None:
+            is_padding = keys == padding
+            found, rows = found | is_padding, rows.masked_fill(is_padding, self.weight.shape[0] - 1)
+        if self._has_shared or self._unseen == "zeros":
+            return rows, self.weight
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"unseen={self._unseen!r} of table {self._table.name!r} looks at the keys, which no trace or exported "
+                "program can: use to_torch(..., unseen='zeros')"
+            )
+        return (rows, self.weight) if bool(found.all()) else self._with_unseen(keys, rows, ~found)
+
+    def _with_unseen(
+        self, keys: torch.Tensor, rows: torch.Tensor, is_unseen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same with vectors for unseen keys: of rows of this lookup alone, one for each key."""
+        unique, number = torch.unique(keys[is_unseen], return_inverse=True)
+        vectors = torch.from_numpy(unseen_vectors(self._table, unique.cpu().numpy(), self._unseen))
+        last = self.weight.shape[0] - 1
+        gathered = self.weight[rows.reshape(-1)].clone()
+        gathered[is_unseen.reshape(-1)] = vectors.to(gathered)[number]
+        places = torch.arange(rows.numel(), device=rows.device).view(rows.shape).masked_fill(rows == last, rows.numel())
+        return places, torch.cat([gathered, self.weight[last:]])

@@ -1,0 +1,161 @@
+"""Optimizers of torch in a conversion: the row optimizers that do the same, and anchors in their groups."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiercache.errors import StateError
+from tiercache.store.optimizer import SGD, Adagrad, Adam, Optimizer
+from tiercache.train.table_module import table_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tiercache.train.table_module import TableModule
+
+OptimizerOfRows = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Optimizer]
+"""How rows step, as `convert` takes it."""
+_KNOWN = "SGD, Adagrad, SparseAdam, Adam"
+
+
+def as_list(optimizer: object) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of torch among what `convert` was given."""
+    every = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    return [one for one in every if isinstance(one, torch.optim.Optimizer)]
+
+
+def as_row_optimizer(optimizer: object, name: str, weight: torch.Tensor) -> Optimizer | None:
+    """Return the optimizer of the rows of a table that has the place of ``weight``; None: none was given.
+
+    Raises ValueError if no row optimizer does what torch's does.
+    """
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, str | bytes | Mapping) or not (found := as_list(optimizer)):
+        raise TypeError(
+            f"optimizer= is {optimizer!r}: give one of tc.optim, an optimizer of torch, or a mapping from names of "
+            "modules to those of tc.optim"
+        )
+    for one in found:
+        for group in one.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                return row_optimizer(one, group, name)
+    if not weight.requires_grad:
+        return None
+    raise ValueError(
+        f"{name} is in none of the optimizers that were given: give the one that has it, or freeze it with "
+        "requires_grad_(False)"
+    )
+
+
+def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Optimizer:
+    """Return the row optimizer that does what torch's does with a group of parameters.
+
+    Warns where torch's also moves rows that a step does not touch: those of dense gradients with momentum or decay.
+    Raises ValueError if there is none.
+    """
+    kind, settings = type(optimizer), dict(group)
+
+    def number(key: str) -> float:
+        return float(settings[key])
+
+    settings["lr"] = settings.get("initial_lr", settings["lr"])  # a scheduler's
+
+    refused = [key for key in ("maximize", "amsgrad", "lr_decay", "momentum") if settings.get(key)]
+    if kind not in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam) or refused:
+        what = f"{kind.__name__}({refused[0]}={settings[refused[0]]!r})" if refused else kind.__name__
+        raise ValueError(
+            f"{name} is trained by {what}, and no row optimizer does the same: choose one, as in "
+            f"tc.convert(model, optimizer=tc.optim.Adagrad(learning_rate={number('lr'):g})); known are {_KNOWN}"
+        )
+    decay = float(settings.get("weight_decay", 0.0))
+    if decay or kind is torch.optim.Adam:
+        warnings.warn(
+            f"{name} is trained by {kind.__name__}{' with weight_decay' if decay else ''}, which moves every row in "
+            "every step; rows move only in steps whose batch has their key, as with SparseAdam and sparse gradients",
+            stacklevel=2,
+        )
+    if kind is torch.optim.SGD:
+        return SGD(learning_rate=number("lr"), decay=decay)
+    if kind is torch.optim.Adagrad:
+        return Adagrad(
+            learning_rate=number("lr"), eps=number("eps"), decay=decay,
+            initial_accumulator=number("initial_accumulator_value"),
+        )  # fmt: skip
+    beta1, beta2 = map(float, settings["betas"])
+    return Adam(learning_rate=number("lr"), beta1=beta1, beta2=beta2, eps=number("eps"), decay=decay)
+
+
+def replace_parameters(
+    optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, tuple[torch.Tensor, list[torch.nn.Parameter]]]
+) -> None:
+    """Put anchors where optimizers have weights that were replaced.
+
+    replaced: by the id of a weight the weight, and the anchors in its place.
+    """
+    for one in optimizers:
+        for group in one.param_groups:
+            params: list[torch.Tensor] = []
+            for parameter in group["params"]:
+                weight, anchors = replaced.get(id(parameter), (parameter, None))
+                if anchors is None:
+                    params.append(parameter)
+                    continue
+                params += anchors
+                state = one.state.pop(weight, None)
+                for anchor in anchors if state else ():
+                    one.state[anchor] = {key: _like_anchor(value, weight, anchor) for key, value in state.items()}
+            group["params"] = params
+
+
+def check_unused(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[tuple[torch.Tensor, str]]) -> None:
+    """Raise ValueError for an optimizer that has stepped a weight: its state would become no rows."""
+    for weight, name in weights:
+        for one in optimizers:
+            state = one.state.get(weight)
+            if state and (float(state.get("step", 0)) > 0 or "momentum_buffer" in state):
+                raise ValueError(
+                    f"{type(one).__name__} has trained {name} already, and its state would be lost: convert the model "
+                    "before its first step, or import the checkpoint with its state (tiercache import)"
+                )
+
+
+def _like_anchor(value: Any, weight: torch.Tensor, anchor: torch.Tensor) -> Any:
+    """Return a value of the state of a weight that was never stepped for its anchor."""
+    if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.numel():
+        return torch.full_like(anchor, float(value.reshape(-1)[0]))
+    return value
+
+
+def check_defaults(objects: Iterable[object], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise StateError if rows have the default optimizer, and torch's in a cache would train them otherwise.
+
+    A model that was converted without ``optimizer=`` has the default; the optimizer that has the anchor of a module
+    says how its user means to train it.
+    """
+    modules: list[TableModule] = [one for one in table_modules(objects) if one.has_default_optimizer]
+    for one in optimizers:
+        for group in one.param_groups:
+            present = {id(parameter) for parameter in group["params"]}
+            for module in modules:
+                if id(module.anchor) not in present:
+                    continue
+                name = module.features[0]
+                table = module.table_specs[module.tables[0]]
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        same = row_optimizer(one, group, name) == table.optimizer
+                except ValueError:
+                    same = False
+                if not same:
+                    raise StateError(
+                        f"rows of {name} step with {table.optimizer}, the default of tc.convert, and their model with "
+                        f"{type(one).__name__}(lr={group['lr']}): say how rows step, as in tc.convert(model, "
+                        f"optimizer=tc.optim.Adagrad(learning_rate={float(group['lr']):g})), or give tc.convert the "
+                        "optimizer"
+                    )
