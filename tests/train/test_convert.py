@@ -152,7 +152,6 @@ def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
         (None, {"items": "thing"}, "the schema has no feature 'thing', which 'items' is to look up"),
         (None, {"nobody": "item"}, "features= names the module 'nobody', which the model does not have"),
         (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': give"),
-        ({"max_norm": 1.0}, {"items": "item"}, r"items has max_norm=1.0: make it without, as rows are not renormal"),
         ({"padding_idx": 0, "mode": "max"}, {"items": "item"}, "'item' is pooled by max and has padding: pool it by"),
         ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: make it without"),
         ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns and table 'item' 4: make them the same"),

@@ -237,7 +237,7 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         )
         for kind in (tc.EmbeddingBag, tc.Embedding)
         for name, words in (
-            ("max_norm", "not renormalized"), ("sparse", "no gradient of a whole table"),
+            ("reset_parameters", "as the initializer of their table says"), ("sparse", "no gradient of a whole table"),
         )
     },
     "nn.init": (
@@ -263,5 +263,5 @@ def test_other_unknown_attributes_are_nn_modules_matter() -> None:
     module = tc.Embedding(CASE.schema, "one")
     with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'wieght'"):
         _ = module.wieght
-    assert not hasattr(module, "max_norm")
+    assert not hasattr(module, "sparse")
     assert hasattr(module, "anchor")

@@ -25,7 +25,6 @@ from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
 from tiercache.train.table_module import check_modules, table_modules
-from tiercache.train.torch_optimizers import check_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -186,8 +185,7 @@ class TierCache:
         self.dense.register(objects)
         self._parts.modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._raw.reader.bounds |= bounds_of(objects.values())
-        self.optimizer.follow(objects.values())
-        check_defaults(objects.values(), self.optimizer.dense)
+        self.optimizer.follow([*objects.values()])
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 self._exchange.follow(value)

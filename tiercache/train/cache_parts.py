@@ -140,7 +140,7 @@ class CacheParts:
                 self.rows, free_bytes = self._open_rows(source, budgets, order=rule, progress=progress)
             row_optimizer = self.rows.state.optimizer
             row_optimizer.anchors.is_closed_to_others = store is not None
-            row_optimizer.anchors.flags_overflow = ranks.size > 1
+            row_optimizer.anchors.flags_overflow, row_optimizer.num_ranks = ranks.size > 1, ranks.size
             self.modules: list[nn.Module] = []
             """The registered modules."""
             self.exchange = self._open_exchange(live_rows, comm_dtype)

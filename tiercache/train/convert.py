@@ -71,7 +71,7 @@ def convert(
 
     Raises:
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
-            another dimension; a module has ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max;
+            another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max;
             a module has its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is
             used elsewhere in the model, or by a module of another table; two modules of one table have different
             weights; a collection has ``need_indices``, or weights of ids where the schema has none, or has none where
@@ -244,8 +244,6 @@ class _Replacer:
                 raise ValueError(f"the parameter {name} looks up {', '.join(features)}: name one feature for it")
             table = ParameterTable(self._schema, features[0])
             return self._prepared(table, old, kept, is_training=True)
-        if old.max_norm is not None:
-            raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
         if old.scale_grad_by_freq:
             raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
         lookups: dict[str, EmbeddingBag | Embedding] = {}
@@ -254,10 +252,12 @@ class _Replacer:
             if isinstance(old, nn.EmbeddingBag):
                 made = EmbeddingBag(
                     self._schema, feature, mode=old.mode, padding_idx=old.padding_idx,
-                    include_last_offset=old.include_last_offset,
+                    include_last_offset=old.include_last_offset, max_norm=old.max_norm, norm_type=old.norm_type,
                 )  # fmt: skip
             else:
-                made = Embedding(self._schema, feature, padding_idx=old.padding_idx)
+                made = Embedding(
+                    self._schema, feature, padding_idx=old.padding_idx, max_norm=old.max_norm, norm_type=old.norm_type
+                )
             lookups[feature] = self._prepared(made, old.weight, kept, is_training=old.training)
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
 

@@ -9,6 +9,7 @@ import torch
 
 from tiercache.train.lookup_ops import Marker, PooledFunction, RowFunction, look_up_bags, look_up_rows
 from tiercache.train.plain_keys import bag_input, row_input, shaped_as, table_weight
+from tiercache.train.row_writes import renormalize
 from tiercache.train.table_lookup import MODES, FeaturePart, RemoteLookup, TableLookup, check_ids_of
 from tiercache.train.table_module import TableModule
 from tiercache.values.batch import Batch, JaggedIds
@@ -114,6 +115,9 @@ class EmbeddingBagCollection(TableModule):
             TableLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
         ]
+        if self.max_norm is not None:
+            for lookup in lookups:
+                renormalize(lookup, self.max_norm, self.norm_type)
         shape = batch.num_samples, self.out_features
         return marker, backend, lookups, list(remote.values()), shape, tuple(weights), *weights.values()
 
@@ -208,6 +212,9 @@ class EmbeddingCollection(TableModule):
             self._parts[groups] = [FeaturePart.of(group, specs, {}, {}, bags=False) for group, specs in members.items()]
         parts = self._parts[groups]
         lookups = [TableLookup(part, batch) for part in parts]
+        if self.max_norm is not None:
+            for lookup in lookups:
+                renormalize(lookup, self.max_norm, self.norm_type)
         return [name for part in parts for name in part.features], (marker, batch.rows.backend, lookups)
 
     def _by_name(self, batch: Batch, names: Sequence[str], outs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -231,6 +238,8 @@ class EmbeddingBag(EmbeddingBagCollection):
 
     ``padding_idx``: a key that counts nowhere and is not trained; with it ``mode`` is "sum" or "mean".
     ``include_last_offset``: whether ``offsets`` of a tensor of keys are (N + 1,) and end with the number of keys.
+    ``max_norm``, ``norm_type``: a lookup first scales the rows whose norm exceeds ``max_norm``, in place as torch does;
+    of rows that the pass does not train, only what is returned is scaled. With one rank.
     """
 
     def __init__(
@@ -240,12 +249,15 @@ class EmbeddingBag(EmbeddingBagCollection):
         *,
         mode: str = "mean",
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
         include_last_offset: bool = False,
     ) -> None:
         if padding_idx is not None and mode == "max":
             raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
         super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
         self.padding, self._mode, self.include_last_offset = padding_idx, mode, include_last_offset
+        self.max_norm, self.norm_type = max_norm, norm_type
         if padding_idx is not None:
             self.pooling = {feature: None}  # it is weighted by what is in each batch
 
@@ -319,12 +331,20 @@ class EmbeddingBag(EmbeddingBagCollection):
 class Embedding(EmbeddingCollection):
     """Looks up one vector for each id of one feature. Takes the place of an `nn.Embedding`.
 
-    ``padding_idx``: a key whose vector is zeros, and is not trained.
+    ``padding_idx``: a key whose vector is zeros, and is not trained. ``max_norm``, ``norm_type``: as of `EmbeddingBag`.
     """
 
-    def __init__(self, schema: Schema, feature: str, *, padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        feature: str,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+    ) -> None:
         super().__init__(schema, [feature])
-        self.padding = padding_idx
+        self.padding, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
 
     weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
 

@@ -12,11 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
 from tiercache.train.table_module import table_modules
+from tiercache.train.torch_optimizers import check_defaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
+
+    from torch.utils.hooks import RemovableHandle
 
     from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.train.row_writes import RowHook
 
 
 def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
         self.rows.run_step = run_step
 
-    def follow(self, objects: Iterable[Any]) -> None:
+    def follow(self, objects: Collection[Any]) -> None:
         """Step the optimizers among ``objects``, and note the anchors of the modules among them."""
         rows = self.rows
         checked = weakref.ref(rows)
@@ -155,6 +159,22 @@ class JointOptimizer(torch.optim.Optimizer):
             for module in table_modules([value]):
                 if module.tables:
                     rows.anchors.of(module)
+                if module.max_norm is not None:
+                    rows.check_one_rank("max_norm")
+        check_defaults(objects, rows.dense)
+
+    def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
+        """Call ``hook`` after each step of ``table`` with the vectors that the step updated, and write what it returns.
+
+        For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook is given
+        float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; optimizer state stays.
+        16-bit vectors are rounded to nearest. Hooks are not committed: register them in each run, before training. The
+        handle's ``remove()`` ends it. Raises ValueError for an unknown table, StateError with several ranks.
+        """
+        self.rows.check_one_rank("a row hook")
+        if table not in (known := [group["table"] for group in self.rows.groups_of(None)]):
+            raise ValueError(f"a row hook is for the unknown table {table!r}: the cache has {', '.join(known)}")
+        return self.rows.hooks.register(table, hook)
 
     def close(self) -> None:
         """Remove the hooks of optimizers and anchors."""

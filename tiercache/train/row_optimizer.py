@@ -15,6 +15,7 @@ from tiercache.rows.backends.saved_gradients import of_tables
 from tiercache.store.table import Adam, Group
 from tiercache.train.anchors import Anchors, State
 from tiercache.train.row_gradients import RowGradients
+from tiercache.train.row_writes import RowHooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,8 +41,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
         self._groups, self._backend = groups, backend
-        self.anchors = Anchors()
+        self.anchors, self.hooks = Anchors(), RowHooks()
         self.gradients = RowGradients(len(groups), self.anchors)
+        self.num_ranks = 1
         self.steps = 0
         """Steps applied so far."""
         self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
@@ -160,6 +162,14 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             self._of[group["table"]].update({name: value for name, value in group.items() if name != "params"})
 
+    def check_one_rank(self, what: str) -> None:
+        """Raise StateError if there are several ranks, each with copies of the rows that it looks up."""
+        if self.num_ranks > 1:
+            raise StateError(
+                f"{what} writes rows where they are looked up, and this cache has {self.num_ranks} ranks: train on "
+                "one, or leave it out"
+            )
+
     # -- for the cache ------------------------------------------------------------------------------------
 
     @property
@@ -221,7 +231,10 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients.collect(self._backend.array)
         if steps := self.steps_of(rows):
             self._backend.step(steps)
-        self.end_step()
+        try:
+            self.hooks.run(steps, self._backend)
+        finally:
+            self.end_step()  # the gradients are applied, whatever a hook raised
 
     def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
         """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""

@@ -69,6 +69,9 @@ class TableModule(nn.Module):
         """By feature, how the owner of its rows may pool it for other ranks; None where its rows are needed."""
         self.padding: int | None = None
         """The key that stands for nothing."""
+        self.max_norm: float | None = None
+        """The largest norm of a row that is looked up; None: any."""
+        self.norm_type = 2.0
         of_one = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
         """The parameter; on the CPU also of a module that is made on "meta"."""
@@ -260,8 +263,8 @@ _INSTEAD = {
     "weight": "it looks up several tables, whose rows are in the store and on the device: read them with Store.lookup",
     "embedding_dim": "the columns of each feature are in .dims",
     "padding_idx": "tc.Embedding and tc.EmbeddingBag have one",
-    "max_norm": "rows are not renormalized",
-    "norm_type": "rows are not renormalized",
+    "max_norm": "tc.Embedding and tc.EmbeddingBag have one",
+    "norm_type": "tc.Embedding and tc.EmbeddingBag have one",
     "scale_grad_by_freq": "give weights for ids instead",
     "sparse": "no gradient of a whole table ever exists",
     "include_last_offset": "a batch has offsets of its own",
