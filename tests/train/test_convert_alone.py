@@ -324,3 +324,30 @@ def test_original_models_of_another_shape_are_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError, match=words):
                 tc.to_torch(model, store, like=like)
+
+
+PENALTIES: dict[str, Callable[[Any], Any]] = {
+    "squares of a module": lambda model: sum(one.square().sum() for one in model.words.parameters()),
+    "norms of all": lambda model: sum(torch.norm(one) for one in model.parameters()),
+    "absolute values": lambda model: torch.cat([one.flatten() for one in model.parameters()]).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("what", PENALTIES)
+@pytest.mark.parametrize("weight", [0.0, 1e-7, 0.1])
+def test_a_penalty_on_parameters_is_refused_at_its_first_step(tmp_path: Path, what: str, weight: float) -> None:
+    """It has no rows in it; torch's had. One with weight 0 does nothing in either."""
+    model = tc.convert(Net(), parameters=["entity_embedding"])
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    data = keys_of(model, tmp_path / "keys")
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        for p in cache.passes(epochs=1):
+            for batch in batches()[p.sub_dataset :: 2]:
+                (model(*batch).mean() + weight * PENALTIES[what](model)).backward()
+                if weight:
+                    with pytest.raises(StateError, match=r"as with a penalty on model.parameters.*what the lookups re"):
+                        cache.optimizer.step()
+                else:
+                    cache.optimizer.step()
+                cache.optimizer.zero_grad()
+            p.skip()

@@ -4,7 +4,8 @@ A module that looks rows up has a parameter of one element, its *anchor*: the di
 backward delivers the gradient of an output, it becomes the ``.grad`` of a *placeholder*: a leaf tensor of the output's
 shape that takes no memory. Until the step it is a parameter of the row optimizer, so unscaling, clipping and dropping
 reach it as they reach any gradient of a parameter. The anchor's own gradient is 2^-60 for each backward. If it is None
-or 0, the loop dropped the gradients of the module's parameters.
+or 0, the loop dropped the gradients of the module's parameters. If it is far larger, the loss has the parameter itself,
+as a penalty on all parameters does; the anchor's value is not 0, so that the square of it has a gradient.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _HALF_UNIT = 2.0**-14
 """The same in 16 bits with 5 of exponent."""
 
 
+_LARGEST = 2.0**-40
+"""Above every gradient of an anchor that is finite and comes from lookups; the gradient of a penalty is larger."""
+_CHECKED_EVERY = 1024
+"""Steps between two checks of a gradient on a GPU, which has to be waited for."""
 _ROUNDING = 1e-3
 """How far the average of several ranks may be from a whole number of units."""
 
@@ -136,6 +141,8 @@ class Anchor:
         """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
+        self._unchecked = 0
+        """Steps until the next check of a gradient on a GPU."""
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -313,7 +320,24 @@ class Anchor:
                 "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
                 "clip with cache.clip_grad_norm_(max_norm), and scale the loss in place of gradients"
             )
+        self._check_penalty()
         return found
+
+    def _check_penalty(self) -> None:
+        """Raise StateError if the loss has the anchor itself. Waits for a GPU, if it is time for a check."""
+        grad = None if self.parameter is None else self.parameter.grad
+        if grad is None or _is_sharded(grad) or grad.dtype == torch.float16:
+            return
+        self._unchecked -= 1
+        if grad.device.type != "cpu" and self._unchecked > 0:
+            return
+        self._unchecked = _CHECKED_EVERY
+        if _LARGEST < abs(float(grad)) < math.inf:
+            raise StateError(
+                f"the loss has the parameters of the module that looks up {self.tables}, as with a penalty on "
+                "model.parameters(), but its rows are no parameters and would not be penalized: put the penalty on "
+                "what the lookups return, or give the table's optimizer a decay (L2 on the rows of a step)"
+            )
 
     def expire(self, where: str) -> None:
         """Note that the rows of pending gradients are gone, because ``where`` has ended: the loop has to drop them."""

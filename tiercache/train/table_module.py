@@ -72,7 +72,7 @@ class TableModule(nn.Module):
         self.max_norm: float | None = None
         """The largest norm of a row that is looked up; None: any."""
         self.norm_type = 2.0
-        of_one = torch.zeros(1, dtype=torch.float32, device="cpu")
+        of_one = torch.full((1,), _ANCHOR, dtype=torch.float32, device="cpu")
         self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
@@ -136,7 +136,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self.anchor.data.zero_()  # to_empty() leaves anything; not a write of the loop's
+            self.anchor.data.fill_(_ANCHOR)  # to_empty() leaves anything; not a write of the loop's
         return found
 
     def cast(self, out: torch.Tensor) -> torch.Tensor:
@@ -257,6 +257,8 @@ def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None
         )
 
 
+_ANCHOR = 2.0**-10
+"""The value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`."""
 UNBOUNDED = (1 << 63) - 1
 """Keys of a table that any int64 may be a key of."""
 _INSTEAD = {
