@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from tiercache.data.keyset import KeySet, open_key_set
@@ -147,10 +148,28 @@ class PassDataset:
         return sum(p.samples for p in self.passes)
 
     @property
+    def blocks(self) -> tuple[range, ...]:
+        """For each sub-dataset, the numbers of the blocks that ``write_key_sets(device_budget=...)`` put into it.
+
+        Without a budget each block is a sub-dataset.
+        """
+        sizes = self.manifest.options.get("blocks", [1] * len(self))
+        ends = list(accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    @property
+    def made_by(self) -> str:
+        """The function that made it, where that is not an extraction of samples, as errors name it."""
+        if any(one.is_recorded for one in self.passes):
+            return "tc.record_key_sets"
+        has_samples = all(one.has_samples for one in self.passes)
+        return "" if has_samples else "tc.extract" if "samples" in self.manifest.options else "tc.write_key_sets"
+
+    @property
     def summary(self) -> str:
         """The number of passes and samples, as text."""
         passes = counted(len(self), "pass", "passes")
-        if not all(p.has_samples for p in self.passes):
+        if not all(p.has_samples or p.samples for p in self.passes):
             return f"{passes} of key sets without samples"
         return f"{passes}, {counted(self.samples, 'sample')}"
 

@@ -9,8 +9,10 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
+from tiercache.data.key_packer import KeyPacker
 from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
+from tiercache.data.pass_builder import RowBudget
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
@@ -18,6 +20,7 @@ from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema
 from tiercache.schema_parts import nearest
+from tiercache.sizes import parse_bytes
 from tiercache.store.files import sync
 
 if TYPE_CHECKING:
@@ -83,7 +86,12 @@ _CHUNK_KEYS = 1 << 20
 
 
 def write_key_sets(
-    out: str | Path, tables: Schema | Iterable[Table], passes: Iterable[Mapping[str, Any]]
+    out: str | Path,
+    tables: Schema | Iterable[Table],
+    passes: Iterable[Mapping[str, Any]],
+    *,
+    device_budget: int | str | None = None,
+    devices: int = 1,
 ) -> PassDataset:
     """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks up keys in it.
 
@@ -91,11 +99,17 @@ def write_key_sets(
     passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers of NumPy or torch in
     any order, or files mapped by ``tiercache.io.key_set_file.read_key_set``. A key may repeat: occurrences are counted.
     A missing table has no keys in the sub-dataset.
+    device_budget: the device memory for the rows of a pass, as in `extract`. ``passes`` are then blocks of samples that
+    stay together, such as the files of your data: a sub-dataset has as many of them as fit, in their order
+    (``PassDataset.blocks`` says which). The keys of a block are in memory at once. None: each of ``passes`` is one
+    sub-dataset.
+    devices: the number of devices with that budget that train a pass together, as in `extract`.
 
     Reads one pass at a time, and in it one table at a time, in chunks of a million keys. Memory: 16 bytes for each
     unique key of a sub-dataset and up to 100 for each of one table. The dataset is finished on return; after a kill,
     call again. Raises DatasetError for the reserved keys INT64_MIN and INT64_MIN + 1, for unknown tables and for a
-    directory with a dataset, and ValueError for anything but integers.
+    directory with a dataset, BudgetError for a block that exceeds the budget alone, and ValueError for anything but
+    integers.
     """
     if isinstance(tables, Schema):
         schema = tables
@@ -106,12 +120,18 @@ def write_key_sets(
     directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
-    records = tuple(
-        _write(directory, index, schema, keys) for index, keys in enumerate(() if passes is None else passes)
-    )
+    given: Iterable[Mapping[str, Any]] = () if passes is None else passes
+    options: dict[str, Any] = {}
+    if device_budget is None:
+        records = [_write(directory, index, schema, keys) for index, keys in enumerate(given)]
+    else:
+        budget = RowBudget(schema.tables, parse_bytes(device_budget), devices)
+        blocks: list[int] = []
+        records = list(_write_packed(directory, schema, given, budget, blocks))
+        options = {"blocks": blocks}
     if not records:
         raise DatasetError("no passes were given: give the keys of at least one")
-    Manifest(schema=schema, passes=records, options={}, inputs=()).write(directory)
+    Manifest(schema=schema, passes=tuple(records), options=options, inputs=()).write(directory)
     return PassDataset.open(directory)
 
 
@@ -141,17 +161,51 @@ def _numpy(values: Any) -> NDArray[Any]:
     return array if array.size else array.astype(np.int64)  # NumPy takes an empty list for floats
 
 
-def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
-    if not isinstance(keys, Mapping):
-        raise DatasetError(f"sub-dataset {index} is {type(keys).__name__}: give a mapping from tables to their keys")
+def _write_packed(
+    directory: Path, schema: Schema, given: Iterable[Mapping[str, Any]], budget: RowBudget, blocks: list[int]
+) -> Iterator[SubDatasetRecord]:
+    """Write as many blocks into each sub-dataset as fit; ``blocks`` gets the number of each."""
     tables = schema.ordered_tables
-    known = {table.name for table in tables}
+    packer = KeyPacker(tables, budget)
+
+    def close() -> SubDatasetRecord:
+        path = directory / file_name(len(blocks))
+        blocks.append(packer.num_blocks)
+        rows, digest = packer.write(path)
+        sync(path)
+        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+
+    for number, keys in enumerate(given):
+        where = f"block {number}"
+        _check_tables(where, schema, keys)
+        of_tables = {
+            table.name: np.concatenate([np.empty(0, np.int64), *_key_chunks(table, where, keys[table.name])])
+            for table in tables
+            if table.name in keys
+        }
+        if not packer.add(of_tables, where, "give smaller blocks"):
+            yield close()
+            packer.add(of_tables, where, "give smaller blocks")
+    if packer.num_blocks:
+        yield close()
+
+
+def _check_tables(where: str, schema: Schema, keys: Mapping[str, Any]) -> None:
+    """Raise DatasetError unless keys are by names of tables."""
+    if not isinstance(keys, Mapping):
+        raise DatasetError(f"{where} is {type(keys).__name__}: give a mapping from tables to their keys")
+    known = {table.name for table in schema.tables}
     for name in keys:
         if name not in known:
             raise DatasetError(
-                f"sub-dataset {index} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
+                f"{where} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
                 f"{', '.join(sorted(known))}"
             )
+
+
+def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
+    _check_tables(f"sub-dataset {index}", schema, keys)
+    tables = schema.ordered_tables
     columns = [_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables]
     rows = {table.name: unique.size for table, (unique, _) in zip(tables, columns, strict=True)}
     path = directory / file_name(index)
@@ -163,14 +217,20 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
 def _column(table: Table, where: str, keys: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the unique keys of one table in hash order, and their counts."""
     unique, numbers = UniqueKeys(table.table_id), np.empty(_CHUNK_KEYS, np.int32)
+    for chunk in _key_chunks(table, where, keys):
+        unique.add(chunk, numbers[: chunk.size])
+    return unique.sorted()[:2]
+
+
+def _key_chunks(table: Table, where: str, keys: Any) -> Iterator[NDArray[np.int64]]:
+    """Yield the keys of a table in chunks. Raises DatasetError for reserved keys."""
     for chunk in _chunks(f"the keys of table {table.name!r} in {where}", keys):
         if int(chunk.min()) <= NULL_KEY:
             raise DatasetError(
                 f"{where} has the key {int(chunk.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
                 "keys of the out-of-vocabulary row and the null row, so give such values another key"
             )
-        unique.add(chunk, numbers[: chunk.size])
-    return unique.sorted()[:2]
+        yield chunk
 
 
 def _chunks(what: str, keys: Any) -> Iterator[NDArray[np.int64]]:

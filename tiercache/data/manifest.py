@@ -82,6 +82,27 @@ def checksum_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+class Recording(BaseModel):
+    """The batches of a loader whose keys a recorded sub-dataset has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    batches: _Count
+    """The number of batches."""
+    lookups: _Count
+    """Digests of lookups, of all batches; 0: keys were recorded without the model's forward."""
+    batch_size: _Count | None
+    """Samples of a batch; None: batches have sizes of their own."""
+    first_batch: _Count
+    """Batches of the loader before the first one of this sub-dataset."""
+    dataset_length: _Count | None
+    """Samples of the loader's dataset; None: the loader was an iterable, and batches have no indices of samples."""
+    seed: int
+    """Seed of the recording."""
+    same_draws: bool
+    """True if samples draw the random numbers of the recording in every epoch."""
+
+
 class SubDatasetRecord(BaseModel):
     """One closed sub-dataset, or the rare keys of a dataset."""
 
@@ -95,6 +116,15 @@ class SubDatasetRecord(BaseModel):
     """Ids of all lists, by feature with lists of any length; None: it has a key set and no samples."""
     digest: _Digest
     """Digest of its file, and so of its content."""
+    recorded: Recording | None = None
+    """The batches of a loader that its keys are of; None: its keys were extracted or written."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the values for a JSON file."""
+        values = self.model_dump()
+        if self.recorded is None:
+            del values["recorded"]
+        return values
 
 
 class _Record(BaseModel):
@@ -143,8 +173,8 @@ class Manifest:
             "version": self.version,
             "digest": self.digest,
             "schema": self.schema.to_record(),
-            "passes": [p.model_dump() for p in self.passes],
-            "rare": None if self.rare is None else self.rare.model_dump(),
+            "passes": [p.to_record() for p in self.passes],
+            "rare": None if self.rare is None else self.rare.to_record(),
             "options": self.options,
             "inputs": list(self.inputs),
         }

@@ -46,7 +46,7 @@ class ExtractionState:
         """Replace the state in ``folder`` in one step."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("passes", "runs"):
-            record[name] = [one.model_dump() for one in record[name]]
+            record[name] = [one.to_record() for one in record[name]]
         replace_file(folder / _STATE, json.dumps(record).encode())
 
     @classmethod

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.manifest import Recording
     from tiercache.schema import Feature, Schema
     from tiercache.store.table import Table
 
@@ -85,13 +86,21 @@ class SampleLayout:
         indices = {f.name: i for i, f in enumerate(self.schema.singles)}
         return np.array([indices[f.name] for f in self.singles], dtype=np.int64)
 
-    def file(self, samples: int, rows: Mapping[str, int], values: Mapping[str, int] | None) -> ArrayLayout:
+    def file(
+        self,
+        samples: int,
+        rows: Mapping[str, int],
+        values: Mapping[str, int] | None,
+        recorded: Recording | None = None,
+    ) -> ArrayLayout:
         """Return the file of a sub-dataset.
 
         rows: unique keys by table. values: ids of all lists, by feature with lists of any length; None: the sub-dataset
-        has a key set and no samples.
+        has a key set and no samples. recorded: the batches that its key set is of.
         """
         tables = self.schema.ordered_tables
+        if recorded is not None:
+            return ArrayLayout([*key_set_arrays(tables, rows), *recorded_arrays(samples, recorded)], _METADATA)
         if values is None:
             return key_set_layout(tables, rows)
         arrays = key_set_arrays(tables, rows)
@@ -107,6 +116,22 @@ _METADATA: dict[str, Any] = {"format": "tiercache sub-dataset 2"}
 def key_set_arrays(tables: Iterable[Table], rows: Mapping[str, int]) -> list[ArraySpec]:
     """Return the arrays of a key set: for each table ``keys.NAME`` in hash order and ``counts.NAME``."""
     return [ArraySpec(f"{what}.{t.name}", np.int64, (rows[t.name],)) for t in tables for what in ("keys", "counts")]
+
+
+def recorded_arrays(samples: int, recorded: Recording) -> list[ArraySpec]:
+    """Return the arrays of recorded batches.
+
+    ``ends`` (B,): the samples up to the end of each batch. ``lookups`` (B + 1,): where the digests of each batch begin
+    in ``digests`` (E,). ``indices`` (N,): the samples in the loader's dataset, if batches are of a dataset.
+    """
+    arrays = [
+        ArraySpec("ends", np.int64, (recorded.batches,)),
+        ArraySpec("lookups", np.int64, (recorded.batches + 1,)),
+        ArraySpec("digests", np.uint64, (recorded.lookups,)),
+    ]
+    if recorded.dataset_length is not None:
+        arrays.append(ArraySpec("indices", np.int64, (samples,)))
+    return arrays
 
 
 def key_set_layout(tables: Iterable[Table], rows: Mapping[str, int]) -> ArrayLayout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from tiercache.data.array_file import ArrayFile
 from tiercache.data.keyset import KeySet
 from tiercache.data.manifest import file_name
+from tiercache.data.recorded_batches import RecordedBatches
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
@@ -88,7 +90,7 @@ class SubDataset:
         self._record, self._layout = record, layout
         self.schema = layout.schema
         """The schema of its dataset."""
-        self._arrays = layout.file(record.samples, record.rows, record.values)
+        self._arrays = layout.file(record.samples, record.rows, record.values, record.recorded)
         self._opened: ArrayFile | None = None
 
     @property
@@ -111,6 +113,11 @@ class SubDataset:
 
     def check_samples(self) -> None:
         """Raise DatasetError if it has no samples, or its file cannot be opened."""
+        if self._record.recorded is not None:
+            raise DatasetError(
+                f"sub-dataset {self.index} of {self.path.parent} has the key set of a loader, whose samples are in your "
+                "own dataset: take its batches from p.loader(dataset)"
+            )
         if not self.has_samples:
             raise DatasetError(
                 f"sub-dataset {self.index} of {self.path.parent} has a key set and no samples: give the keys of each "
@@ -129,6 +136,21 @@ class SubDataset:
     def counts(self, table: str) -> NDArray[np.int64]:
         """Return how often each of ``keys(table)`` occurs in the sub-dataset: mapped, read-only."""
         return self.key_set.counts(table)
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if its key set is of the batches of a loader; opens nothing."""
+        return self._record.recorded is not None
+
+    @cached_property
+    def recorded(self) -> RecordedBatches:
+        """The batches of a loader that its key set is of. Raises DatasetError if its keys were not recorded."""
+        if self._record.recorded is None:
+            raise DatasetError(
+                f"sub-dataset {self.index} of {self.path.parent} does not know the samples of your dataset that it is "
+                "of: make the dataset with tc.record_key_sets, or train p.batches() where samples were extracted"
+            )
+        return RecordedBatches(lambda: self._file, self._record.recorded)
 
     @property
     def key_set(self) -> KeySet:

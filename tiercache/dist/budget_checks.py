@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.data.dataset import PassDataset
 from tiercache.dist.shard_view import ShardView
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import HostBudget, distance_bytes
@@ -39,7 +40,7 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
     """Return the budgets for rows, without the bytes of replicated tables. Raises BudgetError if rows need more."""
     needs = DeviceMemoryPlan.of(_positions(source), backend)
     if not isinstance(source, ShardView):
-        needs.check(budgets.device_budget)
+        needs.check(budgets.device_budget, cut=source.made_by if isinstance(source, PassDataset) else "")
         return budgets
     replicas = replica_bytes(source)
     if replicas > budgets.device_budget:
@@ -54,6 +55,7 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
         num_ranks=num_ranks,
         replicas=replicas,
         advice="" if divided else "; that counts with tables that are all sharded row_wise",
+        cut=source.whole.made_by,
     )
     return replace(budgets, device_budget=budgets.device_budget - replicas)
 

@@ -70,10 +70,13 @@ class DeviceMemoryPlan:
         num_bytes = max(needs, backend.bytes_of(layouts))  # the latter counts padding
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
-    def check(self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "") -> None:
+    def check(
+        self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "", cut: str = ""
+    ) -> None:
         """Raise BudgetError if the passes, with ``replicas`` bytes, exceed ``device_budget``, or have too many rows.
 
-        num_ranks: the number of devices that share them. advice: what else to do.
+        num_ranks: the number of devices that share them. advice: what else to do. cut: the call that makes the dataset
+        with smaller passes; default: an extraction.
         """
         if self.num_bytes + replicas > device_budget:
             need, allowed = distinct_sizes(self.num_bytes + replicas, device_budget)
@@ -81,14 +84,21 @@ class DeviceMemoryPlan:
                 f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
             ]
             parts += [f"{format_bytes(replicas)} of replicated vectors"] if replicas else []
-            each, devices = "", ""
+            each, devices, of_devices = "", "", ""
             if num_ranks > 1:
-                each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
+                each, devices, of_devices = (
+                    f" on each of {num_ranks} ranks", f" --devices {num_ranks}", f" and devices={num_ranks}",
+                )  # fmt: skip
+            budget = option_bytes(device_budget)
+            smaller = (
+                f", or make the dataset again with {cut} for device_budget={budget!r}{of_devices}"
+                if cut
+                else f", extract again with --device-budget {budget}{devices}, or cut the passes with "
+                f"tiercache.repartition for this budget{of_devices}"
+            )
             raise BudgetError(
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
-                f"raise it, extract again with --device-budget {option_bytes(device_budget)}{devices}, or cut the "
-                f"passes with tiercache.repartition for this budget"
-                f"{f' and devices={num_ranks}' if devices else ''}{advice}"
+                f"raise it{smaller}{advice}"
             )
         for rows in self.rows_G:
             if rows >= 2**31:
