@@ -1,0 +1,274 @@
+"""Recordings: the keys of a loader's batches to a dataset of key sets, through any stop."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tiercache.data.array_file import ArrayFileWriter
+from tiercache.data.dataset import PassDataset
+from tiercache.data.extraction_progress import ProgressReporter
+from tiercache.data.extraction_resources import Workers
+from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
+from tiercache.data.key_packer import KeyPacker
+from tiercache.data.keyset import open_key_set
+from tiercache.data.manifest import (
+    RARE_KEYS,
+    VERSION,
+    Manifest,
+    Recording,
+    SubDatasetRecord,
+    file_errors,
+    file_name,
+    is_finished,
+)
+from tiercache.data.pass_builder import RowBudget
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.data.resume import ExtractionState, WorkFolder, check_same
+from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.sub_dataset import SubDataset
+from tiercache.errors import DatasetError
+from tiercache.schema import Feature, Schema
+from tiercache.store.files import sync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.extraction_progress import ExtractionProgress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedBatch:
+    """The keys of one batch of a loader."""
+
+    keys: Mapping[str, NDArray[np.int64]]
+    """All of them, by table."""
+    digests: Sequence[int]
+    """Digests of its different lookups, ascending."""
+    num_samples: int
+    indices: NDArray[np.int64] | None
+    """The samples in the loader's dataset, if it has indices."""
+
+
+class BatchSource(Protocol):
+    """The batches of a loader, which are the same ones each time."""
+
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+        """Yield the batches from number ``first`` on; ``skipped`` gets the indices of those before, if they have any.
+
+        Ends without a batch if there are no more.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingPlan:
+    """The content of a recording, besides its source."""
+
+    schema: Schema
+    device_bytes: int
+    devices: int
+    min_count: int
+    memory_bytes: int
+    """For the tables of keys while keys are counted."""
+    options: dict[str, Any]
+    """The options and the facts of the loader that decide the content."""
+    recording: Recording
+    """Of no batches."""
+
+
+def write_recording(
+    out: Path, plan: RecordingPlan, source: BatchSource, progress: bool | Callable[[ExtractionProgress], None]
+) -> PassDataset:
+    """Write the key sets of a loader, cut where the next batch would exceed the device budget, and return the dataset.
+
+    Resumes after the last closed sub-dataset. A finished dataset of the same plan is returned unchanged. Raises
+    BudgetError, DatasetError, ExtractionError, and the errors of the source.
+    """
+    if is_finished(out):
+        manifest = Manifest.read(out)
+        check_same(manifest.options, (), plan.options, (), out)
+        WorkFolder(out).remove()  # left if the recording was killed at its end
+        if manifest.schema != plan.schema:
+            replace(manifest, schema=plan.schema).write(out)  # other initializers, seeds or settings of optimizers
+        return PassDataset.open(out)
+    with (
+        file_errors(out),
+        closing(WorkFolder(out)) as work,
+        closing(ProgressReporter(progress, 0)) as reporter,
+        closing(Workers(None)) as workers,
+    ):
+        state = ExtractionState.read(work.path) or ExtractionState(options=plan.options, inputs=(), version=VERSION)
+        state.check_same(plan.options, (), out)
+        rare = None
+        if plan.min_count > 1:
+            rare = _RareKeys(plan, work.path, workers)
+            if not state.is_counted:
+                state = rare.count(source, state, reporter)
+            rare.decide(state)
+        state = _Writer(plan, out, work, state).write(source, rare, reporter)
+        record = None if rare is None else rare.filter.write_rare(out / RARE_KEYS)
+        Manifest(schema=plan.schema, passes=state.passes, options=plan.options, inputs=(), rare=record).write(out)
+        work.remove()
+        dataset = PassDataset.open(out)
+        reporter.finish(dataset.samples, f"{out}: {dataset.summary}", "")
+    return dataset
+
+
+class _Writer:
+    """Writes the sub-datasets of a recording."""
+
+    def __init__(self, plan: RecordingPlan, out: Path, work: WorkFolder, state: ExtractionState) -> None:
+        self._plan, self._out, self._work, self._state = plan, out, work, state
+        self._layout = SampleLayout(plan.schema)
+        self._tables = plan.schema.ordered_tables
+        budget = RowBudget(plan.schema.tables, plan.device_bytes, plan.devices)
+        for record in state.passes:
+            budget.close([record.rows[table.name] for table in self._tables])
+        self._packer = KeyPacker(self._tables, budget)
+        self._open: list[RecordedBatch] = []
+        """The batches of the open sub-dataset, without keys."""
+
+    def write(self, source: BatchSource, rare: _RareKeys | None, reporter: ProgressReporter) -> ExtractionState:
+        """Write the batches from the state's cursor on."""
+        self._work.clear(keep={file_name(index) for index in range(len(self._state.passes))})
+        reporter.passes = len(self._state.passes)
+        reporter.begin("number")
+        skipped = hashlib.sha256()
+        number = self._state.row
+        batches = source.batches(number, lambda indices: skipped.update(indices.tobytes()))
+        for batch in batches:
+            if number == self._state.row and self._state.passes:
+                self._check_skipped(skipped.hexdigest())
+            keys = batch.keys if rare is None else rare.without(batch.keys)
+            name = f"batch {number} of the loader"
+            if not self._packer.add(keys, name, "make the loader's batches smaller"):
+                self._close()
+                self._packer.add(keys, name, "make the loader's batches smaller")
+                reporter.passes += 1
+            self._open.append(replace(batch, keys={}, indices=_compact(batch.indices)))
+            number += 1
+            reporter.samples += batch.num_samples
+            reporter.update(0)
+        if self._open:
+            self._close()
+        elif not self._state.passes:
+            raise DatasetError(
+                "the loader gave no batches, so there are no keys to record: give a loader with at least one batch"
+            )
+        return self._state
+
+    def _close(self) -> None:
+        """Write the open sub-dataset; it and the state are on disk on return."""
+        batches, self._open = self._open, []
+        counts = [len(batch.digests) for batch in batches]
+        samples = sum(batch.num_samples for batch in batches)
+        recording = self._plan.recording.model_copy(
+            update={"batches": len(batches), "lookups": sum(counts), "first_batch": self._state.row}
+        )
+        path, rows = self._out / file_name(len(self._state.passes)), self._packer.rows
+        writer = ArrayFileWriter(path, self._layout.file(samples, rows, None, recording))
+        for table, (keys, occurrences) in zip(self._tables, self._packer.close(), strict=True):
+            writer.write(f"keys.{table.name}", 0, keys)
+            writer.write(f"counts.{table.name}", 0, occurrences)
+        writer.write("ends", 0, np.cumsum([batch.num_samples for batch in batches]))
+        writer.write("lookups", 0, np.cumsum([0, *counts]))
+        writer.write("digests", 0, np.array([one for batch in batches for one in batch.digests], np.uint64))
+        if recording.dataset_length is not None:
+            row = 0
+            for batch in batches:
+                writer.write("indices", row, np.asarray(batch.indices))
+                row += batch.num_samples
+        record = SubDatasetRecord(samples=samples, rows=rows, values=None, digest=writer.finish(), recorded=recording)
+        sync(path)
+        sync(self._out)
+        self._state = self._state.closed(record, 0, self._state.row + len(batches))
+        self._state.write(self._work.path)
+
+    def _check_skipped(self, digest: str) -> None:
+        """Raise DatasetError unless the skipped batches are the recorded ones."""
+        if self._plan.recording.dataset_length is None:
+            return
+        recorded = hashlib.sha256()
+        for index, record in enumerate(self._state.passes):
+            closed = SubDataset(self._out, index, record, self._layout)
+            for first in range(0, record.samples, 1 << 20):
+                places = np.arange(first, min(record.samples, first + (1 << 20)))
+                recorded.update(closed.recorded.indices(places).tobytes())
+        if recorded.hexdigest() != digest:
+            raise DatasetError(
+                f"the loader gives other samples than before the stop, of which {self._state.row:,} batches are "
+                f"recorded in {self._out}: give its sampler a seed, so that it gives the same order each time, or "
+                "delete that folder and record again"
+            )
+
+
+class _RareKeys:
+    """Keys that occur too rarely for a row of their own."""
+
+    filter: FrequencyFilter
+
+    def __init__(self, plan: RecordingPlan, folder: Path, workers: Workers) -> None:
+        features = tuple(Feature(name=one.name, table=one.name, hotness="ragged") for one in plan.schema.tables)
+        self._schema = Schema(features=features, tables=plan.schema.tables)
+        self._plan, self._folder, self._workers = plan, folder, workers
+
+    def count(self, source: BatchSource, state: ExtractionState, reporter: ProgressReporter) -> ExtractionState:
+        """Count all keys into runs on disk, and write the state with every run."""
+        counter, number = KeyCounter(self._schema, self._plan.memory_bytes, self._workers), state.row
+        reporter.begin("count")
+
+        def write_run(**changes: Any) -> ExtractionState:
+            run = counter.write_run(self._folder / run_name(len(state.runs)))
+            return replace(state, runs=(*state.runs, run), **changes)
+
+        for batch in source.batches(number, lambda _: None):
+            is_full = counter.add(self._raw(batch.keys))
+            number += 1
+            reporter.samples += batch.num_samples
+            reporter.update(0)
+            if is_full:
+                state = write_run(row=number)
+                state.write(self._folder)
+        state = write_run(row=0, is_counted=True)
+        state.write(self._folder)
+        return state
+
+    def decide(self, state: ExtractionState) -> None:
+        """Merge the runs."""
+        runs = [
+            open_key_set(self._folder / run_name(index), self._schema.ordered_tables, run.rows, run.digest)
+            for index, run in enumerate(state.runs)
+        ]
+        files = decide(
+            self._schema, runs, [], min_count=self._plan.min_count, folder=self._folder,
+            num_bytes=self._plan.memory_bytes,
+        )  # fmt: skip
+        self.filter = FrequencyFilter(self._schema, files)
+
+    def without(self, keys: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+        """Return keys by table, with the out-of-vocabulary key in place of each rare one."""
+        return {name: one.keys for name, one in self.filter.apply(self._raw(keys)).features.items()}
+
+    def _raw(self, keys: Mapping[str, NDArray[np.int64]]) -> RawBatch:
+        """Return keys by table as one sample."""
+        none = np.empty(0, np.int64)
+        features = {
+            one.name: FeatureKeys(found := keys.get(one.name, none), np.array([0, found.size]))
+            for one in self._schema.features
+        }
+        return RawBatch(None, np.empty((1, 0), np.float32), features)
+
+
+def _compact(indices: NDArray[np.int64] | None) -> Any:
+    """Return indices that count up as a range, which takes no memory for each of them."""
+    if indices is None or indices.size < 2 or (np.diff(indices) != 1).any():
+        return indices
+    return range(int(indices[0]), int(indices[-1]) + 1)

@@ -1,0 +1,241 @@
+"""KeyRecorder: a copy of a model whose lookups are recorded, and find made-up rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from tiercache.data.dataset_writer import as_keys
+from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
+from tiercache.data.recorded_batches import lookup_digest
+from tiercache.data.recording import RecordedBatch
+from tiercache.errors import DatasetError
+from tiercache.rows.backends.open_backend import open_backend
+from tiercache.schema import Schema
+from tiercache.store.bits import hash_keys
+from tiercache.store.table import group_tables
+from tiercache.train.missing_rows import MissingRows
+from tiercache.train.random_numbers import mixed, seed_generators
+from tiercache.train.table_module import UNBOUNDED, named_table_modules
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from tiercache.schema import Feature
+    from tiercache.store.table import Table
+    from tiercache.train.plain_keys import KeyInput
+    from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.train.table_module import TableModule
+    from tiercache.values.lookups import Unseen
+
+_FORWARD = 3
+"""Random numbers of the model, as `mixed` takes it."""
+_PATTERNS = 61
+
+
+def schema_of(model: nn.Module) -> Schema:
+    """Return the features and tables that the modules of a model look up. Raises ValueError for a model without any."""
+    features: dict[str, Feature] = {}
+    tables: dict[str, Table] = {}
+    for name, module in named_table_modules(model):
+        for specs, known in ((module.feature_specs, features), (module.table_specs, tables)):
+            for spec in specs.values():
+                if known.setdefault(spec.name, spec) != spec:  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"module {name!r} and one before it describe {spec.name!r} in two ways: make the modules of a "
+                        "model with one schema"
+                    )
+    if not features:
+        raise ValueError(
+            "the model has no embedding of tiercache's, so it looks no keys up: give the model that tc.convert "
+            "returned, or one with tc.Embedding or tc.EmbeddingBag"
+        )
+    return Schema(features=tuple(features.values()), tables=tuple(tables.values()))
+
+
+class KeyRecorder:
+    """Finds the keys of batches, by running a copy of the model, or by a function of the user's.
+
+    The copy's lookups return rows that depend on the key alone and are not zero. The model, its buffers and its
+    gradients stay as they are; the generators of random numbers do not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schema: Schema,
+        *,
+        call: Callable[[nn.Module, Any], object] | None,
+        keys: Callable[[Any], Mapping[str, Any]] | None,
+        seed: int,
+    ) -> None:
+        self._call, self._keys, self._seed = call, keys, seed
+        self._tables = {table.name: table for table in schema.tables}
+        self._modules = dict(named_table_modules(model))
+        self._limits = {
+            table: min(one.num_embeddings for one in self._modules.values() if table in one.tables)
+            for table in self._tables
+        }
+        self._lookups: list[tuple[str, NDArray[np.int64]]] = []
+        self._num_samples = 0
+        self._batch = ""
+        """The name of the batch that is recorded."""
+        if keys is None:
+            self._rows = _MadeUpRows(schema, model)
+            self._model = self._copy(model)
+
+    def record(self, number: int, batch: Any, indices: NDArray[np.int64] | None) -> RecordedBatch:
+        """Return the keys of a batch. Raises DatasetError for a batch without keys, IndexError for a key too large."""
+        self._lookups, self._num_samples, self._batch = [], 0, f"batch {number} of the loader"
+        if self._keys is None:
+            self._run(number, batch)
+        else:
+            self._take(self._keys(batch))
+        if not self._lookups:
+            how = "keys= returned none" if self._keys is not None else "the model's forward looked none up"
+            raise DatasetError(
+                f"{self._batch} has no keys: {how}; look keys up with gradients enabled and outside of torch.compile, "
+                "give call= or keys=, or leave such batches out of the loader"
+            )
+        digests = [] if self._keys else sorted({lookup_digest(k, self._tables[t].table_id) for t, k in self._lookups})
+        by_table: dict[str, list[NDArray[np.int64]]] = {}
+        for table, keys in self._lookups:
+            by_table.setdefault(table, []).append(keys)
+        keys_of = {table: np.concatenate(parts) for table, parts in by_table.items()}
+        count = max(1, self._num_samples) if indices is None else indices.size
+        return RecordedBatch(keys_of, digests, count, indices)
+
+    # -- by running the model -------------------------------------------------------------------------------
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        """Return a copy without tables, whose modules look keys up here."""
+        memo: dict[int, Any] = {id(one.weights): {} for one in self._modules.values()}
+        try:
+            copied = cast("nn.Module", copy.deepcopy(getattr(model, "_orig_mod", model), memo))
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot be copied ({error}), and keys are recorded on a copy of it: give keys=lambda batch: "
+                "{...}, which needs no model"
+            ) from error
+        for name, module in named_table_modules(copied):
+            lookup = partial(self._look_up, name, module)
+            module.bind(lambda lookup=lookup: lookup, None)  # type: ignore[misc]
+        return copied
+
+    def _run(self, number: int, batch: Any) -> None:
+        """Run the model on a batch, with gradients enabled as in training."""
+        seed_generators(mixed(self._seed, _FORWARD, number))
+        with torch.enable_grad():
+            if self._call is not None:
+                self._call(self._model, batch)
+                return
+            kind = type(batch).__name__
+            advice = (
+                "say how your loop calls the model on a batch: call=lambda model, batch: model(batch[0]) for (inputs, "
+                "labels), model(**batch) for names of arguments; or give keys=lambda batch: {...}"
+            )
+            if isinstance(batch, tuple | list):
+                raise TypeError(f"{self._batch} is a {kind} of {len(batch)}, which may be arguments or labels: {advice}")
+            try:
+                self._model(batch)
+            except TypeError as error:
+                raise TypeError(f"model(batch) failed for {self._batch}, a {kind} ({error}): {advice}") from error
+
+    def _look_up(self, name: str, module: TableModule, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:  # noqa: ARG002
+        """Record a lookup, as `PlainKeys.batch` is called, and return a batch with made-up rows."""
+        if torch.is_grad_enabled():
+            self._check(name, feature.table, plain.keys, module.num_embeddings)
+            self._lookups.append((feature.table, plain.keys.copy()))
+            self._num_samples = max(self._num_samples, plain.num_samples)
+        return self._rows.batch(feature, plain)
+
+    # -- by a function --------------------------------------------------------------------------------------
+
+    def _take(self, given: Any) -> None:
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"keys= returned {type(given).__name__} for {self._batch}: return a mapping from names of tables or "
+                "modules to tensors of keys"
+            )
+        for name, values in given.items():
+            table = self._table_of(name)
+            for part in values if isinstance(values, tuple) else (values,):
+                keys = as_keys(f"the keys of {name!r} in {self._batch}", part)
+                self._num_samples = max(self._num_samples, keys.shape[0] if keys.ndim else 1)
+                flat = np.ascontiguousarray(keys.reshape(-1))
+                if (padding := self._padding_of(table)) is not None:
+                    flat = flat[flat != padding]
+                if flat.size and int(flat.min()) <= NULL_KEY:
+                    raise DatasetError(
+                        f"{self._batch} has the key {int(flat.min())} of {name!r}: INT64_MIN and INT64_MIN + 1 are the "
+                        "keys of the out-of-vocabulary row and the null row, so give such values another key"
+                    )
+                self._check(name, table, flat, self._limits[table])
+                self._lookups.append((table, flat))
+
+    def _table_of(self, name: str) -> str:
+        if name in self._tables:
+            return name
+        module = self._modules.get(name)
+        if module is None or len(module.tables) != 1:
+            raise DatasetError(
+                f"keys= returned keys of {name!r}, which is no table and no module of one table: there are the tables "
+                f"{', '.join(self._tables)} and the modules {', '.join(self._modules)}"
+            )
+        return module.tables[0]
+
+    def _padding_of(self, table: str) -> int | None:
+        """Return the key that all modules of a table leave out, if they agree."""
+        found = {one.padding for one in self._modules.values() if table in one.tables}
+        return found.pop() if len(found) == 1 else None
+
+    def _check(self, name: str, table: str, keys: NDArray[np.int64], limit: int) -> None:
+        if limit == UNBOUNDED or not keys.size or (int(keys.min()) >= 0 and int(keys.max()) < limit):
+            return
+        bad = int(keys[(keys < 0) | (keys >= limit)][0])
+        raise IndexError(
+            f"{self._batch} looks up key {bad} in {name!r}, whose table {table!r} has {limit:,} rows (num_embeddings): "
+            "check the ids, or make the module with more rows"
+        )
+
+
+class _MadeUpRows:
+    """Gives lookups rows that are seeded by the key and not zero, of the right shape, dtype and device."""
+
+    unseen: Unseen = "initial"
+
+    def __init__(self, schema: Schema, model: nn.Module) -> None:
+        devices = [module.anchor.device for _, module in named_table_modules(model)]
+        groups = group_tables(schema.tables)
+        self._tables = {table.name: table for table in schema.tables}
+        backend = open_backend(devices[0] if devices[0].type == "cuda" else "cpu", schema.ordered_tables)
+        self._missing = MissingRows(schema, groups, cast("RowOptimizer", None), backend)  # it counts trained rows
+        widest = max(table.dim for table in schema.tables)
+        chance = np.random.Generator(np.random.Philox(0))
+        self._patterns = chance.uniform(0.01, 0.05, (_PATTERNS, widest)).astype(np.float32)
+
+    def batch(self, feature: Feature, plain: KeyInput) -> Batch:
+        """Return a batch with a row for each key."""
+        places = np.full(plain.keys.size, -1, np.int32)
+        ids = {feature.name: FeatureIds(places, plain.offsets, None)}
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        made = Batch(none, none, ids, self._missing.no_rows("a recording of keys"), plain.num_samples)
+        keys = {feature.name: FeatureKeys(plain.keys, plain.offsets, None)}
+        return self._missing.add(made, keys, {feature.name: places}, "load", self)
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys`` to the first array of ``out``."""
+        table = self._tables[table_name]
+        numbers = (hash_keys(keys, table.table_id) % np.uint64(_PATTERNS)).astype(np.int64)
+        out[0][...] = self._patterns[numbers, : table.dim]
+

@@ -1,0 +1,77 @@
+"""Batches of a user's dataset by the indices of their samples, with random numbers that these decide."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import get_worker_info
+
+from tiercache.train.random_numbers import kept_numbers, mixed, seed_generators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_SAMPLES, _COLLATE = 1, 2
+"""What random numbers are for."""
+
+
+class BatchIndices(list[int]):
+    """The indices of a batch's samples."""
+
+    seed = 0
+    """That of the random numbers of the batch."""
+
+    @classmethod
+    def of(cls, indices: Iterable[int], seed: int) -> BatchIndices:
+        """Return indices with a seed."""
+        made = cls(indices)
+        made.seed = seed
+        return made
+
+
+class SeededDataset:
+    """Makes whole batches of a dataset, in a worker of a DataLoader or in the process that trains.
+
+    The random generators are seeded for each batch, or with ``sample_seed`` for each sample and for the collation by
+    the first sample. In the process that trains they are as before afterwards.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool, sample_seed: int | None
+    ) -> None:
+        """is_batched: False for a dataset whose samples are batches, which ``collate`` converts one at a time."""
+        self.dataset, self._collate, self._is_batched, self._sample_seed = dataset, collate, is_batched, sample_seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "__setstate__") or name.startswith("__"):  # not there yet, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)  # what a worker_init_fn of the user's asks the dataset for
+
+    def __getitems__(self, indices: BatchIndices) -> Any:  # noqa: PLW3201 - as DataLoader calls it
+        """Return a batch."""
+        with kept_numbers() if get_worker_info() is None else nullcontext():
+            if self._sample_seed is None:
+                seed_generators(indices.seed)
+                samples = self._samples(indices)
+            else:
+                samples = [self._seeded_sample(index) for index in indices]
+                seed_generators(mixed(self._sample_seed, _COLLATE, indices[0]))
+            return self._collate(samples if self._is_batched else samples[0])
+
+    def _samples(self, indices: BatchIndices) -> Any:
+        many = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[index] for index in indices] if many is None else many(list(indices))
+
+    def _seeded_sample(self, index: int) -> Any:
+        assert self._sample_seed is not None
+        seed_generators(mixed(self._sample_seed, _SAMPLES, index))
+        return self.dataset[index]
+
+
+def as_is(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch

@@ -1,0 +1,80 @@
+"""The global random generators of torch, numpy and random: seeded for a while, and as they were afterwards."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tiercache.store.bits import mix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WORD = (1 << 64) - 1
+
+
+def mixed(*words: int) -> int:
+    """Return 64 bits that depend on all of ``words``, which are taken modulo 2^64."""
+    salt = np.zeros(1, np.uint64)
+    for word in words:
+        salt = mix(salt ^ np.array([word & _WORD], np.uint64))
+    return int(salt[0])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of the CPU by 64 bits. Those of GPUs are left alone."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002 - users' global generator
+    random.seed(seed)
+
+
+class Numbers:
+    """The states of the generators."""
+
+    def __init__(self, *, devices: bool = False) -> None:
+        """devices: also those of GPUs that are in use."""
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
+        with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._devices = torch.cuda.get_rng_state_all() if with_devices else None
+
+    def restore(self) -> None:
+        """Bring the states back."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002 - users' global generator
+        if self._devices is not None:
+            torch.cuda.set_rng_state_all(self._devices)
+
+
+@contextmanager
+def kept_numbers(*, devices: bool = False) -> Iterator[None]:
+    """Leave the generators after the body as they were before it."""
+    before = Numbers(devices=devices)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+class OwnNumbers:
+    """Generators of its own, for code that runs now and then: no other code sees their states."""
+
+    def __init__(self, seed: int) -> None:
+        with kept_numbers():
+            seed_generators(seed)
+            self._states = Numbers()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Run the body with them."""
+        with kept_numbers():
+            self._states.restore()
+            try:
+                yield
+            finally:
+                self._states = Numbers()

@@ -1,0 +1,328 @@
+"""Recording key sets: a loader is run once, and says which keys each of its batches looks up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from tiercache.data.manifest import Recording
+from tiercache.data.pass_builder import device_bytes
+from tiercache.data.recording import RecordingPlan, write_recording
+from tiercache.errors import DatasetError
+from tiercache.sizes import parse_bytes
+from tiercache.store.files import local_path
+from tiercache.store.table import group_tables
+from tiercache.train.batches import in_order, sample_order
+from tiercache.train.key_recorder import KeyRecorder, schema_of
+from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is
+from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.extraction_progress import ExtractionProgress
+    from tiercache.data.recording import BatchSource, RecordedBatch
+
+_BATCH, _ORDER, _ITERABLE = 4, 5, 6
+"""What random numbers are for, as `mixed` takes it."""
+
+
+def record_key_sets(
+    model: nn.Module,
+    loader: DataLoader[Any] | Callable[[], Iterable[Any]],
+    out: str | os.PathLike[str],
+    *,
+    device_budget: int | str,
+    call: Callable[[nn.Module, Any], object] | None = None,
+    keys: Callable[[Any], Mapping[str, Any]] | None = None,
+    min_count: int = 1,
+    same_draws: bool = False,
+    seed: int = 0,
+    devices: int = 1,
+    memory_limit: int | str = "1GiB",
+    progress: bool | Callable[[ExtractionProgress], None] = True,
+) -> PassDataset:
+    """Run a loader once, and write which keys its batches look up: a dataset of key sets and sample indices.
+
+    Each batch is given to a copy of ``model`` whose embeddings return made-up rows; its dense part runs as it is. The
+    model, its buffers, the generators of random numbers, the loader and its sampler are afterwards as before. A
+    sub-dataset has as many batches, in the loader's order, as fit the device budget. In training, ``Pass.loader`` feeds
+    exactly its samples.
+
+    A loader without a sampler of its own (``shuffle=False`` or ``True``) is recorded by the index of each sample: in
+    order, or in an order that ``seed`` decides. Any other sampler is run with generators that ``seed`` decides, and is
+    recorded in its order.
+
+    Args:
+        model: a model with tiercache's embeddings, such as `convert` returns. Its lookups with gradients enabled are
+            recorded; lookups under ``no_grad`` find any key, so those are not.
+        loader: a `torch.utils.data.DataLoader` of a dataset with ``len()`` and indices. Or a function that makes an
+            iterable of batches, such as a DataLoader of an `IterableDataset`, which must give the same batches each
+            time: ``lambda: loader``. Its batches are recorded and later trained in order.
+        out: the directory for the dataset.
+        device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in `extract`.
+        call: ``call(model, batch)`` runs the model on a batch of the loader as your loop does, without the loss.
+            Default: ``model(batch)`` for a tensor, a mapping or an object.
+        keys: ``keys(batch)`` returns the keys of a batch, by name of table or module: one tensor of any shape or a
+            tuple of some, padding included. The model does not run then, so keys of lookups need not be those of the
+            batch alone: add negatives, for example.
+        min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. The loader runs twice.
+        same_draws: whether ``dataset[i]`` and the collation draw the same random numbers here and in each epoch of
+            training, as ``seed`` and the sample decide, so that negatives that a dataset draws are those recorded.
+            False: each epoch draws anew. Drawing the same costs about 20 microseconds a sample.
+        seed: of the order and of all random numbers.
+        devices: the number of devices with that budget that train a pass together, as in `extract`.
+        memory_limit: host memory for counting keys, with ``min_count``.
+        progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
+
+    Memory: up to 100 bytes for each key of a sub-dataset, and 8 for each of its samples where these are shuffled. After
+    a kill, the same call resumes from the last closed sub-dataset; a finished dataset of the same arguments is returned
+    unchanged. Not collective: record before you start the ranks.
+
+    Raises:
+        TypeError: the loader is a generator, an iterator, or neither a DataLoader nor a function; or the model cannot
+            be called on its batches without ``call``.
+        ValueError: the model has no embedding of tiercache's, or an argument makes no sense.
+        DatasetError: the loader gives no batches, or a batch without keys; or the sampler gives another order than
+            before a stop.
+        IndexError: a key exceeds the ``num_embeddings`` of its module.
+        BudgetError: one batch exceeds the budget.
+        ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
+    """
+    schema = schema_of(model)
+    for name, number in {"min_count": min_count, "devices": devices}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
+    if call is not None and keys is not None:
+        raise ValueError("both call and keys were given: give keys, which needs no forward, or call")
+    batches = _source(loader, seed, same_draws=same_draws)
+    recording = Recording(
+        batches=0, lookups=0, batch_size=batches.batch_size, first_batch=0, dataset_length=batches.length,
+        seed=seed, same_draws=same_draws,
+    )  # fmt: skip
+    device_memory = parse_bytes(device_budget)
+    options = {
+        "schema": schema.digest,
+        "groups": [[[t.name for t in g.tables], device_bytes(g)] for g in group_tables(schema.tables)],
+        "device_budget": device_memory,
+        "min_count": min_count,
+        "devices": devices,
+        "seed": seed,
+        "same_draws": same_draws,
+        "by": "forward" if keys is None else "keys",
+    }
+    plan = RecordingPlan(
+        schema=schema, device_bytes=device_memory, devices=devices, min_count=min_count,
+        memory_bytes=parse_bytes(memory_limit), options=options | batches.facts, recording=recording,
+    )  # fmt: skip
+    folder = local_path(out, "a dataset that one machine writes")
+    with kept_numbers(devices=True):
+        source = _Recorded(batches, KeyRecorder(model, schema, call=call, keys=keys, seed=seed))
+        return write_recording(folder, plan, source, progress)
+
+
+def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable:
+    """Return the batches of a loader. Raises TypeError for one that cannot be run twice."""
+    if isinstance(loader, DataLoader):
+        if isinstance(loader.dataset, IterableDataset):
+            raise TypeError(
+                "the loader is of an IterableDataset, whose samples have no indices: give a function that makes the "
+                "same batches each time, such as lambda: loader"
+            )
+        return _Samples(loader, seed, same_draws=same_draws)
+    if hasattr(loader, "__next__"):
+        raise TypeError(
+            f"the loader is a {type(loader).__name__}, which gives its batches once, and training needs them again in "
+            "each epoch: give a DataLoader, or a function that makes the iterable anew, such as lambda: batches()"
+        )
+    if not callable(loader):
+        raise TypeError(
+            f"the loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader, or a function that makes an "
+            "iterable of the same batches each time, such as lambda: loader"
+        )
+    if same_draws:
+        raise ValueError(
+            "same_draws was given with a function that makes batches: these have no indices to seed random numbers "
+            "with, and have to be the same each time anyway"
+        )
+    return _Iterable(loader, seed)
+
+
+class _Samples:
+    """The batches of a DataLoader over a dataset with indices."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, *, same_draws: bool) -> None:
+        self._loader, self._seed = loader, seed
+        self._sample_seed = seed if same_draws else None
+        self._is_batched = loader.batch_sampler is not None
+        try:
+            self.length: int | None = len(loader.dataset)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"the loader's dataset, a {type(loader.dataset).__name__}, has no len(): give it one, or give a "
+                "function that makes the loader, such as lambda: loader"
+            ) from error
+        self.batch_size = loader.batch_size if self._order() is not None else None
+        """None: batches have sizes of their own."""
+        self.facts = {
+            "dataset_length": self.length,
+            "batch_size": loader.batch_size,
+            "sampler": type(loader.sampler).__name__,
+            "drop_last": loader.drop_last,
+        }
+
+    def indexed(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[tuple[Any, Any]]:
+        """Yield the indices and the batch of each batch from number ``first`` on."""
+        old, pending = self._loader, list[Any]()
+        lists = self._lists()
+        for _, indices in zip(range(first), lists, strict=False):
+            skipped(indices)
+
+        def seeded() -> Iterator[BatchIndices]:
+            for indices in lists:
+                pending.append(indices)
+                yield BatchIndices.of(indices.tolist(), mixed(self._seed, _BATCH, int(indices[0])))
+
+        assert old.collate_fn is not None
+        dataset: Any = SeededDataset(
+            old.dataset, old.collate_fn, is_batched=self._is_batched, sample_seed=self._sample_seed
+        )
+        workers: dict[str, Any] = {}
+        if old.num_workers:
+            workers = {"multiprocessing_context": old.multiprocessing_context, "prefetch_factor": old.prefetch_factor}
+        made: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=_Once(seeded()), collate_fn=as_is, num_workers=old.num_workers, timeout=old.timeout,
+            worker_init_fn=old.worker_init_fn, generator=own_generator(self._seed), **workers,
+        )  # fmt: skip
+        for batch in made:
+            yield pending.pop(0), batch
+
+    def _order(self) -> Any:
+        """Return the order of samples that torch's own samplers have; None for another sampler."""
+        sampler, batch_sampler = self._loader.sampler, self._loader.batch_sampler
+        if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+            return None
+        if type(sampler) is SequentialSampler:
+            return in_order
+        if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == self.length:
+            return sample_order(
+                self.length, seed=mixed(self._seed, _ORDER) >> 1, epoch=0, sub_dataset=0, shuffle=True
+            )  # fmt: skip
+        return None
+
+    def _lists(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the indices of each batch."""
+        order, loader = self._order(), self._loader
+        if order is not None:
+            assert self.length is not None
+            size = loader.batch_size or 1
+            for first in range(0, self.length, size):
+                last = min(self.length, first + size)
+                if last - first == size or not loader.drop_last:
+                    yield order(first, last)
+            return
+        own = OwnNumbers(mixed(self._seed, _ORDER))
+        kept = [(one, one.get_state()) for part in (loader, loader.sampler, loader.batch_sampler)
+                if hasattr(one := getattr(part, "generator", None), "get_state")]  # fmt: skip
+        try:
+            with own.used():
+                lists = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+            while True:
+                with own.used():
+                    indices = next(lists, None)
+                if indices is None:
+                    return
+                yield _as_indices([indices] if loader.batch_sampler is None else indices)
+        finally:
+            for generator, state in kept:
+                generator.set_state(state)
+
+
+def _as_indices(indices: Any) -> NDArray[np.int64]:
+    """Return the indices that a sampler gives as int64. Raises DatasetError for anything but integers."""
+    found = np.asarray(indices)
+    if found.dtype.kind not in "iu" or found.ndim != 1 or not found.size:
+        raise DatasetError(
+            f"the loader's sampler gives {str(indices)[:60]}: samples are recorded by their index, so it must give "
+            "integers, at least one for each batch; give a function that makes the loader otherwise"
+        )
+    return found.astype(np.int64)
+
+
+class _Once:
+    """The batches of one iteration of a DataLoader."""
+
+    def __init__(self, lists: Iterator[BatchIndices]) -> None:
+        self._lists = lists
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        return self._lists
+
+
+class _Iterable:
+    """The batches of an iterable that a function makes."""
+
+    batch_size = length = None
+
+    def __init__(self, make: Callable[[], Iterable[Any]], seed: int) -> None:
+        self._make, self._seed = make, seed
+        self.facts: dict[str, Any] = {"dataset_length": None}
+
+    def indexed(self, first: int, skipped: object) -> Iterator[tuple[Any, Any]]:  # noqa: ARG002
+        """Yield None and the batch of each batch from number ``first`` on."""
+        for number, batch in enumerate(made_batches(self._make, self._seed)):
+            if number >= first:
+                yield None, batch
+
+
+def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
+    """Yield the batches of the iterable that ``make`` makes, with random numbers that ``seed`` decides.
+
+    Raises TypeError if it makes the same iterator twice.
+    """
+    own = OwnNumbers(mixed(seed, _ITERABLE))
+    with own.used():
+        made = make()
+        items = iter(made)
+        if hasattr(made, "__next__") and make() is made:
+            raise TypeError(
+                f"the function returns the same {type(made).__name__} each time, which gives its batches once: have it "
+                "make a new one, such as lambda: batches()"
+            )
+    end = object()
+    while True:
+        with own.used():
+            batch = next(items, end)
+        if batch is end:
+            return
+        yield batch
+
+
+def own_generator(seed: int) -> Any:
+    """Return a generator for a DataLoader, which draws the seed of its workers from the global one otherwise."""
+    import torch
+
+    return torch.Generator().manual_seed(mixed(seed) >> 1)
+
+
+class _Recorded:
+    """The recorded batches of a loader: the source of a recording."""
+
+    def __init__(self, batches: _Samples | _Iterable, recorder: KeyRecorder) -> None:
+        self._batches, self._recorder = batches, recorder
+
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+        """Yield the keys of the batches from number ``first`` on."""
+        for number, (indices, batch) in enumerate(self._batches.indexed(first, skipped), first):
+            yield self._recorder.record(number, batch, indices)
+
+
+if TYPE_CHECKING:
+    _: type[BatchSource] = _Recorded
