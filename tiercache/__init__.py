@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tiercache.train.options import TierCacheOptions as TierCacheOptions
     from tiercache.train.parameter_table import ParameterTable as ParameterTable
     from tiercache.train.passes import Pass as Pass
+    from tiercache.train.record import record_key_sets as record_key_sets
     from tiercache.train.to_torch import to_torch as to_torch
     from tiercache.values.batch import Batch as Batch
 
@@ -71,6 +72,7 @@ _HOME = {
     "extract": "data.extract",
     "import_store": "io.importing",
     "key_of": "data.encode",
+    "record_key_sets": "train.record",
     "reorganize": "dist.reorganize",
     "repartition": "data.repartition",
     "to_torch": "train.to_torch",
@@ -106,6 +108,7 @@ __all__ = [
     "init",
     "key_of",
     "optim",
+    "record_key_sets",
     "reorganize",
     "repartition",
     "to_torch",

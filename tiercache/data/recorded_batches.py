@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class RecordedBatches:
         first, last = self._whole("lookups")[batch : batch + 2].tolist()
         return self._whole("digests")[first:last]
 
-    def _whole(self, name: str) -> NDArray[np.int64]:
+    def _whole(self, name: str) -> NDArray[Any]:
         file = self._file()
         values = file.array(name)
         file.check(name, 0, values.size)

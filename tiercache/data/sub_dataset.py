@@ -115,8 +115,8 @@ class SubDataset:
         """Raise DatasetError if it has no samples, or its file cannot be opened."""
         if self._record.recorded is not None:
             raise DatasetError(
-                f"sub-dataset {self.index} of {self.path.parent} has the key set of a loader, whose samples are in your "
-                "own dataset: take its batches from p.loader(dataset)"
+                f"sub-dataset {self.index} of {self.path.parent} has the key set of a loader, whose samples are in "
+                "your own dataset: take its batches from p.loader(dataset)"
             )
         if not self.has_samples:
             raise DatasetError(

@@ -48,12 +48,15 @@ def schema_of(model: nn.Module) -> Schema:
     features: dict[str, Feature] = {}
     tables: dict[str, Table] = {}
     for name, module in named_table_modules(model):
-        for specs, known in ((module.feature_specs, features), (module.table_specs, tables)):
-            for spec in specs.values():
-                if known.setdefault(spec.name, spec) != spec:  # type: ignore[attr-defined]
+        known: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (features, module.feature_specs), (tables, module.table_specs),
+        ]  # fmt: skip
+        for specs, spec_of in known:
+            for one, spec in spec_of.items():
+                if specs.setdefault(one, spec) != spec:
                     raise ValueError(
-                        f"module {name!r} and one before it describe {spec.name!r} in two ways: make the modules of a "
-                        "model with one schema"
+                        f"module {name!r} and one before it describe {one!r} in two ways: make the modules of a model "
+                        "with one schema"
                     )
     if not features:
         raise ValueError(
@@ -145,13 +148,15 @@ class KeyRecorder:
                 "labels), model(**batch) for names of arguments; or give keys=lambda batch: {...}"
             )
             if isinstance(batch, tuple | list):
-                raise TypeError(f"{self._batch} is a {kind} of {len(batch)}, which may be arguments or labels: {advice}")
+                raise TypeError(
+                    f"{self._batch} is a {kind} of {len(batch)}, which may be arguments or labels: {advice}"
+                )
             try:
                 self._model(batch)
             except TypeError as error:
                 raise TypeError(f"model(batch) failed for {self._batch}, a {kind} ({error}): {advice}") from error
 
-    def _look_up(self, name: str, module: TableModule, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:  # noqa: ARG002
+    def _look_up(self, name: str, module: TableModule, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:
         """Record a lookup, as `PlainKeys.batch` is called, and return a batch with made-up rows."""
         if torch.is_grad_enabled():
             self._check(name, feature.table, plain.keys, module.num_embeddings)
@@ -238,4 +243,3 @@ class _MadeUpRows:
         table = self._tables[table_name]
         numbers = (hash_keys(keys, table.table_id) % np.uint64(_PATTERNS)).astype(np.int64)
         out[0][...] = self._patterns[numbers, : table.dim]
-

@@ -1,18 +1,19 @@
-"""Batches of a user's dataset by the indices of their samples, with random numbers that these decide."""
+"""Batches of a user's dataset or iterable, with random numbers that a seed decides."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import get_worker_info
 
-from tiercache.train.random_numbers import kept_numbers, mixed, seed_generators
+from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed, seed_generators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-_SAMPLES, _COLLATE = 1, 2
+_SAMPLES, _COLLATE, _ITERABLE = 1, 2, 6
 """What random numbers are for."""
 
 
@@ -51,7 +52,7 @@ class SeededDataset:
             raise AttributeError(name)
         return getattr(self.dataset, name)  # what a worker_init_fn of the user's asks the dataset for
 
-    def __getitems__(self, indices: BatchIndices) -> Any:  # noqa: PLW3201 - as DataLoader calls it
+    def __getitems__(self, indices: BatchIndices) -> Any:
         """Return a batch."""
         with kept_numbers() if get_worker_info() is None else nullcontext():
             if self._sample_seed is None:
@@ -75,3 +76,31 @@ class SeededDataset:
 def as_is(batch: Any) -> Any:
     """Return a batch that is collated already."""
     return batch
+
+
+def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
+    """Yield the batches of the iterable that ``make`` makes, with random numbers that ``seed`` decides.
+
+    Raises TypeError if it makes the same iterator twice.
+    """
+    own = OwnNumbers(mixed(seed, _ITERABLE))
+    with own.used():
+        made = make()
+        items = iter(made)
+        if hasattr(made, "__next__") and make() is made:
+            raise TypeError(
+                f"the function returns the same {type(made).__name__} each time, which gives its batches once: have it "
+                "make a new one, such as lambda: batches()"
+            )
+    end = object()
+    while True:
+        with own.used():
+            batch = next(items, end)
+        if batch is end:
+            return
+        yield batch
+
+
+def own_generator(seed: int) -> torch.Generator:
+    """Return a generator for a DataLoader, which draws the seed of its workers from the global one otherwise."""
+    return torch.Generator().manual_seed(mixed(seed) >> 1)

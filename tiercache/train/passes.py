@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from tiercache.errors import StateError
 from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, sample_order
+from tiercache.train.loaded_batches import LoadedBatches
+from tiercache.train.negatives import NegativeSampler
 from tiercache.train.pass_ledger import PassLedger
+from tiercache.train.pass_loader import PassSampler, loader_of
+from tiercache.train.raw_samples import parts_of
 from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline
+    from tiercache.train.negatives import Negatives
+    from tiercache.train.pass_loader import MadeLoader, PassLoader
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView
@@ -30,14 +35,6 @@ if TYPE_CHECKING:
 
 _ENDED = object()
 """In place of an item of a loader that has no more."""
-
-
-def check_epochs(epochs: int) -> None:
-    """Raise ValueError if ``epochs`` is not a number of epochs."""
-    if not hasattr(epochs, "__index__") or epochs < 0:
-        raise ValueError(
-            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
-        )
 
 
 class Pass:
@@ -81,7 +78,16 @@ class Pass:
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
         """The sub-dataset, with its samples and the keys that this rank trains."""
-        self._seed, self._raw, self._exchange, self._pipeline = seed, raw, raw.exchange, pipeline
+        self.seed = seed
+        """The seed of the cache."""
+        self.loaded: LoadedBatches | None = None
+        """The batches of ``loader``."""
+        self.is_sampled = False
+        """True if ``sampler`` was called."""
+        self._negatives: NegativeSampler | None = None
+        self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
+        self.ranks = raw.exchange.ranks
+        """The ranks that train it."""
         self._before_batch = before_batch or _nothing
         self._plain_samples = 0
         """Samples of the lookups of plain keys since the last step."""
@@ -139,7 +145,7 @@ class Pass:
             BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle)
         )  # no name here is a batch's: while the next is made, it is the caller's alone
         made = self._pipeline.batches(
-            self._exchange, requests, self.rows, prefetch=prefetch, before=self._before, by_owner=by_owner
+            self._exchange, requests, self.rows, prefetch=prefetch, before=self.before_batch, by_owner=by_owner
         )
         yield from itertools.takewhile(lambda _: not self.is_closed, map(counted, made))
         self.ledger.exhaust()
@@ -186,19 +192,18 @@ class Pass:
             except Exception as error:  # told to all ranks, by the first micro-batch
                 requests = iter(partial(fail, error), None)
             yield self._pipeline.batches(
-                self._exchange, requests, self.rows, prefetch=0, before=self._before,
+                self._exchange, requests, self.rows, prefetch=0, before=self.before_batch,
                 overlap=schedule == "interleaved", by_owner=by_owner,
             )  # fmt: skip
 
-    def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield the end of each batch and the places of its samples, after ``samples_done``."""
-        self.source.check_samples()
+    def check_order(self, *, shuffle: bool, **others: object) -> None:
+        """Raise StateError if samples cannot be taken in this order after those taken before; else keep the order."""
         if self.ledger.is_exhausted and self.samples_done >= self.num_samples:
             raise StateError(
                 f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
                 "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"
             )
-        requested: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
+        requested: dict[str, object] = {"seed": self.seed, "shuffle": shuffle, **others}
         if shuffle:
             requested["by"] = SHUFFLED_BY
         if self.samples_done and self.order is not None and self.order != requested:
@@ -208,8 +213,13 @@ class Pass:
                 "for the same order"
             )
         self.order = requested
+
+    def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the end of each batch and the places of its samples, after ``samples_done``."""
+        self.source.check_samples()
+        self.check_order(shuffle=shuffle)
         order = sample_order(
-            self.num_samples, seed=self._seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
+            self.num_samples, seed=self.seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
         )
         yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
 
@@ -269,7 +279,8 @@ class Pass:
         self.rows.end()
         self._before_batch = _nothing
 
-    def _before(self) -> None:
+    def before_batch(self) -> None:
+        """Raise errors of threads, before a batch is handed out."""
         self._before_batch(self)
 
     @overload
@@ -363,12 +374,78 @@ class Pass:
         self.ledger.open_loader()
         while not self.is_closed:
             item = next(items, _ENDED)
-            samples = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
+            samples = {"keys": None} if item is _ENDED else parts_of(item) if make is None else make(item)
             batch = self.batch(**samples, missing=missing)
             if batch is None:
                 self.ledger.close_loader()
                 return
             yield batch
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        check_keys: bool = True,
+        **arguments: Any,
+    ) -> PassLoader | MadeLoader:
+        """Return a sized `torch.utils.data.DataLoader` of the samples of this pass, out of your own dataset.
+
+        For datasets of `record_key_sets`. It begins where the pass stands, also after a commit inside it. The order of
+        samples, and the random numbers that ``dataset`` and ``collate_fn`` draw for a batch, in workers or not, follow
+        from the seed of the cache, the epoch, the sub-dataset and the batch's place in it. They leave the random
+        generators of your process alone. A batch is trained once its keys were looked up with gradients enabled, in the
+        order in which batches are taken; a loop may take batches ahead, always the same number. With several ranks
+        ``batch_size`` is that of all ranks, of which each gets its part.
+
+        Args:
+            dataset: that of the recorded loader; or the recorded function, alone.
+            batch_size: default: that of the recorded loader, or its very batches if it had a batch sampler.
+            shuffle: whether samples (or such batches) are shuffled within the pass.
+            check_keys: each key has to be in the pass, always. With this, a batch that is a recorded one (not shuffled,
+                of the same size, on one rank) has to make at least the lookups that were recorded for it, from the
+                model's forward.
+            arguments: others of DataLoader but for samplers, generator and ``drop_last``.
+
+        Raises:
+            DatasetError: no samples were recorded, the dataset has another length, or a batch did not make its recorded
+                lookups (raised in the lookup after it, or when the pass ends).
+            StateError: the pass has another order, or all its batches were taken.
+            ValueError, TypeError: an argument is refused.
+        """
+        self.rows.check_open()
+        made = loader_of(self, dataset, batch_size, shuffle=shuffle, arguments=arguments)
+        self.loaded = self.loaded or LoadedBatches(self, self.source.whole.recorded)
+        self.loaded.checked = check_keys and self.ranks.size == 1
+        return made
+
+    def sampler(self, *, shuffle: bool = False) -> PassSampler:
+        """Return a sampler of the samples of this pass for a DataLoader of your own.
+
+        Its batches are not counted, so the pass cannot be committed before its end. Raises StateError in a pass that
+        resumed inside or has a ``loader``, ValueError with several ranks.
+        """
+        self.rows.check_open()
+        if self.ranks.size > 1:
+            raise ValueError("p.sampler() does not divide samples over ranks: use p.loader(dataset, batch_size)")
+        if self.samples_done or self.loaded is not None:
+            raise StateError(f"pass {self.index} has begun with p.loader(): go on with it, p.sampler() counts nothing")
+        self.is_sampled = True
+        return PassSampler(self, shuffle=shuffle)
+
+    def sample(self, table: str, n: int, *, by: Literal["uniform", "count"] = "uniform") -> Negatives:
+        """Draw ``n`` keys, with replacement, from the keys of a table that this pass has: negatives that it trains.
+
+        by: "uniform", or "count": in proportion to the occurrences of each key in the sub-dataset, which takes 8 bytes
+        of host memory for each key of the table. Returns keys, counts and log-probabilities (n,) on the device of the
+        rows. The draw follows from the seed of the cache, the pass, the samples taken so far and the draws since: the
+        same on all ranks, and in a resumed run. Raises ValueError for an unknown table, or one without keys.
+        """
+        self.rows.check_open()
+        if self._negatives is None:
+            self._negatives = NegativeSampler(self.source.whole, self.seed, self.index)
+        return self._negatives.draw(table, n, by, self.samples_done, self.rows.backend.device)
 
     def _begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and load the rows of the pass."""
@@ -391,6 +468,8 @@ class Pass:
 
     def count_plain(self, num_samples: int) -> int:
         """Note a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
+        if self.loaded is not None and (batch := self.loaded.current) is not None:
+            return batch.last
         if self.order is not None and "raw_batches" not in self.order:
             return self.samples_done  # together with a batch of batches()
         self._plain_samples = max(self._plain_samples, num_samples, 1)
@@ -410,21 +489,6 @@ class Pass:
 
     def __repr__(self) -> str:
         return f"Pass({self.index}, epoch={self.epoch}, sub_dataset={self.sub_dataset}, samples={self.num_samples:,})"
-
-
-def _parts_of(item: Any) -> Mapping[str, Any]:
-    """Return the arguments of ``Pass.batch`` for an item of a loader."""
-    if isinstance(item, Mapping) and "keys" in item and item.keys() <= {"keys", "weights", "label", "dense"}:
-        return item
-    if isinstance(item, tuple | list) and len(item) in (2, 3):
-        return dict(zip(("keys", "label") if len(item) == 2 else ("keys", "dense", "label"), item, strict=True))
-    what = f"a mapping of {', '.join(map(repr, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
-    if isinstance(item, tuple | list):
-        what += f" of {len(item)}"
-    raise TypeError(
-        f'the loader gave {what}: it must give (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
-        'and "dense"; or give wrap(loader, make) what makes such a mapping of an item'
-    )
 
 
 def _nothing(_: Pass) -> None:

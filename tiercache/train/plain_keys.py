@@ -120,6 +120,7 @@ class PlainKeys:
     def __init__(self, raw: RawKeys, source: Callable[[bool], tuple[Pass | None, int]]) -> None:
         """source: a method of the cache, which is not kept alive: see `TierCache._lookup_source`."""
         self._raw, self._source = raw, weakref.WeakMethod(source)
+        self._tables = {table.name: table for table in raw.reader.tables}
         self.committed: RowReader | None = None
         """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
@@ -138,6 +139,8 @@ class PlainKeys:
                 f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
                 "where rows of the last commit are read: look them up under torch.no_grad()"
             )
+        if torch.is_grad_enabled() and current is not None and current.loaded is not None:
+            current.loaded.look_up(self._tables[feature.table], plain.keys, trains=trains)
         keys = FeatureKeys(plain.keys, plain.offsets, None)
         if trains:
             return self._trained(feature, keys, plain.num_samples, bound, current)
@@ -158,15 +161,14 @@ class PlainKeys:
             found, ids = self._raw.reader.find(current.source.whole, {feature.name: keys})
             missing = found.missing()
             if missing.count:
-                key = int(keys.keys[missing.first])
+                key, (number, batch, advice) = int(keys.keys[missing.first]), _batch_lacking(current)
                 raise KeyNotInPassError(
                     f"{missing.count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set "
-                    f"of pass {current.index} (the first is {key}, of feature {feature.name!r}, in batch "
-                    f"{current.batches_done}): give samples of this pass, write key sets that have all keys, or look "
-                    "keys up under torch.no_grad(), which trains no row",
+                    f"of pass {current.index} (the first is {key}, of feature {feature.name!r}, in {batch}): {advice}, "
+                    "or look keys up under torch.no_grad(), which trains no row",
                     table=feature.table,
                     key=key,
-                    batch=current.batches_done,
+                    batch=number,
                 )
             samples = RawSamples(num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
         except Exception as caught:  # raised on all ranks
@@ -209,6 +211,18 @@ class PlainKeys:
                 f"rank {others[0]} looked something else up while this one looked up feature {feature.name!r} {how} "
                 "gradients: all ranks make the same lookups in the same order"
             )
+
+
+def _batch_lacking(current: Pass) -> tuple[int, str, str]:
+    """Return the number and name of the batch of a lookup whose keys the pass lacks, and what to do."""
+    loaded = current.loaded
+    if loaded is None or (batch := loaded.current) is None:
+        number = current.batches_done
+        return number, f"batch {number}", "give samples of this pass, write key sets that have all keys"
+    return current.ledger.num_made - 1, loaded.name_of(batch), (
+        "the data or random numbers are not those that were recorded, so record key sets again, draw negatives by "
+        "p.sample(), or record those that the dataset draws with same_draws=True"
+    )  # fmt: skip
 
 
 def table_weight(*modules: TableModule) -> TableWeight:

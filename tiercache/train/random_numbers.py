@@ -39,7 +39,7 @@ class Numbers:
         """devices: also those of GPUs that are in use."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
-        with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()
+        with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._devices = torch.cuda.get_rng_state_all() if with_devices else None
 
     def restore(self) -> None:

@@ -68,8 +68,8 @@ class RawReader:
     """
 
     def __init__(self, schema: Schema, tables: Sequence[Table], backend: Backend, plan: IndexPlan) -> None:
-        self._schema, self._tables, self._backend, self._plan = schema, tuple(tables), backend, plan
-        self._table_numbers = {table.name: t for t, table in enumerate(self._tables)}
+        self._schema, self.tables, self._backend, self._plan = schema, tuple(tables), backend, plan
+        self._table_numbers = {table.name: t for t, table in enumerate(self.tables)}
         self._table_of = {feature.name: feature.table for feature in schema.features}
         self.bounds: dict[str, int] = {}
         """By table the keys that converted modules had; others are refused."""
@@ -139,7 +139,7 @@ class RawReader:
 
     def check_budget(self, num_samples: int, keys: Mapping[str, NDArray[np.int64]], budget: int) -> None:
         """Raise BudgetError if the rows of an evaluation's unique keys, by table, exceed ``budget`` bytes."""
-        dims = {table.name: table.dim for table in self._tables}
+        dims = {table.name: table.dim for table in self.tables}
         num_bytes = sum(unique.size * (4 * dims[name] + SCRATCH_BYTES) for name, unique in keys.items())
         if num_bytes > budget:
             raise BudgetError(
@@ -182,10 +182,10 @@ class RawReader:
             return self._index
         self._indexed = None
         if self._index is None:
-            table_ids = np.array([table.table_id for table in self._tables], np.uint64)
+            table_ids = np.array([table.table_id for table in self.tables], np.uint64)
             self._index = self._backend.key_index(self._plan.num_keys, table_ids)
         if self._index is not None:
-            self._index.build([KeySet(t, source.keys(table.name), 0) for t, table in enumerate(self._tables)])
+            self._index.build([KeySet(t, source.keys(table.name), 0) for t, table in enumerate(self.tables)])
         self._indexed = source
         return self._index
 
@@ -199,7 +199,7 @@ class RawReader:
         found = np.empty(int(starts[-1]), np.int32)
         threads = torch.get_num_threads() if found.size >= _SHARED_KEYS else 1
         step = max(1, -(-found.size // threads))
-        mapped = [source.keys(self._tables[t].name) for t in tables]
+        mapped = [source.keys(self.tables[t].name) for t in tables]
         parts = [
             (f, low, min(low + step, part.size)) for f, part in enumerate(keys) for low in range(0, part.size, step)
         ]
@@ -207,7 +207,7 @@ class RawReader:
         def search(part: tuple[int, int, int]) -> None:
             f, low, high = part
             places = np.empty(high - low, np.int64)
-            search_keys(mapped[f], self._tables[tables[f]].table_id, keys[f][low:high], places)
+            search_keys(mapped[f], self.tables[tables[f]].table_id, keys[f][low:high], places)
             found[starts[f] + low : starts[f] + high] = places
 
         if threads == 1:

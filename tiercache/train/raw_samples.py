@@ -237,3 +237,18 @@ def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -
         at = int((~found.isfinite()).nonzero()[0, 0])
         raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
     return found
+
+
+def parts_of(item: Any) -> Mapping[str, Any]:
+    """Return the arguments of ``Pass.batch`` for an item of a loader."""
+    if isinstance(item, Mapping) and "keys" in item and item.keys() <= {"keys", "weights", "label", "dense"}:
+        return item
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        return dict(zip(("keys", "label") if len(item) == 2 else ("keys", "dense", "label"), item, strict=True))
+    what = f"a mapping of {', '.join(map(repr, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+    if isinstance(item, tuple | list):
+        what += f" of {len(item)}"
+    raise TypeError(
+        f'the loader gave {what}: it must give (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
+        'and "dense"; or give wrap(loader, make) what makes such a mapping of an item'
+    )

@@ -16,7 +16,7 @@ from tiercache.store.files import local_path
 from tiercache.store.table import group_tables
 from tiercache.train.batches import in_order, sample_order
 from tiercache.train.key_recorder import KeyRecorder, schema_of
-from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is
+from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
 from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiercache.data.extraction_progress import ExtractionProgress
     from tiercache.data.recording import BatchSource, RecordedBatch
 
-_BATCH, _ORDER, _ITERABLE = 4, 5, 6
+_BATCH, _ORDER = 4, 5
 """What random numbers are for, as `mixed` takes it."""
 
 
@@ -229,8 +229,9 @@ class _Samples:
                     yield order(first, last)
             return
         own = OwnNumbers(mixed(self._seed, _ORDER))
-        kept = [(one, one.get_state()) for part in (loader, loader.sampler, loader.batch_sampler)
-                if hasattr(one := getattr(part, "generator", None), "get_state")]  # fmt: skip
+        parts = (loader, loader.sampler, loader.batch_sampler)
+        generators: list[Any] = [getattr(part, "generator", None) for part in parts]
+        kept = [(one, one.get_state()) for one in generators if hasattr(one, "get_state")]
         try:
             with own.used():
                 lists = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -275,41 +276,11 @@ class _Iterable:
         self._make, self._seed = make, seed
         self.facts: dict[str, Any] = {"dataset_length": None}
 
-    def indexed(self, first: int, skipped: object) -> Iterator[tuple[Any, Any]]:  # noqa: ARG002
+    def indexed(self, first: int, skipped: object) -> Iterator[tuple[Any, Any]]:
         """Yield None and the batch of each batch from number ``first`` on."""
         for number, batch in enumerate(made_batches(self._make, self._seed)):
             if number >= first:
                 yield None, batch
-
-
-def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
-    """Yield the batches of the iterable that ``make`` makes, with random numbers that ``seed`` decides.
-
-    Raises TypeError if it makes the same iterator twice.
-    """
-    own = OwnNumbers(mixed(seed, _ITERABLE))
-    with own.used():
-        made = make()
-        items = iter(made)
-        if hasattr(made, "__next__") and make() is made:
-            raise TypeError(
-                f"the function returns the same {type(made).__name__} each time, which gives its batches once: have it "
-                "make a new one, such as lambda: batches()"
-            )
-    end = object()
-    while True:
-        with own.used():
-            batch = next(items, end)
-        if batch is end:
-            return
-        yield batch
-
-
-def own_generator(seed: int) -> Any:
-    """Return a generator for a DataLoader, which draws the seed of its workers from the global one otherwise."""
-    import torch
-
-    return torch.Generator().manual_seed(mixed(seed) >> 1)
 
 
 class _Recorded:

@@ -1,0 +1,110 @@
+"""LoadedBatches: the batches of a pass that its loader has handed out, and which of them a lookup is of."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from tiercache.data.recorded_batches import lookup_digest
+from tiercache.errors import DatasetError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.data.recorded_batches import RecordedBatches
+    from tiercache.store.table import Table
+    from tiercache.train.passes import Pass
+
+
+class LoadedBatch(NamedTuple):
+    """A batch of a pass."""
+
+    first: int
+    """Samples of the pass before it."""
+    last: int
+    """Samples of the pass up to its end."""
+    places: NDArray[np.int64] | None
+    """Its samples among those of the sub-dataset; None: the sub-dataset has batches of an iterable."""
+    block: int | None
+    """Its number among the recorded batches, if it is one of them."""
+
+
+class LoadedBatches:
+    """Assigns lookups of plain keys to batches: batches are trained in the order in which they are taken.
+
+    A loop may take batches ahead of its training, always the same number: that before the first lookup.
+    """
+
+    def __init__(self, owner: Pass, recorded: RecordedBatches) -> None:
+        self._pass, self._recorded = owner, recorded
+        self.checked = True
+        """Whether recorded batches have to make their recorded lookups."""
+        self._taken: deque[LoadedBatch] = deque()
+        """Those not trained yet; the first one is that of the last lookup."""
+        self._due = 0
+        """Batches taken since the last lookup, or the loader's end."""
+        self._has_begun = False
+        self._seen: set[int] = set()
+        """Digests of the lookups of the first batch."""
+
+    def take(self, batch: LoadedBatch) -> None:
+        """Count a batch that is handed out."""
+        self._pass.rows.check_open()
+        self._pass.before_batch()
+        self._taken.append(batch)
+        self._due += 1
+        self._pass.samples_done = batch.last
+        self._pass.ledger.make(batch.last)
+
+    def exhaust(self) -> None:
+        """Note that there are no more."""
+        self._due += 1
+        self._pass.ledger.exhaust()
+
+    @property
+    def current(self) -> LoadedBatch | None:
+        """The batch of a lookup that is made now; None before the first batch."""
+        if not self._taken:
+            return None
+        return self._taken[min(self._due if self._has_begun else 0, len(self._taken) - 1)]
+
+    def look_up(self, table: Table, keys: NDArray[np.int64], *, trains: bool) -> None:
+        """Note a lookup with gradients enabled, before it is made. trains: False for a frozen module.
+
+        Raises DatasetError if the batch before lacked recorded lookups.
+        """
+        due, self._due = self._due if self._has_begun else 0, 0
+        self._has_begun = True
+        for _ in range(min(due, len(self._taken) - 1)):
+            self.check()
+            self._taken.popleft()
+            self._seen.clear()
+        if self._is_checked:
+            self._seen.add(lookup_digest(keys, table.table_id))
+        if not trains and self._taken:
+            self._pass.ledger.look_up(self._taken[0].last, gradients=True, trains=False)
+
+    def check(self) -> None:
+        """Raise DatasetError if the last batch that was looked up lacked lookups that were recorded for it."""
+        if not self._is_checked or not self._seen:
+            return
+        block = self._taken[0].block
+        assert block is not None
+        recorded = set(self._recorded.digests(block).tolist())
+        if missing := len(recorded - self._seen):
+            raise DatasetError(
+                f"{self.name_of(self._taken[0])} did not make {missing} of the {len(recorded)} lookups that were "
+                "recorded for it: the data, the model's forward or their random numbers are not those of the "
+                "recording. Record key sets again, with same_draws=True if the dataset draws random numbers, or give "
+                "p.loader(..., check_keys=False), which checks no more than that each key is in the pass"
+            )
+
+    def name_of(self, batch: LoadedBatch) -> str:
+        """Return the name of a batch for errors."""
+        number = "a batch" if batch.block is None else f"recorded batch {batch.block}"
+        return f"{number} of pass {self._pass.index} (its samples {batch.first:,} to {batch.last - 1:,})"
+
+    @property
+    def _is_checked(self) -> bool:
+        return self.checked and bool(self._taken) and self._taken[0].block is not None

@@ -1,0 +1,258 @@
+"""Loaders of a pass: exactly the samples of its sub-dataset, out of the user's own dataset."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Sampler, default_collate, default_convert
+
+from tiercache.errors import DatasetError
+from tiercache.train.batches import cut_batches, sample_order
+from tiercache.train.loaded_batches import LoadedBatch
+from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
+from tiercache.train.random_numbers import mixed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.recorded_batches import RecordedBatches
+    from tiercache.train.passes import Pass
+
+_OURS = {
+    "sampler": "the pass decides which samples it has: p.sampler() is for a DataLoader of your own",
+    "batch_sampler": "the pass decides which samples it has: p.sampler() is for a DataLoader of your own",
+    "generator": "the order and all random numbers follow from the seed of the cache",
+}
+
+
+class LoaderPlan:
+    """The batches of a pass in their order."""
+
+    def __init__(self, taken: Pass, batch_size: int | None, *, shuffle: bool) -> None:
+        """batch_size: None: batches as they were recorded."""
+        self._pass, self._shuffle = taken, shuffle
+        self._recorded: RecordedBatches = taken.source.whole.recorded
+        self._size = self._recorded.recording.batch_size if batch_size is None else batch_size
+        if self._size is not None and (not isinstance(self._size, int) or self._size < 1):
+            raise ValueError(f"batch_size is {batch_size!r}: give the samples of a batch, at least 1")
+        self.order = {"batches": "as recorded"} if self._size is None else {}
+        """What the order depends on, besides seed and shuffling."""
+
+    def batches(self) -> Iterator[LoadedBatch]:
+        """Yield the batches from where the pass stands."""
+        taken, ends = self._pass, self._recorded.ends
+        taken.check_order(shuffle=self._shuffle, **self.order)
+        if self._size is None:
+            yield from self._as_recorded()
+            return
+        order = self._order_of(taken.num_samples)
+        first = taken.samples_done
+        for last, places in cut_batches(order, self._size, first=first, last=taken.num_samples):
+            block = int(np.searchsorted(ends, last))
+            is_block = not self._shuffle and ends[block] == last and first == (ends[block - 1] if block else 0)
+            yield LoadedBatch(first, last, places, block if is_block else None)
+            first = last
+
+    def __len__(self) -> int:
+        """Return the number of batches from where the pass stands."""
+        if self._size is not None:
+            remaining = self._pass.num_samples - self._pass.samples_done
+            return max(0, remaining + self._size - 1) // self._size
+        lasts, _ = self._sizes()
+        return int(lasts.size - np.searchsorted(lasts, self._pass.samples_done, side="right"))
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ValueError unless each of several ranks gets a sample of each batch."""
+        remaining = self._pass.num_samples - self._pass.samples_done
+        size = self._size
+        smallest = min(np.diff(self._recorded.ends, prepend=0), default=1) if size is None else size
+        if size is not None and remaining % size:
+            smallest = min(size, remaining % size)
+        if smallest < num_ranks:
+            raise ValueError(
+                f"pass {self._pass.index} has a batch of {smallest} samples, which gives some of {num_ranks} ranks "
+                "none: choose a batch_size that leaves a larger last batch"
+            )
+
+    def _as_recorded(self) -> Iterator[LoadedBatch]:
+        """Yield whole recorded batches."""
+        lasts, blocks = self._sizes()
+        has_indices, ends = self._recorded.recording.dataset_length is not None, self._recorded.ends
+        begun = int(np.searchsorted(lasts, self._pass.samples_done, side="right"))
+        for number in range(begun, lasts.size):
+            block, last = int(blocks[number]), int(lasts[number])
+            end = int(ends[block])
+            begin = int(ends[block - 1]) if block else 0
+            places = np.arange(begin, end) if has_indices else None
+            yield LoadedBatch(last - (end - begin), last, places, block)
+
+    def _sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the samples up to the end of each batch in the order of training, and the batches in this order."""
+        ends = self._recorded.ends
+        blocks = self._order_of(ends.size)(0, ends.size)
+        return np.cumsum(np.diff(ends, prepend=0)[blocks]), blocks
+
+    def _order_of(self, count: int) -> Callable[[int, int], NDArray[np.int64]]:
+        taken = self._pass
+        return sample_order(
+            count, seed=taken.seed, epoch=taken.epoch, sub_dataset=taken.sub_dataset, shuffle=self._shuffle
+        )
+
+
+class PassLoader(DataLoader[Any]):
+    """A DataLoader of the samples of one pass; `Pass.loader` makes it. Its length is that of the batches to come."""
+
+    def __init__(self, taken: Pass, dataset: Any, plan: LoaderPlan, arguments: dict[str, Any]) -> None:
+        self._pass, recorded = taken, taken.source.whole.recorded
+        recording = recorded.recording
+        for name, instead in _OURS.items():
+            if arguments.pop(name, None) is not None:
+                raise ValueError(f"p.loader takes no {name}: {instead}")
+        if arguments.pop("drop_last", False) or not arguments.pop("in_order", True):
+            raise ValueError(
+                "p.loader takes no drop_last and no in_order=False: a pass trains all its samples in order"
+            )
+        if not hasattr(dataset, "__len__") or len(dataset) != recording.dataset_length:
+            length = f"{len(dataset):,} samples" if hasattr(dataset, "__len__") else "no len()"
+            raise DatasetError(
+                f"the dataset has {length}, and had {recording.dataset_length:,} when its key sets were recorded: give "
+                "the same dataset, or record key sets of this one"
+            )
+        single = recording.batch_size is None and recorded.ends.size == taken.num_samples
+        collate = arguments.pop("collate_fn", None) or (default_convert if single else default_collate)
+        seeded: Any = SeededDataset(
+            dataset, collate, is_batched=not single, sample_seed=recording.seed if recording.same_draws else None
+        )
+        self._batches = _Batches(taken, plan)
+        super().__init__(
+            seeded, batch_sampler=self._batches, collate_fn=as_is, **arguments,
+            generator=own_generator(mixed(taken.seed, taken.epoch, taken.sub_dataset)),
+        )  # fmt: skip
+
+    def __iter__(self) -> Any:
+        """Yield the batches from where the pass stands; the pass counts each when it is handed out."""
+        loaded = self._pass.loaded
+        assert loaded is not None
+        for batch in super().__iter__():
+            if self._pass.is_closed:
+                return
+            loaded.take(self._batches.pending.popleft())
+            yield batch
+        loaded.exhaust()
+
+
+class _Batches:
+    """The batch sampler of a PassLoader."""
+
+    def __init__(self, taken: Pass, plan: LoaderPlan) -> None:
+        self._pass, self._plan = taken, plan
+        self.pending: deque[LoadedBatch] = deque()
+        """Batches that are being made."""
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        taken, recorded = self._pass, self._pass.source.whole.recorded
+        self.pending.clear()
+        for batch in self._plan.batches():
+            self.pending.append(batch)
+            assert batch.places is not None
+            indices = recorded.indices(_own_part(taken, batch.places)).tolist()
+            yield BatchIndices.of(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first))
+
+
+class MadeLoader:
+    """The batches of one pass of an iterable that is made anew; `Pass.loader` makes it.
+
+    Its length is that of the batches to come. The batches of earlier passes are made and dropped.
+    """
+
+    def __init__(self, taken: Pass, make: Callable[[], Iterable[Any]], plan: LoaderPlan) -> None:
+        self._pass, self._make, self._plan = taken, make, plan
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[Any]:
+        recording, planned, loaded = (
+            self._pass.source.whole.recorded.recording,
+            [*self._plan.batches()],
+            self._pass.loaded,
+        )
+        assert loaded is not None
+        if not planned:
+            loaded.exhaust()
+            return
+        first = recording.first_batch + (planned[0].block or 0)
+        made = islice(made_batches(self._make, recording.seed), first, None)
+        for one in planned:
+            batch = next(made, self)
+            if self._pass.is_closed:
+                return
+            if batch is self:
+                raise DatasetError(
+                    f"the function made {recording.first_batch + (one.block or 0):,} batches, and more when key sets "
+                    "were recorded: have it make the same batches each time, or record key sets again"
+                )
+            loaded.take(one)
+            yield batch
+        loaded.exhaust()
+
+
+class PassSampler(Sampler[int]):
+    """The indices of the samples of one pass, for a DataLoader of your own; `Pass.sampler` makes it."""
+
+    def __init__(self, taken: Pass, *, shuffle: bool) -> None:
+        self._pass, self._shuffle = taken, shuffle
+        self._recorded = taken.source.whole.recorded
+
+    def __len__(self) -> int:
+        return self._pass.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        taken = self._pass
+        taken.rows.check_open()
+        order = sample_order(
+            taken.num_samples, seed=taken.seed, epoch=taken.epoch, sub_dataset=taken.sub_dataset, shuffle=self._shuffle
+        )
+        taken.ledger.open_loader()
+        for _, places in cut_batches(order, 1 << 12, first=0, last=taken.num_samples):
+            yield from self._recorded.indices(places).tolist()
+        taken.ledger.close_loader()
+
+
+def _own_part(taken: Pass, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the samples of a batch that this rank has."""
+    rank, size = taken.ranks.rank, taken.ranks.size
+    return places[places.size * rank // size : places.size * (rank + 1) // size]
+
+
+def loader_of(
+    taken: Pass, dataset: Any, batch_size: int | None, *, shuffle: bool, arguments: dict[str, Any]
+) -> PassLoader | MadeLoader:
+    """Return a loader of a pass; see `Pass.loader`."""
+    recording = taken.source.whole.recorded.recording
+    plan = LoaderPlan(taken, batch_size, shuffle=shuffle)
+    if recording.dataset_length is not None:
+        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
+            raise TypeError(
+                f"p.loader was given a {type(dataset).__name__}: give the dataset of the loader whose key sets were "
+                "recorded"
+            )
+        if taken.ranks.size > 1:
+            plan.check_ranks(taken.ranks.size)
+        return PassLoader(taken, dataset, plan, arguments)
+    if not callable(dataset) or batch_size is not None or shuffle or arguments:
+        raise TypeError(
+            "key sets were recorded from a function that makes batches: give p.loader that function alone, whose "
+            "batches are trained as they are, in their order"
+        )
+    if taken.ranks.size > 1:
+        raise ValueError("batches of a function cannot be divided over ranks: record a DataLoader of a dataset")
+    return MadeLoader(taken, dataset, plan)
