@@ -147,7 +147,9 @@ class CacheParts:
             index = IndexPlan.of(data, self.backend, free_bytes)
             self.index_bytes = index.num_bytes
             groups = group_tables(data.tables)
-            self.raw = RawKeys(data.schema, groups, self.exchange, row_optimizer, self.backend, index)
+            self.raw = RawKeys(
+                data.schema, groups, self.exchange, row_optimizer, self.backend, index, data.rare_keys()
+            )  # fmt: skip
             self.pipeline = BatchPipeline(self.backend)
             self.loop = PassLoop(
                 self.training_store, self.rows, self.raw, self.pipeline, seed=seed,

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.data.recorded_batches import lookup_digest
-from tiercache.errors import DatasetError
+from tiercache.errors import DatasetError, StateError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tiercache.data.recorded_batches import RecordedBatches
     from tiercache.store.table import Table
     from tiercache.train.passes import Pass
+
+_MOST_TAKEN = 2
+"""Batches that a loop may take before it trains the first."""
 
 
 class LoadedBatch(NamedTuple):
@@ -33,11 +36,12 @@ class LoadedBatch(NamedTuple):
 class LoadedBatches:
     """Assigns lookups of plain keys to batches: batches are trained in the order in which they are taken.
 
-    A loop may take batches ahead of its training, always the same number: that before the first lookup.
+    A loop may take one batch ahead of its training. It does so from the first batch on, or never.
     """
 
-    def __init__(self, owner: Pass, recorded: RecordedBatches) -> None:
-        self._pass, self._recorded = owner, recorded
+    def __init__(self, owner: Pass, recorded: RecordedBatches, previous: LoadedBatches | None) -> None:
+        """previous: the batches of the pass before, if some of them are not trained yet."""
+        self._pass, self._recorded, self._previous = owner, recorded, previous
         self.checked = True
         """Whether recorded batches have to make their recorded lookups."""
         self._taken: deque[LoadedBatch] = deque()
@@ -52,6 +56,8 @@ class LoadedBatches:
         """Count a batch that is handed out."""
         self._pass.rows.check_open()
         self._pass.before_batch()
+        if self._previous is not None and self._taken:  # before the first one, the end of the other loader counted
+            self._previous._due += 1
         self._taken.append(batch)
         self._due += 1
         self._pass.samples_done = batch.last
@@ -63,6 +69,11 @@ class LoadedBatches:
         self._pass.ledger.exhaust()
 
     @property
+    def has_more(self) -> bool:
+        """True if a lookup that is made now is of one of these batches, and not of the pass after."""
+        return self._due < len(self._taken)
+
+    @property
     def current(self) -> LoadedBatch | None:
         """The batch of a lookup that is made now; None before the first batch."""
         if not self._taken:
@@ -72,8 +83,13 @@ class LoadedBatches:
     def look_up(self, table: Table, keys: NDArray[np.int64], *, trains: bool) -> None:
         """Note a lookup with gradients enabled, before it is made. trains: False for a frozen module.
 
-        Raises DatasetError if the batch before lacked recorded lookups.
+        Raises DatasetError if the batch before lacked recorded lookups, StateError if too many batches were taken.
         """
+        if not self._has_begun and self._due > _MOST_TAKEN:
+            raise StateError(
+                f"{self._due:,} batches of pass {self._pass.index} were taken before one was trained: take at most one "
+                "batch ahead, so that lookups are counted for the right batch"
+            )
         due, self._due = self._due if self._has_begun else 0, 0
         self._has_begun = True
         for _ in range(min(due, len(self._taken) - 1)):

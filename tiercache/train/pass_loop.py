@@ -122,6 +122,7 @@ class PassLoop:
                     self._is_over = is_last
                     if not is_last:
                         current = self._next = self._make(index + 1)
+                        current.previous = None if self.current is None else self.current.loaded
         finally:
             progress.stop()
             # A dropped loop may be collected on the reader, which must not wait for itself: the next call ends it.
@@ -200,7 +201,9 @@ class PassLoop:
 
     @property
     def newest(self) -> Pass | None:
-        """The pass that was yielded last, while the loop runs."""
+        """The pass that was yielded last, while the loop runs; or the one before, if its loader's batches are due."""
+        if self.current is not None and self.current.loaded is not None and self.current.loaded.has_more:
+            return self.current
         return self._next or self.current
 
     def note_step(self) -> None:

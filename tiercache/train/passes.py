@@ -82,6 +82,8 @@ class Pass:
         """The seed of the cache."""
         self.loaded: LoadedBatches | None = None
         """The batches of ``loader``."""
+        self.previous: LoadedBatches | None = None
+        """Those of the pass before, if it was not trained to its end when the loop asked for this one."""
         self.is_sampled = False
         """True if ``sampler`` was called."""
         self._negatives: NegativeSampler | None = None
@@ -396,7 +398,7 @@ class Pass:
         samples, and the random numbers that ``dataset`` and ``collate_fn`` draw for a batch, in workers or not, follow
         from the seed of the cache, the epoch, the sub-dataset and the batch's place in it. They leave the random
         generators of your process alone. A batch is trained once its keys were looked up with gradients enabled, in the
-        order in which batches are taken; a loop may take batches ahead, always the same number. With several ranks
+        order in which batches are taken; a loop may take one batch ahead. With several ranks
         ``batch_size`` is that of all ranks, of which each gets its part.
 
         Args:
@@ -416,7 +418,7 @@ class Pass:
         """
         self.rows.check_open()
         made = loader_of(self, dataset, batch_size, shuffle=shuffle, arguments=arguments)
-        self.loaded = self.loaded or LoadedBatches(self, self.source.whole.recorded)
+        self.loaded = self.loaded or LoadedBatches(self, self.source.whole.recorded, self.previous)
         self.loaded.checked = check_keys and self.ranks.size == 1
         return made
 
@@ -462,7 +464,7 @@ class Pass:
 
     def begin_plain(self) -> None:
         """Check that plain keys can be looked up now, and load the rows of the pass."""
-        self.rows.check_open()
+        (self.rows.check_open if self.loaded is None else self.rows.check)()
         self.rows.load()
         self._before_batch(self)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError, KeyNotInPassError
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.key_sweeps import search_keys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.data.keyset import KeySet as DataKeySet
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.data.sub_dataset import SubDataset
     from tiercache.rows.backends.base import Backend, KeyIndex
@@ -67,7 +69,11 @@ class RawReader:
     search is an interpolation. It takes 4 to 9 times as long as the CPU's index.
     """
 
-    def __init__(self, schema: Schema, tables: Sequence[Table], backend: Backend, plan: IndexPlan) -> None:
+    def __init__(
+        self, schema: Schema, tables: Sequence[Table], backend: Backend, plan: IndexPlan, rare: DataKeySet | None = None
+    ) -> None:
+        """rare: the keys that share the out-of-vocabulary row of their table, if the dataset has some."""
+        self._rare = rare
         self._schema, self.tables, self._backend, self._plan = schema, tuple(tables), backend, plan
         self._table_numbers = {table.name: t for t, table in enumerate(self.tables)}
         self._table_of = {feature.name: feature.table for feature in schema.features}
@@ -90,7 +96,7 @@ class RawReader:
         tables = np.array([self._table_numbers[self._table_of[name]] for name in features], np.int64)
         starts = np.zeros(tables.size + 1, np.int64)
         np.cumsum([feature.keys.size for feature in features.values()], out=starts[1:])
-        keys = [feature.keys for feature in features.values()]
+        keys = [self._frequent(self._table_of[name], feature.keys) for name, feature in features.items()]
         index = self._index_of(source)
         found = self._search(source, keys, starts, tables) if index is None else index.find(keys, starts, tables)
         ends = starts.tolist()
@@ -98,6 +104,14 @@ class RawReader:
             name: FoundIds(found, first, last, feature.offsets, feature.weights)
             for (name, feature), first, last in zip(features.items(), ends[:-1], ends[1:], strict=True)
         }
+
+    def _frequent(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return keys with the out-of-vocabulary key in place of those that are rare in the dataset."""
+        if self._rare is None or not self._rare.rows(table):
+            return keys
+        places = np.empty(keys.size, np.int64)
+        search_keys(self._rare.keys(table), self.tables[self._table_numbers[table]].table_id, keys, places)
+        return np.where(places < 0, keys, OOV_KEY)
 
     def read(
         self,
@@ -242,11 +256,12 @@ class RawKeys:
         optimizer: RowOptimizer,
         backend: Backend,
         index: IndexPlan,
+        rare: DataKeySet | None = None,
     ) -> None:
-        """groups: of whole tables. optimizer: counts how often rows were stepped."""
+        """groups: of whole tables. optimizer: counts how often rows were stepped. rare: as of `RawReader`."""
         tables = [table for group in groups for table in group.tables]
         self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
-        self.reader = RawReader(schema, tables, backend, index)
+        self.reader = RawReader(schema, tables, backend, index, rare)
         self.missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 
