@@ -225,6 +225,8 @@ class Resharding:
         shutil.rmtree(self._disks, ignore_errors=True)
         if self._old_disks.exists():
             shutil.copytree(self._old_disks, self._disks)
+            for home in self._disks.glob("*/*/home.json"):  # that is the template
+                home.unlink()
 
     def run(self, folder: Path, death: Death | None) -> Ended:
         """Open the store on all ranks, by the old ones before where it is a turn of theirs."""

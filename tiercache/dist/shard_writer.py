@@ -25,6 +25,7 @@ from tiercache.store.opening import RankPlace, label_of, open_engine, store_path
 from tiercache.store.recovery import record_at
 from tiercache.store.shards.rank_folder import (
     RankFolder,
+    check_homes,
     delete_others,
     is_among,
     note_folders,
@@ -138,6 +139,8 @@ class ShardWriter:
                     self._check_divided(found)
                 elif found.record is not None:
                     spec.check_sharding(found.record, self.label)
+                if ranks.rank == 0 and found.record is not None:
+                    check_homes(self.path, found.record.folders if anew else spec.folders(found.record, anew=anew))
                 if anew or found.record is None:
                     old = () if found.record is None else found.record.folders
                     self._changing = (*old, *spec.folders(found.record, anew=anew))
@@ -308,7 +311,7 @@ class ShardWriter:
                 assert newest is not None, "it is a store"
                 record = record_at(opened.engine, newest, self.label)
                 folders, left = (() if record is None else record.folders), noted_folders(self.path)
-                delete_others(self.path, folders, left)
+                delete_others(self.path, (*folders, *spec.folders(record, anew=False)), left)
                 blobs, leased = commit_blobs(opened.engine, newest, record)
                 told = {
                     "engine": StoreDirectory(self.path).marker()["engine"],

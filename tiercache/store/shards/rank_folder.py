@@ -19,6 +19,7 @@ from tiercache.store.files import read_whole, reason, replace_file, room_for, sy
 from tiercache.store.locks import MARKER
 from tiercache.store.opening import ENGINES, Opened, RankPlace, label_of, open_folder
 from tiercache.store.recovery import record_at
+from tiercache.store.shards.rank_home import RankHome
 from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
 
 if TYPE_CHECKING:
@@ -64,10 +65,15 @@ class RankFolder:
             raise NotAStoreError(f"{self.path} has rank {marker.get('rank')!r:.20} of {whose}, not {what}: {advice}")
         return directory.engine(tuple(ENGINES), None)
 
+    @property
+    def home(self) -> RankHome:
+        """The store that may write here."""
+        return RankHome(self.path, self._store, self._id, self._rank)
+
     def make(self, engine: str) -> None:
         """Make an empty folder, durably, in place of what was left of this rank.
 
-        Raises NotAStoreError if something else is here, and StoreFullError.
+        Raises NotAStoreError if something else is here, StoreError if it is of a copied store, and StoreFullError.
         """
         try:
             (self.path / _DRAFT).unlink(missing_ok=True)  # a kill came before the marker was there
@@ -84,6 +90,7 @@ class RankFolder:
                 raise NotAStoreError(
                     f"{self.path} is there already and is no rank of this store: give shard_dirs= that are free"
                 ) from error
+            self.home.check()
             self._empty()
         StoreDirectory(self.path).create()
         values = {
@@ -93,13 +100,14 @@ class RankFolder:
             replace_file(self.path / MARKER, json.dumps(values).encode() + b"\n", suffix=".new")
 
     def delete(self) -> None:
-        """Delete the folder, durably, if it is that of this rank, or empty; several may do so at once."""
+        """Delete the folder, durably, if it is that of this rank and store, or empty; several may do so at once."""
         with suppress(OSError):  # a kill left an empty one, or came before the marker was there
             if {entry.name for entry in self.path.iterdir()} <= {_DRAFT}:
                 (self.path / _DRAFT).unlink(missing_ok=True)
                 self.path.rmdir()
         with suppress(StoreError, FileNotFoundError, NotADirectoryError):
             self.check()
+            self.home.check()
             self._empty()
             (self.path / MARKER).unlink(missing_ok=True)
             delete_folder(self.path)
@@ -168,7 +176,15 @@ def open_rank(
     if engine:
         folder.make(engine)
     kind = folder.check()
+    if mode == "a":
+        folder.home.check()
     opened = open_folder(folder.path, tables, kind, mode, store_budget, create=bool(engine))
+    if mode == "a":
+        try:
+            folder.home.take()
+        except BaseException:
+            opened.close()
+            raise
     return replace(opened, tables=whole_tables, place=place)
 
 
@@ -199,10 +215,18 @@ def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> 
     assert head is not None, "it is a store"
     record = record_at(whole.engine, head, label_of(path))
     folders = () if record is None else record.folders
+    check_homes(path, folders)
     delete_others(path, folders, noted_folders(path))
     note_folders(path, ())
     if record is not None and folders:
         open_ranks(whole, path, record, record.values["sharding"], "a", store_budget)
+
+
+def check_homes(path: Path, folders: Sequence[str]) -> None:
+    """Raise StoreError if a store is a copy and the folders of its ranks are those of the original."""
+    id_ = store_id(path)
+    for rank, folder in enumerate(folders[1:], 1):
+        RankFolder(path, folder, rank, id_).home.check()
 
 
 def note_folders(path: Path, folders: Sequence[str]) -> None:
