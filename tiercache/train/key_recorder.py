@@ -21,7 +21,7 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.table import group_tables
 from tiercache.train.missing_rows import MissingRows
 from tiercache.train.random_numbers import mixed, seed_generators
-from tiercache.train.table_module import UNBOUNDED, named_table_modules
+from tiercache.train.table_module import check_within, named_table_modules
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
     from tiercache.train.plain_keys import KeyInput
     from tiercache.train.row_optimizer import RowOptimizer
-    from tiercache.train.table_module import TableModule
     from tiercache.values.lookups import Unseen
 
 _FORWARD = 3
@@ -85,10 +84,7 @@ class KeyRecorder:
         self._call, self._keys, self._seed = call, keys, seed
         self._tables = {table.name: table for table in schema.tables}
         self._modules = dict(named_table_modules(model))
-        self._limits = {
-            table: min(one.num_embeddings for one in self._modules.values() if table in one.tables)
-            for table in self._tables
-        }
+        self._bounds = {table: bound for one in self._modules.values() for table, bound in one.bounds.items()}
         self._lookups: list[tuple[str, NDArray[np.int64]]] = []
         self._num_samples = 0
         self._batch = ""
@@ -131,7 +127,7 @@ class KeyRecorder:
                 "{...}, which needs no model"
             ) from error
         for name, module in named_table_modules(copied):
-            lookup = partial(self._look_up, name, module)
+            lookup = partial(self._look_up, name)
             module.bind(lambda lookup=lookup: lookup, None)  # type: ignore[misc]
         return copied
 
@@ -156,10 +152,10 @@ class KeyRecorder:
             except TypeError as error:
                 raise TypeError(f"model(batch) failed for {self._batch}, a {kind} ({error}): {advice}") from error
 
-    def _look_up(self, name: str, module: TableModule, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:
+    def _look_up(self, name: str, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
         """Record a lookup, as `PlainKeys.batch` is called, and return a batch with made-up rows."""
         if torch.is_grad_enabled():
-            self._check(name, feature.table, plain.keys, module.num_embeddings)
+            self._check(name, feature.table, plain.keys, bound)
             self._lookups.append((feature.table, plain.keys.copy()))
             self._num_samples = max(self._num_samples, plain.num_samples)
         return self._rows.batch(feature, plain)
@@ -185,7 +181,7 @@ class KeyRecorder:
                         f"{self._batch} has the key {int(flat.min())} of {name!r}: INT64_MIN and INT64_MIN + 1 are the "
                         "keys of the out-of-vocabulary row and the null row, so give such values another key"
                     )
-                self._check(name, table, flat, self._limits[table])
+                self._check(name, table, flat, self._bounds.get(table))
                 self._lookups.append((table, flat))
 
     def _table_of(self, name: str) -> str:
@@ -204,14 +200,12 @@ class KeyRecorder:
         found = {one.padding for one in self._modules.values() if table in one.tables}
         return found.pop() if len(found) == 1 else None
 
-    def _check(self, name: str, table: str, keys: NDArray[np.int64], limit: int) -> None:
-        if limit == UNBOUNDED or not keys.size or (int(keys.min()) >= 0 and int(keys.max()) < limit):
-            return
-        bad = int(keys[(keys < 0) | (keys >= limit)][0])
-        raise IndexError(
-            f"{self._batch} looks up key {bad} in {name!r}, whose table {table!r} has {limit:,} rows (num_embeddings): "
-            "check the ids, or make the module with more rows"
-        )
+    def _check(self, name: str, table: str, keys: NDArray[np.int64], bound: int | None) -> None:
+        """Raise IndexError if a key is outside the rows of the module that was converted."""
+        try:
+            check_within(keys, bound, table)
+        except IndexError as error:
+            raise IndexError(f"{self._batch} in {name!r}: {error}") from None
 
 
 class _MadeUpRows:

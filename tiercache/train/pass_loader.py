@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader, Sampler, default_collate, default_convert
 
-from tiercache.errors import DatasetError
+from tiercache.errors import DatasetError, StateError
 from tiercache.train.batches import cut_batches, sample_order
-from tiercache.train.loaded_batches import LoadedBatch
+from tiercache.train.loaded_batches import LoadedBatch, LoadedBatches
 from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
+from tiercache.train.negatives import NegativeSampler
 from tiercache.train.random_numbers import mixed
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.recorded_batches import RecordedBatches
+    from tiercache.train.negatives import Negatives
     from tiercache.train.passes import Pass
 
 _OURS = {
@@ -136,7 +138,7 @@ class PassLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """Yield the batches from where the pass stands; the pass counts each when it is handed out."""
-        loaded = self._pass.loaded
+        loaded = self._pass.loaders.loaded
         assert loaded is not None
         for batch in super().__iter__():
             if self._pass.is_closed:
@@ -183,7 +185,7 @@ class MadeLoader:
         recording, planned, loaded = (
             self._pass.source.whole.recorded.recording,
             [*self._plan.batches()],
-            self._pass.loaded,
+            self._pass.loaders.loaded,
         )
         assert loaded is not None
         if not planned:
@@ -233,26 +235,89 @@ def _own_part(taken: Pass, places: NDArray[np.int64]) -> NDArray[np.int64]:
     return places[places.size * rank // size : places.size * (rank + 1) // size]
 
 
-def loader_of(
-    taken: Pass, dataset: Any, batch_size: int | None, *, shuffle: bool, arguments: dict[str, Any]
-) -> PassLoader | MadeLoader:
-    """Return a loader of a pass; see `Pass.loader`."""
-    recording = taken.source.whole.recorded.recording
-    plan = LoaderPlan(taken, batch_size, shuffle=shuffle)
-    if recording.dataset_length is not None:
-        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
+class PassLoaders:
+    """Makes the loaders of one pass; see `Pass.loader`, `Pass.sampler` and `Pass.sample`."""
+
+    def __init__(self, taken: Pass) -> None:
+        self._pass = taken
+        self.loaded: LoadedBatches | None = None
+        """The batches of ``loader``, if it was called."""
+        self.previous: LoadedBatches | None = None
+        """Those of the pass before, if it was not trained to its end when the loop asked for this one."""
+        self.is_sampled = False
+        """True if ``sampler`` was called."""
+        self._negatives: NegativeSampler | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """True if a lookup that is made now is of a batch of this pass, and not of the next one."""
+        return self.loaded is not None and self.loaded.has_more
+
+    @property
+    def batch_looked_up(self) -> LoadedBatch | None:
+        """The batch of a lookup that is made now; None without a loader."""
+        return None if self.loaded is None else self.loaded.current
+
+    def loader(
+        self, dataset: Any, batch_size: int | None, *, shuffle: bool, check_keys: bool, arguments: dict[str, Any]
+    ) -> PassLoader | MadeLoader:
+        """Return a loader."""
+        taken, ranks = self._pass, self._pass.ranks
+        taken.rows.check_open()
+        if self.is_sampled:
+            raise StateError(f"pass {taken.index} has samples of p.sampler(): use one of the two in a pass")
+        recorded = taken.source.whole.recorded
+        made = self._made(dataset, batch_size, recorded, shuffle=shuffle, arguments=arguments)
+        self.loaded = self.loaded or LoadedBatches(taken, recorded, self.previous)
+        self.loaded.checked = check_keys and ranks.size == 1
+        return made
+
+    def _made(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        recorded: RecordedBatches,
+        *,
+        shuffle: bool,
+        arguments: dict[str, Any],
+    ) -> PassLoader | MadeLoader:
+        taken, ranks = self._pass, self._pass.ranks
+        plan = LoaderPlan(taken, batch_size, shuffle=shuffle)
+        if recorded.recording.dataset_length is not None:
+            if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
+                raise TypeError(
+                    f"p.loader was given a {type(dataset).__name__}: give the dataset of the loader whose key sets "
+                    "were recorded"
+                )
+            if ranks.size > 1:
+                plan.check_ranks(ranks.size)
+            return PassLoader(taken, dataset, plan, arguments)
+        if not callable(dataset) or batch_size is not None or shuffle or arguments:
             raise TypeError(
-                f"p.loader was given a {type(dataset).__name__}: give the dataset of the loader whose key sets were "
-                "recorded"
+                "key sets were recorded from a function that makes batches: give p.loader that function alone, whose "
+                "batches are trained as they are, in their order"
             )
+        if ranks.size > 1:
+            raise ValueError("batches of a function cannot be divided over ranks: record a DataLoader of a dataset")
+        return MadeLoader(taken, dataset, plan)
+
+    def sampler(self, *, shuffle: bool) -> PassSampler:
+        """Return a sampler."""
+        taken = self._pass
+        taken.rows.check_open()
         if taken.ranks.size > 1:
-            plan.check_ranks(taken.ranks.size)
-        return PassLoader(taken, dataset, plan, arguments)
-    if not callable(dataset) or batch_size is not None or shuffle or arguments:
-        raise TypeError(
-            "key sets were recorded from a function that makes batches: give p.loader that function alone, whose "
-            "batches are trained as they are, in their order"
-        )
-    if taken.ranks.size > 1:
-        raise ValueError("batches of a function cannot be divided over ranks: record a DataLoader of a dataset")
-    return MadeLoader(taken, dataset, plan)
+            raise ValueError("p.sampler() does not divide samples over ranks: use p.loader(dataset, batch_size)")
+        if taken.source.whole.recorded.recording.dataset_length is None:
+            raise ValueError("the samples of a function that makes batches have no indices: use p.loader(function)")
+        if taken.samples_done or self.loaded is not None:
+            raise StateError(f"pass {taken.index} has begun with p.loader(): go on with it, p.sampler() counts nothing")
+        self.is_sampled = True
+        return PassSampler(taken, shuffle=shuffle)
+
+    def sample(self, table: str, num_keys: int, by: Literal["uniform", "count"]) -> Negatives:
+        """Return negatives."""
+        taken = self._pass
+        taken.rows.check_open()
+        if self._negatives is None:
+            self._negatives = NegativeSampler(taken.source.whole, taken.seed, taken.index)
+        return self._negatives.draw(table, num_keys, by, taken.samples_done, taken.rows.backend.device)

@@ -16,7 +16,7 @@ from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
 from tiercache.train.commit_state import FiniteCheck
 from tiercache.train.joint_optimizer import ScheduleCheck
-from tiercache.train.passes import Pass
+from tiercache.train.passes import Pass, check_epochs
 from tiercache.train.row_view import RowView
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PassLoop:
         """Yield the passes up to the end of epoch ``epochs``; see ``TierCache.passes``."""
         ranks, rows = self._ranks, self._rows
         with ranks.raise_on_all("looking at what was registered"):
-            _check_epochs(epochs)
+            check_epochs(epochs)
             rows.check_parameters()
             rows.state.check_optimizers()
         first, first_sample = self.restore()
@@ -122,7 +122,7 @@ class PassLoop:
                     self._is_over = is_last
                     if not is_last:
                         current = self._next = self._make(index + 1)
-                        current.previous = None if self.current is None else self.current.loaded
+                        current.loaders.previous = None if self.current is None else self.current.loaders.loaded
         finally:
             progress.stop()
             # A dropped loop may be collected on the reader, which must not wait for itself: the next call ends it.
@@ -151,7 +151,7 @@ class PassLoop:
         if self._is_over and current.is_trained:
             self.finish()
             return
-        if current.is_sampled:
+        if current.loaders.is_sampled:
             raise StateError(
                 f"commit() was called in pass {current.index}, whose samples come from p.sampler(), and nothing counts "
                 "which of them were trained: take batches from p.loader(dataset), or commit when the pass ends"
@@ -202,7 +202,7 @@ class PassLoop:
     @property
     def newest(self) -> Pass | None:
         """The pass that was yielded last, while the loop runs; or the one before, if its loader's batches are due."""
-        if self.current is not None and self.current.loaded is not None and self.current.loaded.has_more:
+        if self.current is not None and self.current.loaders.has_more:
             return self.current
         return self._next or self.current
 
@@ -275,8 +275,8 @@ class PassLoop:
         self._prepare_commit(f"{name} {self._exchange.ended_unstepped}", scope=name)
         with self._ranks.raise_on_all(_SWITCHING):
             current.ledger.check_trained()
-            if current.loaded is not None:
-                current.loaded.check()
+            if current.loaders.loaded is not None:
+                current.loaders.loaded.check()
             self._schedule_check.check()
             report = self.reports[-1]
             with report.timing("commit"):
@@ -357,11 +357,3 @@ class PassLoop:
             self._next.end(is_dropped=is_dropped)
             self._next = None
         self._is_over = False
-
-
-def _check_epochs(epochs: int) -> None:
-    """Raise ValueError if ``epochs`` is not a number of epochs."""
-    if not hasattr(epochs, "__index__") or epochs < 0:
-        raise ValueError(
-            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
-        )

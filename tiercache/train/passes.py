@@ -11,10 +11,8 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, sample_order
-from tiercache.train.loaded_batches import LoadedBatches
-from tiercache.train.negatives import NegativeSampler
 from tiercache.train.pass_ledger import PassLedger
-from tiercache.train.pass_loader import PassSampler, loader_of
+from tiercache.train.pass_loader import PassLoaders
 from tiercache.train.raw_samples import parts_of
 from tiercache.values.batch import BatchRequest
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.negatives import Negatives
-    from tiercache.train.pass_loader import MadeLoader, PassLoader
+    from tiercache.train.pass_loader import MadeLoader, PassLoader, PassSampler
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView
@@ -35,6 +33,14 @@ if TYPE_CHECKING:
 
 _ENDED = object()
 """In place of an item of a loader that has no more."""
+
+
+def check_epochs(epochs: int) -> None:
+    """Raise ValueError if ``epochs`` is not a number of epochs."""
+    if not hasattr(epochs, "__index__") or epochs < 0:
+        raise ValueError(
+            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
+        )
 
 
 class Pass:
@@ -80,13 +86,8 @@ class Pass:
         """The sub-dataset, with its samples and the keys that this rank trains."""
         self.seed = seed
         """The seed of the cache."""
-        self.loaded: LoadedBatches | None = None
-        """The batches of ``loader``."""
-        self.previous: LoadedBatches | None = None
-        """Those of the pass before, if it was not trained to its end when the loop asked for this one."""
-        self.is_sampled = False
-        """True if ``sampler`` was called."""
-        self._negatives: NegativeSampler | None = None
+        self.loaders = PassLoaders(self)
+        """Those out of the user's own dataset."""
         self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
         self.ranks = raw.exchange.ranks
         """The ranks that train it."""
@@ -416,11 +417,7 @@ class Pass:
             StateError: the pass has another order, or all its batches were taken.
             ValueError, TypeError: an argument is refused.
         """
-        self.rows.check_open()
-        made = loader_of(self, dataset, batch_size, shuffle=shuffle, arguments=arguments)
-        self.loaded = self.loaded or LoadedBatches(self, self.source.whole.recorded, self.previous)
-        self.loaded.checked = check_keys and self.ranks.size == 1
-        return made
+        return self.loaders.loader(dataset, batch_size, shuffle=shuffle, check_keys=check_keys, arguments=arguments)
 
     def sampler(self, *, shuffle: bool = False) -> PassSampler:
         """Return a sampler of the samples of this pass for a DataLoader of your own.
@@ -428,13 +425,7 @@ class Pass:
         Its batches are not counted, so the pass cannot be committed before its end. Raises StateError in a pass that
         resumed inside or has a ``loader``, ValueError with several ranks.
         """
-        self.rows.check_open()
-        if self.ranks.size > 1:
-            raise ValueError("p.sampler() does not divide samples over ranks: use p.loader(dataset, batch_size)")
-        if self.samples_done or self.loaded is not None:
-            raise StateError(f"pass {self.index} has begun with p.loader(): go on with it, p.sampler() counts nothing")
-        self.is_sampled = True
-        return PassSampler(self, shuffle=shuffle)
+        return self.loaders.sampler(shuffle=shuffle)
 
     def sample(self, table: str, n: int, *, by: Literal["uniform", "count"] = "uniform") -> Negatives:
         """Draw ``n`` keys, with replacement, from the keys of a table that this pass has: negatives that it trains.
@@ -444,10 +435,7 @@ class Pass:
         rows. The draw follows from the seed of the cache, the pass, the samples taken so far and the draws since: the
         same on all ranks, and in a resumed run. Raises ValueError for an unknown table, or one without keys.
         """
-        self.rows.check_open()
-        if self._negatives is None:
-            self._negatives = NegativeSampler(self.source.whole, self.seed, self.index)
-        return self._negatives.draw(table, n, by, self.samples_done, self.rows.backend.device)
+        return self.loaders.sample(table, n, by)
 
     def _begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and load the rows of the pass."""
@@ -464,13 +452,13 @@ class Pass:
 
     def begin_plain(self) -> None:
         """Check that plain keys can be looked up now, and load the rows of the pass."""
-        (self.rows.check_open if self.loaded is None else self.rows.check)()
+        (self.rows.check_open if self.loaders.loaded is None else self.rows.check)()
         self.rows.load()
         self._before_batch(self)
 
     def count_plain(self, num_samples: int) -> int:
         """Note a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
-        if self.loaded is not None and (batch := self.loaded.current) is not None:
+        if (batch := self.loaders.batch_looked_up) is not None:
             return batch.last
         if self.order is not None and "raw_batches" not in self.order:
             return self.samples_done  # together with a batch of batches()

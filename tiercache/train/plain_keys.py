@@ -139,8 +139,8 @@ class PlainKeys:
                 f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
                 "where rows of the last commit are read: look them up under torch.no_grad()"
             )
-        if torch.is_grad_enabled() and current is not None and current.loaded is not None:
-            current.loaded.look_up(self._tables[feature.table], plain.keys, trains=trains)
+        if torch.is_grad_enabled() and current is not None and (loaded := current.loaders.loaded) is not None:
+            loaded.look_up(self._tables[feature.table], plain.keys, trains=trains)
         keys = FeatureKeys(plain.keys, plain.offsets, None)
         if trains:
             return self._trained(feature, keys, plain.num_samples, bound, current)
@@ -215,7 +215,7 @@ class PlainKeys:
 
 def _batch_lacking(current: Pass) -> tuple[int, str, str]:
     """Return the number and name of the batch of a lookup whose keys the pass lacks, and what to do."""
-    loaded = current.loaded
+    loaded = current.loaders.loaded
     if loaded is None or (batch := loaded.current) is None:
         number = current.batches_done
         return number, f"batch {number}", "give samples of this pass, write key sets that have all keys"
