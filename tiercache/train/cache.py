@@ -18,6 +18,7 @@ from tiercache.store.locks import warn_unclosed
 from tiercache.store.table import group_tables
 from tiercache.train.cache_parts import CacheParts
 from tiercache.train.converted_weights import bounds_of, check_keys_within, refuse_weights
+from tiercache.train.epoch_loader import EpochLoader
 from tiercache.train.evaluation import Evaluation
 from tiercache.train.joint_optimizer import unwrapped_objects
 from tiercache.train.missing_rows import CommittedRows
@@ -238,6 +239,15 @@ class TierCache:
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
+
+    def loader(self, loader: Any, epochs: int, **options: Any) -> EpochLoader:
+        """Return what takes the place of a recorded loader in a loop over ``epochs`` epochs, which stays as it is.
+
+        Iteration e yields the batches of epoch e, pass by pass, as ``Pass.loader`` makes them; shuffled if ``loader``
+        is. What a commit has is left out, so a script that runs again resumes. ``loader``: what `record_key_sets` was
+        given. ``options``: arguments of ``Pass.loader``, in place of those of ``loader``.
+        """
+        return EpochLoader(self, loader, epochs, **options)
 
     def restore(self) -> None:
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.

@@ -266,11 +266,27 @@ class JointOptimizer(torch.optim.Optimizer):
         rows.is_stepping = True
         try:
             for one in dense:
-                one.step()
+                if type(one) is torch.optim.SparseAdam:
+                    self._step_sparse(one)
+                else:
+                    one.step()
         finally:
             rows.is_stepping = False
         rows.run_step(self._dense)
         return loss
+
+    def _step_sparse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer that takes none but sparse gradients: those of anchors are dense, and hidden from it."""
+        anchors = {id(one.parameter) for one in self.rows.anchors}
+        every = [one for group in optimizer.param_groups for one in group["params"] if id(one) in anchors]
+        hidden = [(one, one.grad) for one in every]
+        try:
+            for anchor in every:
+                anchor.grad = None
+            optimizer.step()
+        finally:
+            for anchor, grad in hidden:
+                anchor.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have arrived, of dense parameters and of rows."""

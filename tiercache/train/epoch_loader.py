@@ -1,0 +1,83 @@
+"""EpochLoader: a recorded loader whose iterations are epochs over the passes of a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, RandomSampler
+
+from tiercache.errors import StateError
+from tiercache.train.passes import check_epochs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tiercache.train.cache import TierCache
+    from tiercache.train.passes import Pass
+
+_KEPT = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor",
+)  # fmt: skip
+"""The settings of a DataLoader that the loaders of passes have, too."""
+
+
+class EpochLoader:
+    """Takes the place of a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
+
+    `TierCache.loader` makes it. Batches of an epoch that are trained already are left out, so the loop of a script that
+    runs again yields nothing until it reaches the last commit. An epoch is committed when its iteration ends.
+    """
+
+    def __init__(
+        self, cache: TierCache, loader: DataLoader[Any] | Callable[[], Iterable[Any]], epochs: int, **options: Any
+    ) -> None:
+        """options: arguments of ``Pass.loader`` in place of those of ``loader``."""
+        check_epochs(epochs)
+        self._cache, self._epochs = cache, epochs
+        self._loader: Any = loader
+        self._options = options
+        if isinstance(loader, DataLoader):
+            self._loader, self._options = loader.dataset, _options_of(loader) | options
+        self._passes: Iterator[Pass] | None = None
+        self._next: Pass | None = None
+        """The first pass of a later epoch, if it has been asked for."""
+        self.epoch = -1
+        """The epoch of the last iteration, counted from 0."""
+        self.current_pass: Pass | None = None
+        """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch."""
+        total = 0
+        for one in self._cache.dataset.passes:
+            size = self._options.get("batch_size", one.recorded.recording.batch_size)
+            total += int(one.recorded.ends.size) if size is None else -(-one.samples // size)
+        return total
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        if self.epoch >= self._epochs:
+            raise StateError(
+                f"this loader was made for {self._epochs} epochs and is iterated once more: give "
+                "cache.loader(..., epochs=...) the number of epochs of your loop"
+            )
+        return self._iterate(self.epoch)
+
+    def _iterate(self, epoch: int) -> Iterator[Any]:
+        if self._passes is None:
+            self._passes = iter(self._cache.passes(self._epochs))
+        while True:
+            current = next(self._passes, None) if self._next is None else self._next
+            self._next = None
+            if current is None or current.epoch > epoch:
+                self._next = current
+                return
+            self.current_pass = current
+            yield from current.loader(self._loader, **self._options)
+
+
+def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of ``Pass.loader`` that make the batches of a recorded loader."""
+    options = {name: getattr(loader, name) for name in _KEPT}
+    return options | {"shuffle": isinstance(loader.sampler, RandomSampler)}
