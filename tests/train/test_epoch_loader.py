@@ -1,0 +1,116 @@
+"""cache.loader takes the place of a loader in a loop over epochs, which stays as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import tiercache as tc
+from tests.train.cases import tiered
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ROWS, SAMPLES, BATCH = 64, 60, 8
+
+
+class Items(Dataset[Any]):
+    """A key and a target; keys drift, so that passes differ."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        return (i + 7 * (i % 3)) % ROWS, float(i % 5)
+
+
+def made(tmp_path: Path, *, shuffle: bool = False) -> tuple[Any, Any, DataLoader[Any], tc.PassDataset]:
+    """Return a converted model, its optimizer, a loader, and the key sets of this."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"item": nn.Embedding(ROWS, 4), "top": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tc.convert(model, optimizer=optimizer)
+    loader = DataLoader(Items(), BATCH, shuffle=shuffle)
+    data = tc.record_key_sets(
+        model, loader, tmp_path / "keys", device_budget=800, keys=lambda batch: {"item": batch[0]}, progress=False
+    )
+    assert len(data.passes) > 2
+    return model, optimizer, loader, data
+
+
+def train(model: Any, optimizer: Any, batch: Any) -> None:
+    """Train one batch."""
+    optimizer.zero_grad()
+    (model["top"](model["item"](batch[0]))[:, 0] - batch[1]).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
+    """In other orders where the loader shuffles; the length is that of an epoch; each epoch ends in a commit."""
+    model, optimizer, loader, data = made(tmp_path, shuffle=shuffle)
+    orders = []
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        batches = cache.loader(loader, 3)
+        assert batches.current_pass is None
+        for epoch in range(3):
+            seen: list[tuple[int, float]] = []
+            count = 0
+            for batch in batches:
+                train(model, cache.optimizer, batch)
+                seen += zip(batch[0].tolist(), batch[1].tolist(), strict=True)
+                count += 1
+            assert (batches.epoch, batches.current_pass.epoch) == (epoch, epoch)
+            assert count == len(batches)
+            assert sorted(seen) == sorted((key, target) for key, target in map(Items().__getitem__, range(SAMPLES)))
+            orders.append(seen)
+            cache.drain(staged=False)
+            assert cache.store.commit is not None
+            assert cache.store.commit.cursor.pass_index == (epoch + 1) * len(data.passes)
+            with torch.no_grad():
+                assert model["item"](torch.arange(ROWS)).shape == (ROWS, 4)
+        assert (orders[0] != orders[1]) == shuffle
+        with pytest.raises(StateError, match="made for 3 epochs and is iterated once more"):
+            iter(batches)
+
+
+def test_a_script_that_runs_again_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """Epochs that are trained yield nothing, and the rest is trained to the same bits."""
+
+    def run(name: str, stop: int | None) -> Iterator[Any]:
+        model, optimizer, loader, data = made(tmp_path)
+        with tiered(tmp_path / name, data, model=model, optimizer=optimizer) as cache:
+            batches, done = cache.loader(loader, 3), 0
+            for _ in range(3):
+                for batch in batches:
+                    if done == stop:
+                        return
+                    train(model, cache.optimizer, batch)
+                    done += 1
+                    yield done
+            yield cache.store.lookup("item", torch.arange(ROWS).numpy())["vector"].tobytes()
+
+    *_, whole = run("whole.tc", None)
+    first = list(run("again.tc", 13))
+    *steps, again = run("again.tc", None)
+    per_epoch = len(DataLoader(Items(), BATCH))
+    assert len(first) + len(steps) >= 3 * per_epoch > len(steps)
+    assert whole == again
+
+
+def test_an_epoch_that_is_left_early_is_an_error_at_the_next(tmp_path: Path) -> None:
+    """Unless the loop skips the pass."""
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        batches = cache.loader(loader, 2)
+        for batch in batches:
+            train(model, cache.optimizer, batch)
+            break
+        with pytest.raises(StateError, match="pass 0 "):
+            next(iter(batches))
