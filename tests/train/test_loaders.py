@@ -303,3 +303,44 @@ def test_one_tensor_has_a_column_for_each_feature() -> None:
         feature_keys(schema, torch.zeros(4, 2, dtype=torch.int64), None)
     with pytest.raises(ValueError, match="the keys are a list: give a mapping from features to their keys"):
         feature_keys(schema, [1, 2, 3], None)
+
+
+def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> None:
+    """Candidates that only an evaluation has, and negatives that only training has; a lookup of others is an error."""
+    tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("user", "item")]
+    features = (tc.Feature(name="user"), tc.Feature(name="item"), tc.Feature(name="candidate", table="item"))
+    schema = tc.Schema(features=features, tables=tuple(tables))
+    data = tc.write_key_sets(tmp_path / "k", schema, [{"user": np.arange(5), "item": np.arange(9)}])
+    model = nn.ModuleDict({name: tc.Embedding(schema, name) for name in ("user", "item", "candidate")})
+    user, item, candidate = (np.array(keys) for keys in ([1, 2], [3, 8], [0, 7]))
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        for p in cache.passes(epochs=1):
+            batch = p.batch({"user": user, "item": item})
+            (model["user"](batch).sum() + model["item"](batch).sum()).backward()
+            cache.optimizer.step()
+            with pytest.raises(ValueError, match=r"without the rows of feature 'candidate': give its keys"):
+                model["candidate"](batch)
+            evaluated = cache.evaluate_batch({"user": user, "candidate": candidate})
+            with torch.no_grad():
+                whole = cache.evaluate_batch({"user": user, "item": item, "candidate": candidate})
+                for name in ("user", "candidate"):
+                    assert torch.equal(model[name](evaluated), model[name](whole))
+            p.skip()
+
+
+def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> None:
+    """By its own name, as one feature that two tables of torchrec have; keys of a feature's own name come first."""
+    features = (tc.Feature(name="id", table="wide"), tc.Feature(name="deep", columns=("id",), table="deep"))
+    tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("wide", "deep")]
+    schema = tc.Schema(features=features, tables=tuple(tables))
+    samples, found = feature_keys(schema, {"id": np.array([4, 2])}, None)
+    assert samples == 2
+    assert [one.keys.tolist() for one in found.values()] == [[4, 2], [4, 2]]
+    _, found = feature_keys(schema, {"id": np.array([4, 2]), "deep": np.array([5, 1])}, None)
+    assert found["deep"].keys.tolist() == [5, 1]
+    both = [tc.Feature(name=name, columns=("id",), table=of) for name, of in (("a", "wide"), ("b", "deep"))]
+    renamed = tc.Schema(features=tuple(both), tables=tuple(tables))
+    _, found = feature_keys(renamed, {"id": np.array([4, 2])}, None)
+    assert [*found] == ["a", "b"]
+    with pytest.raises(ValueError, match="keys were given for 'idd'"):
+        feature_keys(renamed, {"id": np.array([4, 2]), "idd": np.array([4, 2])}, None)

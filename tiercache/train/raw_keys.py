@@ -79,6 +79,8 @@ class RawReader:
         self._table_of = {feature.name: feature.table for feature in schema.features}
         self.bounds: dict[str, int] = {}
         """By table the keys that converted modules had; others are refused."""
+        self.needs_all = False
+        """True with several ranks: samples have the keys of every feature, as all ranks exchange the same ones."""
         self._index: KeyIndex | None = None
         self._indexed: SubDataset | None = None
 
@@ -131,7 +133,7 @@ class RawReader:
         """
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
-        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
+        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense), needs_all=self.needs_all)
         for name, of_feature in features.items():
             table = self._table_of[name]
             check_within(of_feature.keys, self.bounds.get(table), table)
@@ -262,6 +264,7 @@ class RawKeys:
         tables = [table for group in groups for table in group.tables]
         self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
         self.reader = RawReader(schema, tables, backend, index, rare)
+        self.reader.needs_all = self._ranks.size > 1
         self.missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 

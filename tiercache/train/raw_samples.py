@@ -62,7 +62,22 @@ def by_feature(
         found[name], own_weights = _form_of(value)
         if own_weights is not None:
             all_weights.setdefault(name, own_weights)
+    for by_name in (found, all_weights):
+        _give_columns(schema, by_name)
     return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), all_weights
+
+
+def _give_columns(schema: Schema, by_name: dict[str, Any]) -> None:
+    """Give features what is named for their column, as one column that two tables look up is."""
+    names = {feature.name for feature in schema.features}
+    others = {name: value for name, value in by_name.items() if name not in names}
+    for feature in schema.features:
+        if feature.name not in by_name and len(feature.columns) == 1 and feature.columns[0] in by_name:
+            by_name[feature.name] = by_name[feature.columns[0]]
+            others.pop(feature.columns[0], None)
+    for name in [*by_name]:
+        if name not in names and name not in others:
+            del by_name[name]
 
 
 def _form_of(value: Any) -> tuple[Any, Any]:
@@ -111,12 +126,18 @@ def _called(value: Any) -> Any:
 
 
 def feature_keys(
-    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
+    schema: Schema,
+    keys: Any,
+    weights: Mapping[str, Any] | None,
+    columns: Iterable[Any] = (),
+    *,
+    needs_all: bool = True,
 ) -> tuple[int, dict[str, FeatureKeys]]:
     """Return N and the keys of every feature of the schema, in its order; columns: others of the samples, or None.
 
-    Raises ValueError for a feature that is unknown or lacks, for forms and numbers that do not go together, and for
-    the two keys that no data has.
+    needs_all: False: of the features that were given, at least one; a lookup of another one is an error. Raises
+    ValueError for a feature that is unknown or missing, for forms and numbers that do not go together, and for the two
+    keys that no data has.
     """
     keys, weights = by_feature(schema, keys, weights, columns)
     known = {feature.name for feature in schema.features}
@@ -129,6 +150,8 @@ def feature_keys(
     found = {}
     for feature in schema.features:
         if feature.name not in keys:
+            if keys and not needs_all:
+                continue
             raise ValueError(f"feature {feature.name!r} was given no keys: give the keys of every feature")
         found[feature.name] = _check_feature(feature, keys[feature.name], weights.get(feature.name))
     counts = {name: feature.keys.size if feature.offsets is None else feature.offsets.size - 1

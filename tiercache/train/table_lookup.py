@@ -189,8 +189,8 @@ def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
     for name in features:
         if name not in batch.ids:
             raise ValueError(
-                f"the batch was made without the rows of feature {name!r}: give the cache every module that looks it "
-                "up, before the batch is made"
+                f"the batch was made without the rows of feature {name!r}: give its keys, and give the cache every "
+                "module that looks it up before the batch is made"
             )
 
 
