@@ -71,7 +71,7 @@ class LoadedBatches:
     @property
     def has_more(self) -> bool:
         """True if a lookup that is made now is of one of these batches, and not of the pass after."""
-        return self._due < len(self._taken)
+        return self._due < len(self._taken) if self._has_begun else bool(self._taken)
 
     @property
     def current(self) -> LoadedBatch | None:

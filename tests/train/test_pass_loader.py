@@ -1,0 +1,572 @@
+"""p.loader: a pass is trained on exactly its samples, out of the user's own dataset, in an order that resumes."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import tiercache as tc
+from tests.train.recorded import (
+    BATCH,
+    ITEMS,
+    SAMPLES,
+    Clicks,
+    Step,
+    call,
+    converted,
+    indices,
+    loader,
+    opened,
+    record,
+    result,
+    torch_step,
+)
+from tests.train.test_bad_input import one_sentence
+from tests.train.test_recorded_key_sets import Numbers
+from tiercache.errors import DatasetError, KeyNotInPassError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
+    """Key sets of the clicks, in shuffled order."""
+    return record(tmp_path_factory.mktemp("recorded") / "keys", loader(shuffle=True))
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
+    """Key sets of the clicks, in order."""
+    return record(tmp_path_factory.mktemp("recorded") / "keys")
+
+
+class Indices(Dataset[Any]):
+    """A dataset whose samples are their indices, and a random number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random() + float(torch.rand(())) + float(np.random.rand())  # noqa: NPY002
+
+
+def taken(folder: Path, data: tc.PassDataset, dataset: Any, epochs: int = 1, **arguments: Any) -> list[list[Any]]:
+    """Return the batches of each pass, without training."""
+    found: list[list[Any]] = []
+    with opened(folder, data)[0] as cache:
+        for p in cache.passes(epochs=epochs):
+            found.append(list(p.loader(dataset, **arguments)))
+            p.skip()
+    return found
+
+
+# -- the same training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_losses_are_those_of_torch_in_memory_with_the_same_batches(
+    tmp_path: Path, data: tc.PassDataset, workers: int
+) -> None:
+    """Over several passes and epochs with a quarter of the tables on the device."""
+    assert len(data) > 5
+    batches, losses = [], []
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        for p in cache.passes(epochs=2):
+            for batch in p.loader(Clicks(), BATCH, shuffle=p.epoch == 1, num_workers=workers):
+                batches.append(batch)
+                torch.manual_seed(len(batches))
+                losses.append(step(batch))
+    assert len(batches) == 2 * SAMPLES // BATCH
+    theirs, expected = torch_step(), []
+    for number, batch in enumerate(batches, 1):
+        torch.manual_seed(number)
+        expected.append(theirs(batch))
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    assert max(abs(a - b) for a, b in pairwise(expected)) > 1e-3
+
+
+def run(
+    folder: Path, data: tc.PassDataset, stops: list[int], workers: int = 0, size: int = 15
+) -> tuple[list[float], dict[str, Any]]:
+    """Train two epochs, with a stop after so many batches each, committed inside a pass; return losses and result."""
+    losses: list[float] = []
+    torch.manual_seed(9)
+    for stop in [*stops, 10**9]:
+        cache, step = opened(folder, data)
+        count = 0
+        with cache:
+            for p in cache.passes(epochs=2):
+                for batch in p.loader(Clicks(), size, shuffle=True, num_workers=workers):
+                    losses.append(step(batch) + float(torch.rand(())))
+                    count += 1
+                    if count == stop:
+                        cache.commit()
+                        p.stop()
+                        break
+            if stop == 10**9:
+                return losses, result(cache, step)
+        torch.rand(stop)  # what is between two runs
+    raise AssertionError
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_that_stops_inside_passes_ends_with_the_same_bits(
+    tmp_path: Path, data: tc.PassDataset, workers: int
+) -> None:
+    """Losses, random numbers of the dataset, of dropout and of the loop, rows and weights."""
+    whole = run(tmp_path / "whole", data, [])
+    stopped = run(tmp_path / "stopped", data, [3, 8, 1, 20], workers)
+    assert stopped[0] == whole[0]
+    assert stopped[1] == whole[1]
+
+
+def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassDataset) -> None:
+    """A run that dies inside a pass goes on from its last commit, with the same bits."""
+    whole = run(tmp_path / "whole", data, [], size=10)[1]
+    torch.manual_seed(9)
+
+    def die() -> None:
+        cache, step = opened(tmp_path / "store", data)
+        with cache:
+            for p in cache.passes(epochs=2):
+                for number, batch in enumerate(p.loader(Clicks(), 10, shuffle=True)):
+                    step(batch)
+                    torch.rand(())
+                    if p.index == 3 and number == 1:
+                        cache.commit()
+                    if p.index == 3 and number == 2:
+                        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        die()
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        for p in cache.passes(epochs=2):
+            assert p.start_sample == (20 if p.index == 3 else 0)
+            for batch in p.loader(Clicks(), 10, shuffle=True):
+                step(batch)
+                torch.rand(())
+        assert result(cache, step) == whole
+
+
+def flat(cache: tc.TierCache, ahead: int) -> Iterator[Any]:
+    """Yield the batches of two epochs, each after so many more were taken."""
+    passes = (batch for p in cache.passes(epochs=2) for batch in p.loader(Clicks(), 15, shuffle=True))
+    waiting: list[Any] = list(islice(passes, ahead))
+    for batch in passes:
+        waiting.append(batch)
+        yield waiting.pop(0)
+    yield from waiting
+
+
+@pytest.mark.parametrize("stop", [0, 4, 5, 17])
+def test_a_loop_may_take_one_batch_ahead(tmp_path: Path, data: tc.PassDataset, stop: int) -> None:
+    """Also the first one of the next pass: a commit counts the batches that were trained."""
+    whole = run(tmp_path / "whole", data, [])[1]
+    torch.manual_seed(9)
+    if stop:
+        cache, step = opened(tmp_path / "store", data)
+        with cache:
+            for number, batch in enumerate(flat(cache, 1)):
+                step(batch)
+                torch.rand(())
+                if number + 1 == stop:
+                    cache.commit()
+                    break
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        for batch in flat(cache, 1):
+            step(batch)
+            torch.rand(())
+        cache.commit()
+        assert result(cache, step) == whole
+
+
+def test_a_loop_that_takes_more_batches_ahead_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
+    """Its lookups would be counted for the wrong batch."""
+    cache, step = opened(tmp_path / "store", data)
+    with one_sentence(StateError, "3 batches of pass 0 were taken before one was trained"), cache:
+        for batch in flat(cache, 2):
+            step(batch)
+
+
+# -- batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_has_its_samples_in_an_order_of_each_epoch(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
+    """Every sample once, in batches whose number the loader knows; random numbers differ, whatever the workers."""
+    arguments: dict[str, Any] = {"epochs": 2, "batch_size": 7, "shuffle": True}
+    passes = taken(tmp_path / "store", data, Indices(), num_workers=workers, **arguments)
+    seen = [[one for batch in batches for one in batch[0].tolist()] for batches in passes]
+    for recorded, first, second in zip(indices(data), seen[: len(data)], seen[len(data) :], strict=True):
+        assert sorted(first) == sorted(second) == sorted(recorded.tolist())
+        assert first != second
+        assert first != recorded.tolist()
+    drawn = [one for batches in passes for batch in batches for one in batch[1].tolist()]
+    assert len(set(drawn)) == len(drawn)
+    again = taken(tmp_path / "again", data, Indices(), **arguments)
+    assert [one for batches in again for batch in batches for one in batch[1].tolist()] == drawn
+
+
+def test_a_loader_is_sized_and_leaves_random_numbers_alone(tmp_path: Path, data: tc.PassDataset) -> None:
+    """Its length is that of the batches to come, also in a resumed pass."""
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        loop = cache.passes(epochs=1)
+        p = next(loop)
+        made = p.loader(Clicks(), 15)
+        expected = -(-p.num_samples // 15)
+        assert isinstance(made, DataLoader)
+        assert len(made) == expected
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index] # noqa: NPY002
+        batches = iter(made)
+        first = next(batches)
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == random.getstate()
+        assert (before[2] == np.random.get_state()[1]).all()  # type: ignore[index] # noqa: NPY002
+        step(first)
+        cache.commit()
+        p.stop()
+        loop.close()
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        for p in cache.passes(epochs=1):
+            made = p.loader(Clicks(), 15)
+            assert len(made) == (expected - 1 if p.index == 0 else -(-p.num_samples // 15))
+            assert sum(step(batch) > 0 for batch in made) > 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: Path, shuffle: bool) -> None:
+    """Whole, in their order or shuffled as batches."""
+    groups = [[4 * i + j for j in range(2 + i % 5)] for i in range(100)]
+    data = record(tmp_path / "keys", loader(batch_sampler=groups, batch_size=1))
+    passes = taken(tmp_path / "store", data, Indices(), shuffle=shuffle)
+    seen = [tuple(batch[0].tolist()) for batches in passes for batch in batches]
+    assert (seen == [*map(tuple, groups)]) != shuffle
+    assert sorted(seen) == sorted(map(tuple, groups))
+    resumed = []
+    for stop in (7, 10**9):
+        cache, step = opened(tmp_path / "resumed", data)
+        with cache:
+            for p in cache.passes(epochs=1):
+                for batch in p.loader(Clicks(), shuffle=shuffle):
+                    resumed.append(tuple(batch[0].tolist()))
+                    step(batch)
+                    if len(resumed) == stop:
+                        cache.commit()
+                        p.stop()
+                        break
+    users = Clicks().users
+    assert resumed == [tuple(users[list(one)].tolist()) for one in seen]
+
+
+def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.PassDataset) -> None:
+    """As in a loader of torch's."""
+
+    def collate(samples: Any) -> Any:
+        return torch.utils.data.get_worker_info() is not None, default_collate(samples)
+
+    batches = [
+        one for some in taken(tmp_path / "a", data, Indices(), collate_fn=collate, num_workers=1) for one in some
+    ]
+    assert all(is_worker for is_worker, _ in batches)
+    assert all(batch[0].dtype == torch.int64 for _, batch in batches)
+    alone = [one for some in taken(tmp_path / "b", data, Indices(), collate_fn=collate) for one in some]
+    assert not any(is_worker for is_worker, _ in alone)
+
+
+def test_an_iterable_is_made_anew_for_each_pass(tmp_path: Path) -> None:
+    """And its batches before the pass, or before a commit inside it, are dropped."""
+    data = record(tmp_path / "keys", lambda: loader(Numbers()))
+    losses = []
+    for stop in (11, 10**9):
+        cache, step = opened(tmp_path / "store", data)
+        with cache:
+            for p in cache.passes(epochs=2):
+                made = p.loader(lambda: loader(Numbers()))
+                assert len(made) == (p.num_samples - p.start_sample) // BATCH
+                for batch in made:
+                    torch.manual_seed(len(losses))
+                    losses.append(step(batch))
+                    if len(losses) == stop:
+                        cache.commit()
+                        p.stop()
+                        break
+    theirs, expected = torch_step(), []
+    from tiercache.train.loader_batches import made_batches
+
+    for batch in [one for _ in range(2) for one in made_batches(lambda: loader(Numbers()), 0)]:
+        torch.manual_seed(len(expected))
+        expected.append(theirs(batch))
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+
+
+def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
+    """Where the missing batch would be."""
+    data = record(tmp_path / "keys", lambda: loader(Numbers()))
+    cache, step = opened(tmp_path / "store", data)
+    with one_sentence(DatasetError, "the function made 12 batches, and more when key sets were recorded"), cache:
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(lambda: islice(loader(Numbers()), 12)):
+                step(batch)
+
+
+def test_a_sampler_feeds_a_loader_of_the_users(tmp_path: Path, data: tc.PassDataset) -> None:
+    """The pass is trained when the sampler has ended; a commit inside it is refused, as nothing counts its batches."""
+    cache, step = opened(tmp_path / "store", data)
+    batches, losses = [], []
+    with cache:
+        for p in cache.passes(epochs=1):
+            sampler = p.sampler(shuffle=True)
+            assert len(sampler) == p.num_samples
+            assert sorted(sampler) == sorted(indices(data)[p.sub_dataset].tolist())
+            for batch in DataLoader(Clicks(), batch_size=9, sampler=sampler):
+                batches.append(batch)
+                torch.manual_seed(len(batches))
+                losses.append(step(batch))
+            with one_sentence(StateError, "samples come from p.sampler()", "take batches from p.loader(dataset)"):
+                cache.commit()
+    theirs, expected = torch_step(), []
+    for number, batch in enumerate(batches, 1):
+        torch.manual_seed(number)
+        expected.append(theirs(batch))
+    np.testing.assert_allclose(losses, expected, atol=1e-6)
+    cache, step = opened(tmp_path / "other", data)
+    with one_sentence(StateError, "ended before its loader did"), cache:
+        for p in cache.passes(epochs=1):
+            next(iter(p.sampler()))
+
+
+# -- what is checked ----------------------------------------------------------------------------------------
+
+
+class Changed(Clicks):
+    """Clicks of which one has changed since they were recorded."""
+
+    def __init__(self, user: int) -> None:
+        super().__init__()
+        self.users[33] = user
+
+
+def train(folder: Path, data: tc.PassDataset, dataset: Any, **arguments: Any) -> None:
+    """Train an epoch."""
+    cache, step = opened(folder, data)
+    with cache:
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(dataset, **arguments):
+                step(batch)
+
+
+def test_a_key_that_the_pass_lacks_names_the_batch(tmp_path: Path, in_order: tc.PassDataset) -> None:
+    """In any order: no row is trained that is not in the pass."""
+    lacking = next(user for user in range(400) if user not in in_order.passes[0].keys("user"))
+    told = "recorded batch 1 of pass 0 (its samples 20 to 39)", "same_draws=True", "p.sample()", str(lacking)
+    with one_sentence(KeyNotInPassError, *told):
+        train(tmp_path / "a", in_order, Changed(lacking))
+    with one_sentence(KeyNotInPassError, "a batch of pass 0 (its samples"):
+        train(tmp_path / "b", in_order, Changed(lacking), shuffle=True)
+
+
+def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.PassDataset) -> None:
+    """Although the pass has its keys; shuffled, or if you say so, this is not checked, and the training is exact."""
+    users = in_order.passes[0].keys("user").tolist()
+    other = next(user for user in users if user != int(Clicks().users[33]))
+    told = "recorded batch 1 of pass 0", "1 of the 3 lookups", "check_keys=False", "Record key sets again"
+    with one_sentence(DatasetError, *told):
+        train(tmp_path / "a", in_order, Changed(other))
+    train(tmp_path / "b", in_order, Changed(other), shuffle=True)
+    train(tmp_path / "c", in_order, Changed(other), check_keys=False)
+    train(tmp_path / "d", in_order, Changed(other), batch_size=30)
+
+
+def test_other_keys_in_the_last_batch_of_a_pass_are_no_exception(tmp_path: Path, in_order: tc.PassDataset) -> None:
+    """The pass is not committed."""
+    dataset, last = Clicks(), in_order.passes[0].samples - 1
+    users = in_order.passes[0].keys("user").tolist()
+    dataset.users[last] = next(user for user in users if user != int(dataset.users[last]))
+    with one_sentence(DatasetError, f"to {last}) did not make 1 of"):
+        train(tmp_path / "store", in_order, dataset)
+    with tc.Store.open(tmp_path / "store", mode="r") as store:
+        assert store.commit is not None
+        assert store.commit.cursor.pass_index == 0
+
+
+def test_more_lookups_than_were_recorded_are_fine(tmp_path: Path, in_order: tc.PassDataset) -> None:
+    """A second forward of a batch, checkpoints, and negatives of the pass."""
+    cache, step = opened(tmp_path / "store", in_order)
+    with cache:
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(Clicks()):
+                call(step.model, batch)
+                negatives = p.sample("item", 6)
+                step.model.item(negatives.keys).sum().backward()  # type: ignore[operator, union-attr]
+                step(batch)
+
+
+def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_path: Path) -> None:
+    """In every epoch, in any order and process; otherwise they are new ones, which the pass lacks."""
+    dataset = Clicks(draws=True)
+    data = record(tmp_path / "same", loader(dataset), same_draws=True)
+    for name, arguments in {"a": {}, "b": {"shuffle": True, "batch_size": 11, "num_workers": 2}}.items():
+        train(tmp_path / name, data, dataset, **arguments)
+    new = record(tmp_path / "new", loader(dataset))
+    with one_sentence(KeyNotInPassError, "random numbers are not those that were recorded", "same_draws=True"):
+        train(tmp_path / "c", new, dataset)
+
+
+def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
+    """As in an extraction with min_count: torch with these ids replaced has the same losses."""
+    data, dataset = record(tmp_path / "keys", min_count=3), Clicks()
+    losses: list[float] = []
+    cache, step = opened(tmp_path / "store", data)
+    with cache:
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(dataset):
+                step.model.eval()
+                losses.append(step(batch))
+        oov = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0]
+    rare = data.rare_keys()
+    assert rare is not None
+    assert all(rare.rows(name) for name in ("user", "item"))
+    cache, step = opened(tmp_path / "again", data)
+    first = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0] if cache.store.commit else None
+    cache.close()
+    assert first is None or (first != oov).any()
+    assert np.isfinite(oov).all()
+    assert len(losses) == SAMPLES // BATCH
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.PassDataset, trains: bool) -> None:
+    """A pass whose lookups train no row is trained when its batches were looked up."""
+    cache, step = opened(tmp_path / "store", in_order)
+    for name in ("user", "item", "tag"):
+        step.model.get_submodule(name).requires_grad_(trains and name == "item")
+    with cache:
+        before = [one.clone() for one in step.model.top.parameters()]  # type: ignore[union-attr]
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(Clicks()):
+                step(batch)
+        assert all((a != b).any() for a, b in zip(before, step.model.top.parameters(), strict=True))  # type: ignore[union-attr]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+
+def again(p: tc.Pass) -> None:
+    """Ask for other batches after the first one."""
+    next(iter(p.loader(Clicks(), shuffle=True)))
+    next(iter(p.loader(Clicks())))
+
+
+def after(p: tc.Pass) -> None:
+    """Ask for a sampler after a batch of a loader."""
+    next(iter(p.loader(Clicks())))
+    p.sampler()
+
+
+def both(p: tc.Pass) -> None:
+    """Ask for a loader after a sampler."""
+    p.sampler()
+    p.loader(Clicks())
+
+
+REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]]] = {
+    "a dataset of another length": (
+        lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, and had 600 when its key sets were recorded"],
+    ),
+    "no dataset": (lambda p: p.loader(iter([1])), TypeError, ["give the dataset of the loader"]),
+    "a sampler": (lambda p: p.loader(Clicks(), sampler=[1]), ValueError, ["takes no sampler", "p.sampler()"]),
+    "a generator": (lambda p: p.loader(Clicks(), generator=torch.Generator()), ValueError, ["takes no generator"]),
+    "drop_last": (lambda p: p.loader(Clicks(), drop_last=True), ValueError, ["trains all its samples"]),
+    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["batch_size is 0"]),
+    "another order": (again, StateError, ["stands after 20 samples in the order", "ask for the same order"]),
+    "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
+    "a loader after a sampler": (both, StateError, ["has samples of p.sampler()"]),
+    "batches": (lambda p: list(p.batches(5)), DatasetError, ["take its batches from p.loader(dataset)"]),
+    "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["no table 'person'", "user, item, tag"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset, what: str) -> None:
+    """With what to do."""
+    ask, kind, words = REFUSED[what]
+    cache, _ = opened(tmp_path / "store", data)
+    loop = cache.passes(epochs=1)
+    p = next(loop)
+    with one_sentence(kind, *words):
+        ask(p)
+    loop.close()
+    cache._close(failed=True)
+
+
+def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> None:
+    """Its samples are its own, or the user's."""
+    model = converted()
+    keys = {"user": [1], "item": [1], "tag": [1]}
+    written = tc.write_key_sets(tmp_path / "keys", model.user.schema, [keys])  # type: ignore[union-attr, arg-type]
+    with tc.TierCache(tmp_path / "store", written, model=model, device_budget="1MiB", host_budget="64MiB") as cache:
+        for p in cache.passes(epochs=1):
+            with one_sentence(DatasetError, "make the dataset with tc.record_key_sets"):
+                p.loader(Clicks())
+            p.stop()
+
+
+def test_a_pass_that_was_not_trained_to_its_end_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
+    """As with batches of the cache."""
+    cache, step = opened(tmp_path / "a", data)
+    with one_sentence(StateError, "pass 0 ended after 1 batch with 20 of its"), cache:
+        for p in cache.passes(epochs=1):
+            step(next(iter(p.loader(Clicks()))))
+    cache, step = opened(tmp_path / "b", data)
+    with one_sentence(StateError, "pass 0 ended with", "looked up with gradients enabled"), cache:
+        for p in cache.passes(epochs=1):
+            for number, batch in enumerate(p.loader(Clicks())):
+                if number != 1:
+                    step(batch)
+
+
+class Triples(nn.Module):
+    """A model with its tables as plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entity, self.relation = nn.Parameter(torch.rand(ITEMS, 4)), nn.Parameter(torch.rand(20, 4))
+
+    def forward(self, triples: torch.Tensor) -> torch.Tensor:
+        """Score triples (N, 3)."""
+        head = torch.index_select(self.entity, 0, triples[:, 0])
+        return (head * self.relation[triples[:, 1]] * self.entity[triples[:, 2]]).sum(1)
+
+
+def test_a_model_with_tables_as_parameters_is_recorded_and_trained(tmp_path: Path) -> None:
+    """With a tensor as its batch, which needs no call."""
+    model = tc.convert(Triples(), parameters=["entity", "relation"], optimizer=tc.optim.SGD(learning_rate=0.1))
+    triples = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (300, 3)))
+    data = tc.record_key_sets(
+        model,
+        DataLoader(triples, batch_size=20),
+        tmp_path / "keys",
+        device_budget="2KiB",
+        progress=False,  # type: ignore[arg-type]
+    )
+    with tc.TierCache(tmp_path / "store", data, model=model, device_budget="4KiB", host_budget="64MiB") as cache:
+        step = Step(model, [cache.optimizer])
+        for p in cache.passes(epochs=1):
+            for batch in p.loader(triples):
+                step.model(batch).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
