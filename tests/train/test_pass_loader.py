@@ -19,8 +19,6 @@ from tests.train.recorded import (
     SAMPLES,
     Clicks,
     Step,
-    call,
-    converted,
     indices,
     loader,
     opened,
@@ -30,10 +28,10 @@ from tests.train.recorded import (
 )
 from tests.train.test_bad_input import one_sentence
 from tests.train.test_recorded_key_sets import Numbers
-from tiercache.errors import DatasetError, KeyNotInPassError, StateError
+from tiercache.errors import DatasetError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -347,196 +345,6 @@ def test_a_sampler_feeds_a_loader_of_the_users(tmp_path: Path, data: tc.PassData
     with one_sentence(StateError, "ended before its loader did"), cache:
         for p in cache.passes(epochs=1):
             next(iter(p.sampler()))
-
-
-# -- what is checked ----------------------------------------------------------------------------------------
-
-
-class Changed(Clicks):
-    """Clicks of which one has changed since they were recorded."""
-
-    def __init__(self, user: int) -> None:
-        super().__init__()
-        self.users[33] = user
-
-
-def train(folder: Path, data: tc.PassDataset, dataset: Any, **arguments: Any) -> None:
-    """Train an epoch."""
-    cache, step = opened(folder, data)
-    with cache:
-        for p in cache.passes(epochs=1):
-            for batch in p.loader(dataset, **arguments):
-                step(batch)
-
-
-def test_a_key_that_the_pass_lacks_names_the_batch(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """In any order: no row is trained that is not in the pass."""
-    lacking = next(user for user in range(400) if user not in in_order.passes[0].keys("user"))
-    told = "recorded batch 1 of pass 0 (its samples 20 to 39)", "same_draws=True", "p.sample()", str(lacking)
-    with one_sentence(KeyNotInPassError, *told):
-        train(tmp_path / "a", in_order, Changed(lacking))
-    with one_sentence(KeyNotInPassError, "a batch of pass 0 (its samples"):
-        train(tmp_path / "b", in_order, Changed(lacking), shuffle=True)
-
-
-def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """Although the pass has its keys; shuffled, or if you say so, this is not checked, and the training is exact."""
-    users = in_order.passes[0].keys("user").tolist()
-    other = next(user for user in users if user != int(Clicks().users[33]))
-    told = "recorded batch 1 of pass 0", "1 of the 3 lookups", "check_keys=False", "Record key sets again"
-    with one_sentence(DatasetError, *told):
-        train(tmp_path / "a", in_order, Changed(other))
-    train(tmp_path / "b", in_order, Changed(other), shuffle=True)
-    train(tmp_path / "c", in_order, Changed(other), check_keys=False)
-    train(tmp_path / "d", in_order, Changed(other), batch_size=30)
-
-
-def test_other_keys_in_the_last_batch_of_a_pass_are_no_exception(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """The pass is not committed."""
-    dataset, last = Clicks(), in_order.passes[0].samples - 1
-    users = in_order.passes[0].keys("user").tolist()
-    dataset.users[last] = next(user for user in users if user != int(dataset.users[last]))
-    with one_sentence(DatasetError, f"to {last}) did not make 1 of"):
-        train(tmp_path / "store", in_order, dataset)
-    with tc.Store.open(tmp_path / "store", mode="r") as store:
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == 0
-
-
-def test_more_lookups_than_were_recorded_are_fine(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """A second forward of a batch, checkpoints, and negatives of the pass."""
-    cache, step = opened(tmp_path / "store", in_order)
-    with cache:
-        for p in cache.passes(epochs=1):
-            for batch in p.loader(Clicks()):
-                call(step.model, batch)
-                negatives = p.sample("item", 6)
-                step.model.item(negatives.keys).sum().backward()  # type: ignore[operator, union-attr]
-                step(batch)
-
-
-def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_path: Path) -> None:
-    """In every epoch, in any order and process; otherwise they are new ones, which the pass lacks."""
-    dataset = Clicks(draws=True)
-    data = record(tmp_path / "same", loader(dataset), same_draws=True)
-    for name, arguments in {"a": {}, "b": {"shuffle": True, "batch_size": 11, "num_workers": 2}}.items():
-        train(tmp_path / name, data, dataset, **arguments)
-    new = record(tmp_path / "new", loader(dataset))
-    with one_sentence(KeyNotInPassError, "random numbers are not those that were recorded", "same_draws=True"):
-        train(tmp_path / "c", new, dataset)
-
-
-def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
-    """As in an extraction with min_count: torch with these ids replaced has the same losses."""
-    data, dataset = record(tmp_path / "keys", min_count=3), Clicks()
-    losses: list[float] = []
-    cache, step = opened(tmp_path / "store", data)
-    with cache:
-        for p in cache.passes(epochs=1):
-            for batch in p.loader(dataset):
-                step.model.eval()
-                losses.append(step(batch))
-        oov = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0]
-    rare = data.rare_keys()
-    assert rare is not None
-    assert all(rare.rows(name) for name in ("user", "item"))
-    cache, step = opened(tmp_path / "again", data)
-    first = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0] if cache.store.commit else None
-    cache.close()
-    assert first is None or (first != oov).any()
-    assert np.isfinite(oov).all()
-    assert len(losses) == SAMPLES // BATCH
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.PassDataset, trains: bool) -> None:
-    """A pass whose lookups train no row is trained when its batches were looked up."""
-    cache, step = opened(tmp_path / "store", in_order)
-    for name in ("user", "item", "tag"):
-        step.model.get_submodule(name).requires_grad_(trains and name == "item")
-    with cache:
-        before = [one.clone() for one in step.model.top.parameters()]  # type: ignore[union-attr]
-        for p in cache.passes(epochs=1):
-            for batch in p.loader(Clicks()):
-                step(batch)
-        assert all((a != b).any() for a, b in zip(before, step.model.top.parameters(), strict=True))  # type: ignore[union-attr]
-
-
-# -- refusals -----------------------------------------------------------------------------------------------
-
-
-def again(p: tc.Pass) -> None:
-    """Ask for other batches after the first one."""
-    next(iter(p.loader(Clicks(), shuffle=True)))
-    next(iter(p.loader(Clicks())))
-
-
-def after(p: tc.Pass) -> None:
-    """Ask for a sampler after a batch of a loader."""
-    next(iter(p.loader(Clicks())))
-    p.sampler()
-
-
-def both(p: tc.Pass) -> None:
-    """Ask for a loader after a sampler."""
-    p.sampler()
-    p.loader(Clicks())
-
-
-REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]]] = {
-    "a dataset of another length": (
-        lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, and had 600 when its key sets were recorded"],
-    ),
-    "no dataset": (lambda p: p.loader(iter([1])), TypeError, ["give the dataset of the loader"]),
-    "a sampler": (lambda p: p.loader(Clicks(), sampler=[1]), ValueError, ["takes no sampler", "p.sampler()"]),
-    "a generator": (lambda p: p.loader(Clicks(), generator=torch.Generator()), ValueError, ["takes no generator"]),
-    "drop_last": (lambda p: p.loader(Clicks(), drop_last=True), ValueError, ["trains all its samples"]),
-    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["batch_size is 0"]),
-    "another order": (again, StateError, ["stands after 20 samples in the order", "ask for the same order"]),
-    "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
-    "a loader after a sampler": (both, StateError, ["has samples of p.sampler()"]),
-    "batches": (lambda p: list(p.batches(5)), DatasetError, ["take its batches from p.loader(dataset)"]),
-    "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["no table 'person'", "user, item, tag"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset, what: str) -> None:
-    """With what to do."""
-    ask, kind, words = REFUSED[what]
-    cache, _ = opened(tmp_path / "store", data)
-    loop = cache.passes(epochs=1)
-    p = next(loop)
-    with one_sentence(kind, *words):
-        ask(p)
-    loop.close()
-    cache._close(failed=True)
-
-
-def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> None:
-    """Its samples are its own, or the user's."""
-    model = converted()
-    keys = {"user": [1], "item": [1], "tag": [1]}
-    written = tc.write_key_sets(tmp_path / "keys", model.user.schema, [keys])  # type: ignore[union-attr, arg-type]
-    with tc.TierCache(tmp_path / "store", written, model=model, device_budget="1MiB", host_budget="64MiB") as cache:
-        for p in cache.passes(epochs=1):
-            with one_sentence(DatasetError, "make the dataset with tc.record_key_sets"):
-                p.loader(Clicks())
-            p.stop()
-
-
-def test_a_pass_that_was_not_trained_to_its_end_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
-    """As with batches of the cache."""
-    cache, step = opened(tmp_path / "a", data)
-    with one_sentence(StateError, "pass 0 ended after 1 batch with 20 of its"), cache:
-        for p in cache.passes(epochs=1):
-            step(next(iter(p.loader(Clicks()))))
-    cache, step = opened(tmp_path / "b", data)
-    with one_sentence(StateError, "pass 0 ended with", "looked up with gradients enabled"), cache:
-        for p in cache.passes(epochs=1):
-            for number, batch in enumerate(p.loader(Clicks())):
-                if number != 1:
-                    step(batch)
 
 
 class Triples(nn.Module):

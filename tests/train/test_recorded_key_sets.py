@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,12 +37,13 @@ from tests.train.recorded import (
 )
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.pass_builder import RowBudget
+from tiercache.data.recorded_batches import lookup_digest
 from tiercache.errors import BudgetError, DatasetError, ExtractionError
 from tiercache.sizes import parse_bytes
+from tiercache.store.bits import hash_keys, mix, xxh64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 def keys_of(dataset: Clicks, samples: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -221,6 +224,21 @@ def test_rare_keys_share_a_row(tmp_path: Path) -> None:
     assert found is not None
     assert set(found.keys("user").tolist()) == rare
     assert sum(int(one.counts("user").sum()) for one in data.passes) == SAMPLES
+
+
+def test_the_digest_of_a_lookup_is_that_of_the_format() -> None:
+    """As its page shows it: of keys in any order, with their number."""
+    text = (Path(__file__).parents[2] / "docs/format/bits.md").read_text()
+    found = re.search(r"lookup of the keys 1, 2 and 2 in the table `user` \| `(\w+)`", text)
+    assert found is not None
+    table_id = xxh64(b"user")
+    assert (
+        lookup_digest(np.array([1, 2, 2]), table_id)
+        == lookup_digest(np.array([2, 1, 2]), table_id)
+        == int(found[1], 16)
+    )
+    hashes = hash_keys(np.array([1, 2, 2]), table_id).tolist()
+    assert int(mix(np.array([(sum(hashes) + 3) % (1 << 64)], np.uint64))[0]) == int(found[1], 16)
 
 
 # -- stops ---------------------------------------------------------------------------------------------------
