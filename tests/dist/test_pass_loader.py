@@ -1,0 +1,41 @@
+"""p.loader on several ranks: each gets its part of every batch, and all end as one process."""
+
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+import tiercache as tc
+from tests.dist.loader_trainings import converted, run
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import assert_same_rows, stored
+from tests.train.recorded import SAMPLES, Clicks
+
+BODY = "tests.dist.loader_trainings:train"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with key sets, and a store that one process trained."""
+    loader = DataLoader(Clicks(), batch_size=20, shuffle=True)
+    tc.record_key_sets(
+        converted(), loader, tmp_path / "keys", device_budget="6KiB", devices=2, progress=False,
+        call=lambda model, batch: model(batch[0], batch[1]),
+    )  # fmt: skip
+    assert run(str(tmp_path / "keys"), str(tmp_path / "alone.tc")) == 2 * SAMPLES
+    return tmp_path
+
+
+def test_ranks_share_each_batch_and_end_as_one_process(ranks_pool: RanksPool, place: Path) -> None:
+    """In two runs, of which the first one is committed inside a pass."""
+    first = ranks_pool.run(2, BODY, folder=str(place), stop=9)
+    rest = ranks_pool.run(2, BODY, folder=str(place))
+    assert first == [90, 90]
+    assert [a + b for a, b in zip(first, rest, strict=True)] == [SAMPLES, SAMPLES]
+    assert_same_rows(stored(place, "ranks.tc"), stored(place, "alone.tc"), 1e-5)
+
+
+def test_a_batch_without_a_sample_for_each_rank_is_refused(ranks_pool: RanksPool, place: Path) -> None:
+    """Before the first batch, on all ranks."""
+    with pytest.raises(ValueError, match=r"a batch of 1 samples?, which gives some of 3 ranks none"):
+        ranks_pool.run(3, BODY, folder=str(place), store="other.tc", batch_size=1)
