@@ -75,7 +75,7 @@ def test_a_block_may_be_an_iterator_of_arrays(tmp_path: Path) -> None:
 
 
 def test_without_a_budget_each_block_is_a_sub_dataset(tmp_path: Path) -> None:
-    """As before, whatever its size."""
+    """A block of any size."""
     data = tc.write_key_sets(tmp_path / "keys", TABLES, blocks(3))
     assert data.blocks == (range(1), range(1, 2), range(2, 3))
 

@@ -1,4 +1,4 @@
-"""A model in plain torch with a dataset of its own, whose key sets are recorded."""
+"""A model and a dataset in plain torch, whose key sets are recorded."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 USERS, ITEMS, TAGS, DIM, BATCH, SAMPLES = 400, 250, 30, 8, 20, 600
 RATE, DENSE_RATE = 0.4, 0.05
 BUDGET, TRAINING_BUDGET = "12KiB", "16KiB"
-"""Of a recording, and of a training, which has room for padding too: about a quarter of the tables."""
+"""Budgets of a recording and of a training, about a quarter of the tables; a training needs room for padding too."""
 TABLES = ("user", "item", "tag")
 
 
 class Clicks(Dataset[Any]):
-    """A dataset that knows nothing of tiercache: a user, four items with padding, a tag, noise that is drawn anew."""
+    """A dataset that knows nothing of tiercache: a user, four items with padding, a tag, noise that differs at each read."""
 
     def __init__(self, samples: int = SAMPLES, *, draws: bool = False) -> None:
         """draws: whether the last two items are negatives that are drawn when a sample is read."""
@@ -136,7 +136,7 @@ def result(cache: tc.TierCache, step: Step) -> dict[str, Any]:
 
 
 def killed(folder: Path, options: dict[str, Any], fatal: int) -> None:
-    """Record in a process of its own, which dies at an event; leave the number of events behind."""
+    """Record in a separate process, which dies at an event; write the number of events to a file."""
     told = Told(fatal)
     record(folder / "keys", loader(shuffle=True), progress=told, **options)
     (folder / "events").write_text(str(told.events))

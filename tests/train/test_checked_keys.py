@@ -106,7 +106,7 @@ def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_pa
 
 
 def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
-    """As in an extraction with min_count: torch with these ids replaced has the same losses."""
+    """The row is trained, and losses are finite."""
     data, dataset = record(tmp_path / "keys", min_count=3), Clicks()
     losses: list[float] = []
     cache, step = opened(tmp_path / "store", data)
@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
     "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
     "a loader after a sampler": (both, StateError, ["has samples of p.sampler()"]),
     "batches": (lambda p: list(p.batches(5)), DatasetError, ["take its batches from p.loader(dataset)"]),
-    "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["no table 'person'", "user, item, tag"]),
+    "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["unknown table 'person'", "user, item, tag"]),
 }  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_was_not_trained_to_its_end_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
-    """As with batches of the cache."""
+    """Batches were left out at its end, or in the middle."""
     cache, step = opened(tmp_path / "a", data)
     with one_sentence(StateError, "pass 0 ended after 1 batch with 20 of its"), cache:
         for p in cache.passes(epochs=1):

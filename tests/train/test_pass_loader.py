@@ -96,7 +96,7 @@ def test_losses_are_those_of_torch_in_memory_with_the_same_batches(
 def run(
     folder: Path, data: tc.PassDataset, stops: list[int], workers: int = 0, size: int = 15
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train two epochs, with a stop after so many batches each, committed inside a pass; return losses and result."""
+    """Train two epochs, with a stop after each number of batches, committed inside a pass; return losses and result."""
     losses: list[float] = []
     torch.manual_seed(9)
     for stop in [*stops, 10**9]:
@@ -129,7 +129,7 @@ def test_a_training_that_stops_inside_passes_ends_with_the_same_bits(
 
 
 def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassDataset) -> None:
-    """A run that dies inside a pass goes on from its last commit, with the same bits."""
+    """A run that dies inside a pass resumes from its last commit, with the same bits."""
     whole = run(tmp_path / "whole", data, [], size=10)[1]
     torch.manual_seed(9)
 
@@ -158,7 +158,7 @@ def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassData
 
 
 def flat(cache: tc.TierCache, ahead: int) -> Iterator[Any]:
-    """Yield the batches of two epochs, each after so many more were taken."""
+    """Yield the batches of two epochs, each after ``ahead`` more were taken."""
     passes = (batch for p in cache.passes(epochs=2) for batch in p.loader(Clicks(), 15, shuffle=True))
     waiting: list[Any] = list(islice(passes, ahead))
     for batch in passes:
@@ -271,7 +271,7 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
 
 
 def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.PassDataset) -> None:
-    """As in a loader of torch's."""
+    """They see what they see in a plain DataLoader."""
 
     def collate(samples: Any) -> Any:
         return torch.utils.data.get_worker_info() is not None, default_collate(samples)
@@ -312,7 +312,7 @@ def test_an_iterable_is_made_anew_for_each_pass(tmp_path: Path) -> None:
 
 
 def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
-    """Where the missing batch would be."""
+    """The error comes in place of the missing batch."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     cache, step = opened(tmp_path / "store", data)
     with one_sentence(DatasetError, "the function made 12 batches, and more when key sets were recorded"), cache:

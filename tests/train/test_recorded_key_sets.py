@@ -191,12 +191,12 @@ def test_an_iterable_is_recorded_from_a_function_that_makes_it(tmp_path: Path) -
     assert firsts == [0, *(end // BATCH for end in ends[:-1])]
 
 
-@pytest.mark.parametrize("name", ["in batches of its own", "weighted", "lists"])
+@pytest.mark.parametrize("name", ["batch sampler", "weighted", "lists"])
 def test_a_sampler_of_the_users_is_recorded_in_its_order(tmp_path: Path, name: str) -> None:
     """With repeated samples, and batches of any size."""
     groups = [[1, 2], [5], [7, 7, 9], *([i, i + 1] for i in range(20, 300, 2))]
     samplers: dict[str, dict[str, Any]] = {
-        "in batches of its own": {"batch_sampler": groups, "batch_size": 1},
+        "batch sampler": {"batch_sampler": groups, "batch_size": 1},
         "weighted": {"sampler": WeightedRandomSampler(torch.ones(SAMPLES), 200)},
         "lists": {"sampler": BatchSampler(list(range(0, 400, 2)), 4, drop_last=False), "batch_size": None,
                   "collate_fn": torch.utils.data.default_convert},
@@ -227,7 +227,7 @@ def test_rare_keys_share_a_row(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_a_lookup_is_that_of_the_format() -> None:
-    """As its page shows it: of keys in any order, with their number."""
+    """Keys may have any order; their number counts."""
     text = (Path(__file__).parents[2] / "docs/format/bits.md").read_text()
     found = re.search(r"lookup of the keys 1, 2 and 2 in the table `user` \| `(\w+)`", text)
     assert found is not None
@@ -259,7 +259,7 @@ def test_a_killed_recording_goes_on_and_ends_with_the_same_bits(tmp_path: Path, 
 
 
 class StopError(Exception):
-    """What interrupts a recording."""
+    """Interrupts a recording."""
 
 
 def stopped(folder: Path, loader_: Any, **options: Any) -> None:
@@ -295,7 +295,7 @@ def test_a_sampler_that_gives_another_order_after_a_stop_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_other_arguments_do_not_continue_a_recording(tmp_path: Path, is_done: bool) -> None:
-    """Nor are they those of a finished one; the same ones return it as it is."""
+    """The same holds for a finished one, which the same arguments return as it is."""
     if is_done:
         first = record(tmp_path / "keys")
         runs: list[Any] = []
@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "keys that are none": ({"call": None, "keys": lambda _: {}}, DatasetError, ["keys= returned none"]),
     "keys of an unknown table": (
-        {"call": None, "keys": lambda b: {"person": b[0]}}, DatasetError, ["'person'", "user, item, tag"],
+        {"call": None, "keys": lambda b: {"person": b[0]}}, DatasetError, ["'person'", "the tables are user, item, tag"],
     ),
     "keys that are no mapping": ({"call": None, "keys": lambda b: b[0]}, TypeError, ["returned Tensor", "a mapping"]),
     "keys that are floats": (

@@ -63,7 +63,7 @@ class BatchSource(Protocol):
     def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
         """Yield the batches from number ``first`` on; ``skipped`` gets the indices of those before, if they have any.
 
-        Ends without a batch if there are no more.
+        Ends at once if all batches come before.
         """
         ...
 
@@ -81,7 +81,7 @@ class RecordingPlan:
     options: dict[str, Any]
     """The options and the facts of the loader that decide the content."""
     recording: Recording
-    """Of no batches."""
+    """The record of a sub-dataset, without its batches."""
 
 
 def write_recording(
@@ -160,9 +160,7 @@ class _Writer:
         if self._open:
             self._close()
         elif not self._state.passes:
-            raise DatasetError(
-                "the loader gave no batches, so there are no keys to record: give a loader with at least one batch"
-            )
+            raise DatasetError("the loader gave no batches, and so no keys: give a loader with at least one batch")
         return self._state
 
     def _close(self) -> None:

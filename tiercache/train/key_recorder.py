@@ -190,8 +190,8 @@ class KeyRecorder:
         module = self._modules.get(name)
         if module is None or len(module.tables) != 1:
             raise DatasetError(
-                f"keys= returned keys of {name!r}, which is no table and no module of one table: there are the tables "
-                f"{', '.join(self._tables)} and the modules {', '.join(self._modules)}"
+                f"keys= returned keys of {name!r}, expected a table or a module of one table: the tables are "
+                f"{', '.join(self._tables)} and the modules are {', '.join(self._modules)}"
             )
         return module.tables[0]
 

@@ -43,7 +43,7 @@ class LoadedBatches:
         """previous: the batches of the pass before, if some of them are not trained yet."""
         self._pass, self._recorded, self._previous = owner, recorded, previous
         self.checked = True
-        """Whether recorded batches have to make their recorded lookups."""
+        """True if recorded batches have to make their recorded lookups."""
         self._taken: deque[LoadedBatch] = deque()
         """Those not trained yet; the first one is that of the last lookup."""
         self._due = 0
@@ -64,7 +64,7 @@ class LoadedBatches:
         self._pass.ledger.make(batch.last)
 
     def exhaust(self) -> None:
-        """Note that there are no more."""
+        """Note the end of the loader."""
         self._due += 1
         self._pass.ledger.exhaust()
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SAMPLES, _COLLATE, _ITERABLE = 1, 2, 6
-"""What random numbers are for."""
+"""Purposes of random numbers."""
 
 
 class BatchIndices(list[int]):
     """The indices of a batch's samples."""
 
     seed = 0
-    """That of the random numbers of the batch."""
+    """The seed of the batch's random numbers."""
 
     @classmethod
     def of(cls, indices: Iterable[int], seed: int) -> BatchIndices:

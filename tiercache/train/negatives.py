@@ -48,7 +48,7 @@ class NegativeSampler:
     ) -> Negatives:
         """Draw keys, as the seed, the pass, ``samples_done`` and the draws since then decide."""
         if table not in self._table_ids:
-            raise ValueError(f"there is no table {table!r}: there are {', '.join(self._table_ids)}")
+            raise ValueError(f"unknown table {table!r}: expected one of {', '.join(self._table_ids)}")
         if by not in ("uniform", "count"):
             raise ValueError(f"by is {by!r}: it must be 'uniform' or 'count'")
         if num_keys < 0:

@@ -43,7 +43,7 @@ class LoaderPlan:
         if self._size is not None and (not isinstance(self._size, int) or self._size < 1):
             raise ValueError(f"batch_size is {batch_size!r}: give the samples of a batch, at least 1")
         self.order = {"batches": "as recorded"} if self._size is None else {}
-        """What the order depends on, besides seed and shuffling."""
+        """Settings of the order, besides seed and shuffling."""
 
     def batches(self) -> Iterator[LoadedBatch]:
         """Yield the batches from where the pass stands."""
@@ -170,7 +170,7 @@ class _Batches:
 
 
 class MadeLoader:
-    """The batches of one pass of an iterable that is made anew; `Pass.loader` makes it.
+    """The batches of one pass of an iterable, which is made again for it; `Pass.loader` makes it.
 
     Its length is that of the batches to come. The batches of earlier passes are made and dropped.
     """
@@ -310,7 +310,9 @@ class PassLoaders:
         if taken.source.whole.recorded.recording.dataset_length is None:
             raise ValueError("the samples of a function that makes batches have no indices: use p.loader(function)")
         if taken.samples_done or self.loaded is not None:
-            raise StateError(f"pass {taken.index} has begun with p.loader(): go on with it, p.sampler() counts nothing")
+            raise StateError(
+                f"pass {taken.index} has begun with p.loader(): continue with it, because p.sampler() counts nothing"
+            )
         self.is_sampled = True
         return PassSampler(taken, shuffle=shuffle)
 

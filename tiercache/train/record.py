@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiercache.data.recording import BatchSource, RecordedBatch
 
 _BATCH, _ORDER = 4, 5
-"""What random numbers are for, as `mixed` takes it."""
+"""Purposes of random numbers, the first word of `mixed`."""
 
 
 def record_key_sets(
@@ -76,7 +76,7 @@ def record_key_sets(
         min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. The loader runs twice.
         same_draws: whether ``dataset[i]`` and the collation draw the same random numbers here and in each epoch of
             training, as ``seed`` and the sample decide, so that negatives that a dataset draws are those recorded.
-            False: each epoch draws anew. Drawing the same costs about 20 microseconds a sample.
+            False: each epoch draws new ones. Drawing the same costs about 20 microseconds a sample.
         seed: of the order and of all random numbers.
         devices: the number of devices with that budget that train a pass together, as in `extract`.
         memory_limit: host memory for counting keys, with ``min_count``.
@@ -140,7 +140,7 @@ def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable
     if hasattr(loader, "__next__"):
         raise TypeError(
             f"the loader is a {type(loader).__name__}, which gives its batches once, and training needs them again in "
-            "each epoch: give a DataLoader, or a function that makes the iterable anew, such as lambda: batches()"
+            "each epoch: give a DataLoader, or a function that makes a new iterable, such as lambda: batches()"
         )
     if not callable(loader):
         raise TypeError(
