@@ -24,7 +24,7 @@ TABLES = ("user", "item", "tag")
 
 
 class Clicks(Dataset[Any]):
-    """A dataset that knows nothing of tiercache: a user, four items with padding, a tag, noise that differs at each read."""
+    """A dataset that knows nothing of tiercache: a user, four items with padding, a tag, and random noise."""
 
     def __init__(self, samples: int = SAMPLES, *, draws: bool = False) -> None:
         """draws: whether the last two items are negatives that are drawn when a sample is read."""
@@ -49,11 +49,12 @@ class Clicks(Dataset[Any]):
 class Net(nn.Module):
     """Two tables of single keys and one of bags, a batch norm, and dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str = "cpu", more: int = 0) -> None:
+        """device: of the tables. more: rows of each table after the last key."""
         super().__init__()
-        self.user = nn.Embedding(USERS, DIM, sparse=True)
-        self.item = nn.Embedding(ITEMS, DIM, padding_idx=0, sparse=True)
-        self.tag = nn.EmbeddingBag(TAGS, DIM, mode="mean", sparse=True)
+        self.user = nn.Embedding(USERS + more, DIM, sparse=True, device=device)
+        self.item = nn.Embedding(ITEMS + more, DIM, padding_idx=0, sparse=True, device=device)
+        self.tag = nn.EmbeddingBag(TAGS + more, DIM, mode="mean", sparse=True, device=device)
         self.norm, self.drop, self.top = nn.BatchNorm1d(DIM), nn.Dropout(0.2), nn.Linear(DIM, 1)
 
     def forward(self, user: torch.Tensor, items: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -67,10 +68,10 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*batch[:3])
 
 
-def converted(rows: Any = None) -> nn.Module:
+def converted(device: str = "cpu") -> nn.Module:
     """Return the model with tables of ours."""
     torch.manual_seed(3)
-    return tc.convert(Net(), optimizer=rows or tc.optim.SGD(learning_rate=RATE))
+    return tc.convert(Net(device=device), optimizer=tc.optim.SGD(learning_rate=RATE))
 
 
 def loader(dataset: Any = None, **arguments: Any) -> DataLoader[Any]:
@@ -105,18 +106,20 @@ class Step:
         return float(loss.item())
 
 
-def torch_step() -> Step:
+def torch_step(model: Net | None = None) -> Step:
     """Return the step of the same model in torch, with sparse optimizers."""
     torch.manual_seed(3)
-    model = Net()
+    model = model or Net()
     tables = [model.user.weight, model.item.weight, model.tag.weight]
     dense = [p for p in model.parameters() if all(p is not one for one in tables)]
     return Step(model, [torch.optim.SGD(dense, lr=DENSE_RATE), torch.optim.SGD(tables, lr=RATE)])
 
 
-def opened(folder: Path, data: tc.PassDataset, **options: Any) -> tuple[tc.TierCache, Step]:
+def opened(
+    folder: Path, data: tc.PassDataset, model: nn.Module | None = None, **options: Any
+) -> tuple[tc.TierCache, Step]:
     """Open a cache of a new model, and return the step of its loop."""
-    model = converted()
+    model = model or converted()
     dense = torch.optim.SGD(model.parameters(), lr=DENSE_RATE)
     options = {"device_budget": TRAINING_BUDGET, "host_budget": "64MiB", "progress": False} | options
     cache = tc.TierCache(folder, data, model=model, optimizer=dense, **options)
@@ -138,5 +141,5 @@ def result(cache: tc.TierCache, step: Step) -> dict[str, Any]:
 def killed(folder: Path, options: dict[str, Any], fatal: int) -> None:
     """Record in a separate process, which dies at an event; write the number of events to a file."""
     told = Told(fatal)
-    record(folder / "keys", loader(shuffle=True), progress=told, **options)
+    record(folder / "keys", loader(shuffle=True), converted("meta"), progress=told, **options)
     (folder / "events").write_text(str(told.events))

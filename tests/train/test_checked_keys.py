@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import tiercache as tc
-from tests.train.recorded import BATCH, SAMPLES, Clicks, call, converted, loader, opened, record
+from tests.train.recorded import TAGS, Clicks, Net, call, converted, loader, opened, record, torch_step
 from tests.train.test_bad_input import one_sentence
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import DatasetError, KeyNotInPassError, StateError
+from tiercache.rows.prefetch import initial_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,25 +110,55 @@ def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_pa
 
 
 def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
-    """The row is trained, and losses are finite."""
-    data, dataset = record(tmp_path / "keys", min_count=3), Clicks()
-    losses: list[float] = []
-    cache, step = opened(tmp_path / "store", data)
-    with cache:
-        for p in cache.passes(epochs=1):
-            for batch in p.loader(dataset):
-                step.model.eval()
-                losses.append(step(batch))
-        oov = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0]
+    """Losses are those of torch with one more id in place of rare ones, also of a validation under no_grad."""
+    dataset = Clicks()
+    data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
     rare = data.rare_keys()
     assert rare is not None
     assert all(rare.rows(name) for name in ("user", "item"))
-    cache, step = opened(tmp_path / "again", data)
-    first = cache.store.lookup("user", np.array([-(1 << 63)]))["vector"][0] if cache.store.commit else None
-    cache.close()
-    assert first is None or (first != oov).any()
-    assert np.isfinite(oov).all()
-    assert len(losses) == SAMPLES // BATCH
+    theirs = Net(more=1)
+    with torch.no_grad():
+        for table in data.tables:
+            weight = theirs.get_submodule(table.name).weight
+            keys = np.array([*range(len(weight) - 1), OOV_KEY])
+            weight.copy_(torch.from_numpy(initial_vectors(table, keys)))  # type: ignore[operator]
+        theirs.item.weight[0] = 0
+
+    def shared(name: str, keys: torch.Tensor) -> torch.Tensor:
+        last = len(theirs.get_submodule(name).weight) - 1  # type: ignore[arg-type]
+        is_rare = torch.isin(keys, torch.from_numpy(rare.keys(name).copy()))
+        return torch.where(is_rare, last, keys)
+
+    def forward(user: torch.Tensor, items: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        x = theirs.user(shared("user", user)) * theirs.item(shared("item", items)).sum(1)
+        x = x + theirs.tag(shared("tag", items % TAGS))
+        return theirs.top(theirs.drop(theirs.norm(x)))[:, 0] + noise
+
+    step = torch_step(theirs)
+    step.model.forward = forward  # type: ignore[method-assign]
+    cache, ours = opened(tmp_path / "store", data, converted("meta"))
+    theirs.norm, theirs.top = copy.deepcopy(ours.model.norm), theirs.top  # type: ignore[assignment]
+    theirs.top.load_state_dict(ours.model.top.state_dict())  # type: ignore[union-attr]
+    step = torch_step(theirs)
+    with cache:
+        for p in cache.passes(epochs=2):
+            for batch in p.loader(dataset):
+                losses = []
+                for one in (ours, step):
+                    torch.manual_seed(p.samples_done)
+                    losses.append(one(batch))
+                np.testing.assert_allclose(*losses, atol=1e-5)
+        batch = default_collate([dataset[index] for index in range(60)])
+        with torch.no_grad():
+            torch.testing.assert_close(ours.model.user(batch[0]), theirs.user(shared("user", batch[0])))  # type: ignore[operator]
+
+
+def test_a_model_with_a_weight_for_each_key_does_not_train_rare_keys(tmp_path: Path) -> None:
+    """A rare key would be trained as one row and evaluated as another."""
+    data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
+    with one_sentence(DatasetError, "rare keys", "a weight for each key", 'on "meta"'):
+        opened(tmp_path / "store", data)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.train.recorded import Clicks, opened, record
+from tests.train.recorded import Clicks, converted, opened, record
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.train.negatives import NegativeSampler
@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
 @pytest.fixture(scope="module")
 def rare(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """Key sets of the clicks, in which rare keys share a row."""
-    return record(tmp_path_factory.mktemp("recorded") / "keys", min_count=2)
+    return record(tmp_path_factory.mktemp("recorded") / "keys", model=converted("meta"), min_count=2)
 
 
 @pytest.mark.parametrize("by", ["uniform", "count"])

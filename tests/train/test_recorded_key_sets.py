@@ -214,7 +214,7 @@ def test_a_sampler_of_the_users_is_recorded_in_its_order(tmp_path: Path, name: s
 
 def test_rare_keys_share_a_row(tmp_path: Path) -> None:
     """Counts over the whole loader decide, as in an extraction."""
-    data, dataset = record(tmp_path / "keys", min_count=3), Clicks()
+    data, dataset = record(tmp_path / "keys", model=converted("meta"), min_count=3), Clicks()
     unique, counts = np.unique(dataset.users.numpy(), return_counts=True)
     frequent, rare = set(unique[counts >= 3].tolist()), set(unique[counts < 3].tolist())
     oov = tc.data.raw_batch.OOV_KEY  # type: ignore[attr-defined]
@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "keys that are none": ({"call": None, "keys": lambda _: {}}, DatasetError, ["keys= returned none"]),
     "keys of an unknown table": (
-        {"call": None, "keys": lambda b: {"person": b[0]}}, DatasetError, ["'person'", "the tables are user, item, tag"],
+        {"call": None, "keys": lambda b: {"person": b[0]}}, DatasetError, ["'person'", "tables are user, item, tag"],
     ),
     "keys that are no mapping": ({"call": None, "keys": lambda b: b[0]}, TypeError, ["returned Tensor", "a mapping"]),
     "keys that are floats": (
@@ -390,6 +390,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["batch 0 of the loader needs", "but the device budget is 2 KiB", "make the loader's batches smaller"],
     ),
     "a model without tables": ({"model": lambda: nn.Linear(1, 1)}, ValueError, ["no embedding of tiercache's"]),
+    "rare keys of a table with a row for each key": (
+        {"min_count": 2}, ValueError, ["module 'user' has a weight for each key", 'on "meta"'],
+    ),
     "a min_count of 0": ({"min_count": 0}, ValueError, ["min_count is 0"]),
     "same draws of a function": ({"loader_": loader, "same_draws": True}, ValueError, ["same_draws was given with"]),
 }  # fmt: skip

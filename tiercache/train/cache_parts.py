@@ -14,7 +14,7 @@ from tiercache.dist.communicator import Communicators, communicator_of, only_ran
 from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import StoreOptions, TrainingStore
-from tiercache.errors import BudgetError
+from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budgets import Budgets
 from tiercache.planning.plan_file import TrainingPlan
 from tiercache.planning.schedule import order_rule
@@ -163,6 +163,12 @@ class CacheParts:
         """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
         ranks, objects = self.ranks, self.objects.values()
         weights = weights_of(objects)
+        if weights and self.dataset.manifest.rare is not None:
+            raise DatasetError(
+                f"the rare keys of {self.dataset.path} share a row (min_count), and the converted module of table "
+                f'{next(iter(weights))!r} has a weight for each key: make the module on "meta", or the dataset without '
+                "min_count"
+            )
         with ranks.raise_on_all("planning the budgets"):  # before the store is made or rewritten
             budgets = check_device(budgets, source, self.backend)
         first = partial(weight_rows, weights=weights) if weights else None

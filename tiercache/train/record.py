@@ -18,6 +18,7 @@ from tiercache.train.batches import in_order, sample_order
 from tiercache.train.key_recorder import KeyRecorder, schema_of
 from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
 from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed
+from tiercache.train.table_module import named_table_modules
 
 if TYPE_CHECKING:
     import os
@@ -74,6 +75,7 @@ def record_key_sets(
             tuple of some, padding included. The model does not run then, so keys of lookups need not be those of the
             batch alone: add negatives, for example.
         min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. The loader runs twice.
+            Converted modules must have no weights then: make them on "meta".
         same_draws: whether ``dataset[i]`` and the collation draw the same random numbers here and in each epoch of
             training, as ``seed`` and the sample decide, so that negatives that a dataset draws are those recorded.
             False: each epoch draws new ones. Drawing the same costs about 20 microseconds a sample.
@@ -102,6 +104,12 @@ def record_key_sets(
             raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
     if call is not None and keys is not None:
         raise ValueError("both call and keys were given: give keys, which needs no forward, or call")
+    if min_count > 1 and (weighted := [name for name, one in named_table_modules(model) if one.weights]):
+        raise ValueError(
+            f"min_count is {min_count}, and module {weighted[0]!r} has a weight for each key, also for those "
+            'that would share a row: make the module on "meta" (device="meta") before you convert it, or leave out '
+            "min_count"
+        )
     batches = _source(loader, seed, same_draws=same_draws)
     recording = Recording(
         batches=0, lookups=0, batch_size=batches.batch_size, first_batch=0, dataset_length=batches.length,
