@@ -156,8 +156,9 @@ def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
 def test_a_model_with_a_weight_for_each_key_does_not_train_rare_keys(tmp_path: Path) -> None:
     """A rare key would be trained as one row and evaluated as another."""
     data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
+    model = tc.convert(Net(), data)
     with one_sentence(DatasetError, "rare keys", "a weight for each key", 'on "meta"'):
-        opened(tmp_path / "store", data)
+        opened(tmp_path / "store", data, model)
     assert not (tmp_path / "store").exists()
 
 

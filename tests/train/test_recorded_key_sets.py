@@ -321,6 +321,13 @@ def test_a_damaged_byte_of_the_samples_of_a_pass_is_refused(tmp_path: Path) -> N
         tc.PassDataset.open(tmp_path / "keys").verify()
 
 
+def test_recorded_key_sets_cannot_be_cut_into_smaller_passes(tmp_path: Path) -> None:
+    """Their samples are elsewhere."""
+    data = record(tmp_path / "keys")
+    with one_sentence(DatasetError, "cannot be cut: record key sets again"):
+        tc.repartition(data, tmp_path / "smaller", device_budget="8KiB")
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

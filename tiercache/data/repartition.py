@@ -94,6 +94,11 @@ def _split(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, 
     records: list[SubDatasetRecord] = []
     parts: list[list[int]] = []
     for source in old.passes:
+        if source.is_recorded:
+            raise DatasetError(
+                f"{old.path} has key sets of a loader and no samples, so it cannot be cut: record key sets again, with "
+                "tc.record_key_sets and the smaller device_budget"
+            )
         source.check_samples()
         sizes = []
         for low, high, seen in _parts(source, old.schema, limit, batch_multiple):
