@@ -37,13 +37,13 @@ def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> Non
 
 def rollback(
     path: StorePath,
-    to: Annotated[int, typer.Option(help="A commit that the store keeps.")],
+    to: Annotated[str, typer.Option(help="The number of a commit that the store keeps, or the name of a pin.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Make a new commit with the rows, the dense state and the position of an older one."""
     with open_store(path, mode="a") as store:
-        commit = store.rollback(to)
+        commit = store.rollback(int(to) if to.isdecimal() else to)
     done = {"commit": commit.id, "pass": commit.cursor.pass_index, "sample": commit.cursor.sample}
     Output(as_json, quiet).result(done, f"commit {commit.id} has the rows and the position of commit {to}")
 

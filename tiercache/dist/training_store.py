@@ -13,6 +13,7 @@ from tiercache.dist.budget_checks import check_plan, check_store
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.resharding import place_of, reshard
+from tiercache.dist.rolling_back import roll_back
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import StateError
@@ -52,6 +53,7 @@ class StoreOptions:
     retention: int | None
     reorganize: bool
     order: OrderRule
+    at: int | str | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,6 +64,7 @@ class StoreOptions:
             "retention": self.retention,
             "reorganize": self.reorganize,
             "order": self.order,
+            "at": self.at,
         }
 
 
@@ -200,6 +203,8 @@ class TrainingStore:
         ``first``: yields by table the rows, in hash order, of a store that has no commit. Rows of other ranks, or of
         another sharding, are written anew. Collective.
         """
+        if self._options.at is not None:
+            self._go_back(self._options.at)
         if first is not None:
             self._fill(first, budgets, progress=progress)
         options = self._options
@@ -222,6 +227,14 @@ class TrainingStore:
                 self._check_order(store, budgets)
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
+
+    def _go_back(self, at: int | str) -> None:
+        """Roll the store back to a commit. Collective."""
+        with self._ranks.raise_on_all(f"going back to commit {at!r}"):
+            if self._ranks.rank == 0:
+                with ExitStack() as stack:
+                    store = self._store_given or stack.enter_context(Store.open(self._place))
+                    roll_back(store, at, self._passes, self.sharding)
 
     def _open_shards(self, shard_view: ShardView, budgets: Budgets) -> ShardWriter:
         options = self._options

@@ -23,7 +23,7 @@ from tiercache.store.segment import base_layout
 from tiercache.store.shards.joined_ranks import JoinedRanks
 from tiercache.store.shards.rank_folder import open_ranks, open_ranks_to_write
 from tiercache.store.shards.rank_writer import AllRanks, RankWriter
-from tiercache.store.store_errors import CorruptStoreError, StoreError
+from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -157,12 +157,13 @@ class Store(StoreReads):
                 if not again:
                     raise
 
-    def at(self, commit: int) -> Store:
-        """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are open.
+    def at(self, commit: int | str) -> Store:
+        """Return this store at a commit that it keeps, by id or by the name of a pin, for reading while both are open.
 
         What the commit needs stays until then. Raises CommitMissingError.
         """
         self.reader.check_open()
+        commit = self.commit_id(commit)
         mine = self._commits if self.commit is not None and self.commit.id == commit else None
         held = mine if isinstance(mine, CommitReader) else None
         of = self._of if isinstance(self._commits, CommitReader) else None
@@ -315,16 +316,27 @@ class Store(StoreReads):
                 environment=environment,
             )  # fmt: skip
 
-    def rollback(self, to: int) -> Commit:
-        """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
+    def commit_id(self, at: int | str) -> int:
+        """Return the id of a commit, given as such or by the name of a pin. Raises CommitMissingError."""
+        if not isinstance(at, str):
+            return at
+        pins = {} if self.commit is None else self.commit.pins
+        if at not in pins:
+            known = ", ".join(map(repr, pins)) or "none"
+            raise CommitMissingError(f"{self.label} has no pinned commit {at!r}: it has {known}")
+        return pins[at]
 
+    def rollback(self, to: int | str) -> Commit:
+        """Make a commit with the rows, the state and the cursor of a commit, and drop those in between.
+
+        ``to``: its id, or the name of a pin. Pinned commits stay.
         What was appended since the newest commit is dropped, too. One atomic, durable step; training goes on from
         there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
         and CorruptStoreError, after which the store stands where it stood.
         """
         writer = self._writer
         with self._opened.uses.using():
-            commit = writer.rollback(to)
+            commit = writer.rollback(self.commit_id(to))
         self.take_tables()
         return commit
 

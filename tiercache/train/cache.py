@@ -87,6 +87,7 @@ class TierCache:
         seed: int = 0,
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
+        at: int | str | None = None,
         progress: bool | None = None,
         options: TierCacheOptions | None = None,
         **unknown: Never,
@@ -123,6 +124,9 @@ class TierCache:
             order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
+            at: the id of a commit or the name of a pin to go on from, by ``Store.rollback`` when the cache opens.
+                Commits after it are given up unless they are pinned, and a warning names them. This happens at every
+                start: leave it out to resume.
             progress: whether to show a progress bar; None: on a terminal.
             options: settings that few trainings change.
 
@@ -143,15 +147,15 @@ class TierCache:
         self._closed = False
         self._parts = parts = CacheParts(
             store, data, device, limits, self.live_rows, model=model, optimizer=optimizer, plan=plan,
-            sharding=sharding, retention=retention, seed=seed, order=order, order_seed=order_seed, progress=progress,
-            options=options or TierCacheOptions(),
+            sharding=sharding, retention=retention, seed=seed, order=order, order_seed=order_seed, at=at,
+            progress=progress, options=options or TierCacheOptions(),
         )  # fmt: skip
         self.communicator, self.dataset, self._opened = parts.ranks, parts.dataset, parts.training_store
         self.store = parts.store  # type: ignore[assignment]
         self._backend, self._rows, self._exchange, self._raw = parts.backend, parts.rows, parts.exchange, parts.raw
         self._pipeline, self._loop = parts.pipeline, parts.loop
         self.dense, self.optimizer = parts.rows.state.dense, parts.rows.state.joint
-        self.optimizer.bind(self._step)
+        self.optimizer.bind(parts.loop.step)
         self._plain = PlainKeys(parts.raw, self._lookup_source)
         self.index_bytes = parts.index_bytes
         """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
@@ -267,6 +271,17 @@ class TierCache:
         """
         self._check_open()
         self._loop.commit()
+
+    def keep(self, name: str) -> int:
+        """Keep rows and dense state as of now by ``name``, until it keeps another commit or ``store.unpin``.
+
+        Inside a pass, what was trained since the last commit is committed first, as by ``commit``, also after the last
+        batch of the pass. Returns the id of the commit that is pinned, when it is durable on all ranks. Raises
+        StateError as ``commit`` does, without a store, and if no commit has the state of now: before a batch of the
+        pass is trained if ``commit_every`` left out the pass before, and after the loop was left early.
+        """
+        self._check_open()
+        return self._loop.keep(name, self._check_stored("keep()"))
 
     def clip_grad_norm_(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
@@ -482,22 +497,6 @@ class TierCache:
         if not trains:
             self._rows.check_restored()
         return self._loop.newest, self.eval_bytes
-
-    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
-
-        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
-        are trained, it does nothing.
-        """
-        current = self._loop.current
-        if current is None:
-            if self._exchange.pending:
-                raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
-            self._check_open()
-            return
-        self._exchange.step(current.rows.groups, optimizer)
-        current.note_step()
-        self._loop.note_step()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -81,6 +81,7 @@ class CacheParts:
         seed: int,
         order: Sequence[int] | str | None,
         order_seed: int | None,
+        at: int | str | None,
         progress: bool | None,
         options: TierCacheOptions,
     ) -> None:
@@ -97,7 +98,7 @@ class CacheParts:
                 rule = order_rule(data, order, order_seed)
                 store_options = StoreOptions(
                     sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
-                    reorganize=options.reorganize, order=rule,
+                    reorganize=options.reorganize, order=rule, at=at,
                 )  # fmt: skip
                 self.training_store = TrainingStore(store, data, ranks, store_options)
                 self.objects = named_objects(model=model, optimizer=optimizer)
@@ -112,7 +113,7 @@ class CacheParts:
                     refuse_weights(self.objects.values())
                     _refuse_unused({
                         **limits, "plan": plan, "shard_dirs": options.shard_dirs, "engine": options.engine,
-                        "retention": retention, "sharding": None if sharding == "auto" else sharding,
+                        "retention": retention, "at": at, "sharding": None if sharding == "auto" else sharding,
                     })  # fmt: skip
                 else:
                     budgets = Budgets.parse(None if planned is None else planned.budgets.to_budgets(), **limits)

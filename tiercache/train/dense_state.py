@@ -207,6 +207,35 @@ class DenseState:
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
 
 
+def load_module(module: nn.Module, data: bytes, commit: str) -> None:
+    """Load the state that a commit has of a module like this one, registered by any name.
+
+    ``commit``: in the words of a message. Raises StateError if the commit has none, or those of several.
+    """
+    shapes = _shapes(module.state_dict())
+    if not shapes:
+        return
+    objects = _read(data)["objects"] if data else {}
+    fitting = [name for name, one in objects.items() if isinstance(one, dict) and _shapes(one) == shapes]
+    chosen = ["model"] if "model" in fitting else fitting
+    if len(chosen) != 1:
+        found = f"{_names({*chosen})}, which all fit" if chosen else f"{_names({*objects})}, which do not fit"
+        raise StateError(
+            f"{commit} has the state of {found} a {type(module).__name__} with these parameters: give the model that "
+            "was registered, or go on from this commit with TierCache(at=...) and take the model from there"
+        )
+    TableModule.is_restoring = True
+    try:
+        module.load_state_dict(objects[chosen[0]])
+    finally:
+        TableModule.is_restoring = False
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, object]:
+    """Return the shape of each tensor of a state, and the type of other values."""
+    return {key: tuple(one.shape) if isinstance(one, torch.Tensor) else type(one) for key, one in state.items()}
+
+
 def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
     """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()

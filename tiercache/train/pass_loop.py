@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
+from tiercache.store.opening import check_pin
 from tiercache.train.commit_state import FiniteCheck
 from tiercache.train.joint_optimizer import ScheduleCheck
 from tiercache.train.passes import Pass, check_epochs
@@ -21,6 +22,8 @@ from tiercache.train.row_view import RowView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from tiercache.dist.training_store import TrainingStore
     from tiercache.planning.pass_plan import PassPlan
@@ -63,6 +66,8 @@ class PassLoop:
         """The random states at the end of the current pass, if the loop asked for the next pass before."""
         self._committed_sample = -1
         """The sample of the last commit inside the current pass."""
+        self._left: tuple[int, int] | None = None
+        """The pass and the sample at which a loop was left before its end, until something is restored."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -139,6 +144,7 @@ class PassLoop:
         share_threads()
         self._training_store.meet()
         first, first_sample = self._rows.restore(self._ranks)
+        self._left = None
         self._training_store.publish()
         self._rows.state.warn_of_schedulers()
         return first, first_sample
@@ -167,6 +173,32 @@ class PassLoop:
                 raise StateError("nothing to commit: no batch of this pass has been trained")
             self._rows.commit_within(sample, current.order, self._random)
         self._training_store.publish()
+
+    def keep(self, name: str, rows: RankRows) -> int:
+        """Pin the state of now, committed first if it is not yet; see ``TierCache.keep``."""
+        check_pin(name)
+        current = self.current
+        if current is None:
+            rows.check_restored()
+        elif current.samples_trained not in {current.start_sample, self._committed_sample}:
+            self.commit()
+        else:
+            self._prepare_commit(
+                "keep() was called between backward and step: step first", scope=f"pass {current.index} before keep()"
+            )
+        with self._ranks.raise_on_all(f"keeping a commit as {name!r}"):
+            rows.drain()
+            current = self.current
+            here = self._left if current is None else (current.index, current.samples_trained)
+            if here is not None and rows.plans.cursor != here:
+                at = rows.plans.cursor
+                raise StateError(
+                    f"keep() was called at pass {here[0]}, sample {here[1]}, and the newest commit is at pass {at[0]}, "
+                    f"sample {at[1]}: call keep() inside the loop after a batch, or restore() first to keep that commit"
+                )
+            kept = rows.pin(name)
+        self._training_store.publish()
+        return kept
 
     def finish(self) -> None:
         """Commit the last pass if the loop has ended before that was trained to its end; else do nothing.
@@ -206,13 +238,24 @@ class PassLoop:
             return self.current
         return self._next or self.current
 
-    def note_step(self) -> None:
-        """Keep the random states if this was the last step of a pass, and the loop has asked for the next one.
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
-        Raises StateError if rows are not finite; with several ranks, all raise it at the next batch.
+        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
+        are trained, it does nothing. Keeps the random states if this was the last step of a pass, and the loop has
+        asked for the next one. Raises StateError if rows are not finite; with several ranks, all raise it at the next
+        batch.
         """
         current = self.current
-        assert current is not None
+        if current is None:
+            if self._exchange.pending:
+                raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
+            if self._closed:
+                raise StateError(self._rows.closed)
+            self._rows.check_process()
+            return
+        self._exchange.step(current.rows.groups, optimizer)
+        current.note_step()
         self._finite.step(current.rows.groups, current.ledger)
         if self._ranks.size == 1:
             self._finite.raise_found()
@@ -352,6 +395,8 @@ class PassLoop:
         self._exchange.discard()
 
     def _drop_passes(self, *, is_dropped: bool = False) -> None:
+        if self.current is not None:
+            self._left = self.current.index, self.current.samples_trained
         self._drop_current(is_dropped=is_dropped)
         if self._next is not None:
             self._next.end(is_dropped=is_dropped)

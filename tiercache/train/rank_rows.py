@@ -136,6 +136,13 @@ class RankRows:
         state, settings = self.state.capture(random)
         self.transfer.commit_within(sample, (state, settings | {"order": order}))
 
+    def pin(self, name: str) -> int:
+        """Pin the newest commit and return its id; several ranks have to publish that."""
+        commit = self.store.commit
+        self.store.pin(name)
+        assert commit is not None, "a pin is of a commit"
+        return commit.id
+
     @property
     def batch_order(self) -> Any:
         """The order of batches that the last commit inside a pass was made in."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.train.convert import SharedLookup
+from tiercache.train.dense_state import load_module
 from tiercache.train.embedding import Embedding, EmbeddingBag
 from tiercache.train.missing_rows import check_unseen, unseen_vectors
 from tiercache.train.original_model import fill_original
@@ -34,8 +35,12 @@ def to_torch(
     like: nn.Module | None = None,
     keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None,
     unseen: Unseen = "initial",
+    at: int | str | None = None,
 ) -> nn.Module:
     """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
+
+    Dense parameters and buffers are those of ``model``. With ``at``, the id of a commit or the name of a pin, they and
+    the rows are those of that commit, whatever ``model`` has now.
 
     Or ``like``, a model of the class that was converted, with the weights of ``model``: its embeddings and parameter
     tables get the rows of the store, row i that of key i, and everything else the values that ``model`` has. Its state
@@ -54,9 +59,16 @@ def to_torch(
 
     Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
     up, or without any embedding, and for a ``like`` with other modules, or fewer rows than the store has;
-    KeyMissingError for keys that have no row, and what ``Store.scan`` raises.
+    KeyMissingError for keys that have no row, CommitMissingError, StateError if commit ``at`` does not have the state
+    of one module like ``model``, and what ``Store.scan`` raises.
     """
     check_unseen(unseen)
+    if at is not None:
+        with store.at(at) as there:
+            assert there.commit is not None, "it is at a commit"
+            before = copy.deepcopy(model)
+            load_module(before, there.state(), f"commit {there.commit.id} of {store.label}")
+            return to_torch(before, there, like=like, keys=keys, unseen=unseen)
     if like is not None:
         if keys is not None:
             raise ValueError("to_torch() takes keys= or like=: a model of the original class has all rows")

@@ -1,0 +1,42 @@
+"""Several ranks keep the state of now by a name, and go on from it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.dist.pool import RanksPool
+from tests.dist.test_common_commits import different
+from tests.dist.trainings import CASES, stored
+
+MOMENTS = {"middle": [2, 1], "last": [1, 3]}
+
+
+@pytest.mark.parametrize("commit_every", [1, 2])
+def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
+    ranks_pool: RanksPool, tmp_path: Path, commit_every: int
+) -> None:
+    """All keep the same commit, in the midst of a pass and after its last batch."""
+    CASES["bags"].cut(tmp_path / "passes")
+    options = {"case": "bags", "folder": str(tmp_path), "commit_every": commit_every}
+    plain = ranks_pool.run(2, "tests.dist.trainings:train", **options)
+    rows = stored(tmp_path)
+    (tmp_path / "model.tc").rename(tmp_path / "plain.tc")
+    found = ranks_pool.run(2, "tests.dist.keeping:train", moments=MOMENTS, **options)
+    assert found[0]["kept"] == found[1]["kept"]
+    assert found[0]["kept"].keys() == MOMENTS.keys()
+    assert different(stored(tmp_path), rows) == []
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        for name, (index, batch) in MOMENTS.items():
+            assert store.at(name).commit.id == found[0]["kept"][name]
+            assert store.at(name).commit.cursor == (index, 16 * (batch + 1))
+    for name in ("middle", "last"):
+        again = ranks_pool.run(2, "tests.dist.trainings:train", at=name, **options)
+        assert different(stored(tmp_path), rows) == []
+        for key in (key for key in plain[0] if key.startswith("dense")):
+            np.testing.assert_array_equal(again[0][key], plain[0][key], err_msg=key)
+    failed = ranks_pool.errors(3, "tests.dist.trainings:train", at="last", **options)
+    assert any("has the rows of 2 ranks, divided in another way than the tables of this training" in str(one)
+               for one in failed)  # fmt: skip
+    assert different(stored(tmp_path), rows) == []
