@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "changes": ("s.tc", "--since", "-1"),
     "diff": ("s.tc",),
     "compact": ("s.tc",),
+    "estimate": ("--rows", "1e4", "--samples", "1e5", "--passes", "4", "--disk-gbps", "1"),
     "plan": ("passes", "--store", "planned.tc", "--samples-per-second", "1e5"),
     "rollback": ("s.tc", "--to", "0"),
     "alter": ("s.tc", "--schema", "schema.toml"),
@@ -99,7 +100,7 @@ def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> No
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup", "estimate"}))
 def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: Path, command: str) -> None:
     """Exit code 1 for what is not there, 2 for a command line that makes no sense."""
     arguments = [Path(one).name if one not in {"s.tc", "passes", "numpy"} else "gone" for one in COMMANDS[command]]

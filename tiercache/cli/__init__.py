@@ -11,7 +11,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiercache.cli import alter_commands, extract_command, info, plan_command, store_commands, transfer
+from tiercache.cli import (
+    alter_commands,
+    estimate_command,
+    extract_command,
+    info,
+    plan_command,
+    store_commands,
+    transfer,
+)
 from tiercache.cli.output import printable
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
@@ -45,6 +53,7 @@ app = typer.Typer(
 for name, command in (
     ("extract", extract_command.extract),
     ("info", info.info),
+    ("estimate", estimate_command.estimate),
     ("plan", plan_command.plan),
     ("verify", info.verify),
     ("lookup", store_commands.lookup),

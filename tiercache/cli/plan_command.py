@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
 
-_MEMORY_SHARE = 0.7
-"""The most of the free memory that a plan takes."""
-
 
 def plan(
     dataset: Annotated[Path, typer.Argument(help="The dataset to train.")],
@@ -51,6 +48,7 @@ def plan(
     from tiercache.data.dataset import PassDataset
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.schedule import order_rule
+    from tiercache.rows.sizing import MEMORY_SHARE
     from tiercache.rows.transfer_rates import existing_folder, measured_rates
     from tiercache.sizes import format_bytes, parse_bytes
     from tiercache.store.files import local_path
@@ -73,7 +71,7 @@ def plan(
         samples_per_second = tried(data, folder, device=device, device_budget=need, host_budget=2 * least)
     rates = rates.model_copy(update={"samples": samples_per_second})
     capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes)
-    free = int(_MEMORY_SHARE * virtual_memory().available)
+    free = int(MEMORY_SHARE * virtual_memory().available)
     points = capacity.curve(free if host_budget is None else parse_bytes(host_budget))
     goal = cast("Literal['speed', 'memory']", optimize)
     point = capacity.choose(goal, points, commit_every)

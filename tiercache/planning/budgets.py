@@ -148,7 +148,7 @@ class HostBudget:
             total,
             evaluation=evaluation,
             largest_row=max(group.row_bytes for group in positions.groups),
-            largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
+            largest_pass=int((positions.pass_rows @ [group.row_bytes for group in positions.groups]).max()),
             stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
         )
         return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
@@ -214,20 +214,16 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
 
     A seeded order has distances of up to two epochs, and its dumps are needed as long.
     """
-    epochs = 2 if seeded else 1
+    epochs, rows_PG = 2 if seeded else 1, positions.pass_rows
     total = 0
-    for g, group in enumerate(positions.groups):
-        rows_P = np.array([positions.num_rows(p, g) for p in range(positions.num_passes)])
+    for rows_P, group in zip(rows_PG.T, positions.groups, strict=True):
         ranges_P = np.minimum(rows_P, epochs * positions.num_passes)
         cuts_P = rows_P // max(1, budget.page // group.row_bytes) + rows_P // max(1, budget.block // group.row_bytes)
         total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
         total += int((ranges_P + cuts_P).sum()) * _PAGE_RECORD_BYTES
     total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
-    mapped = max(
-        sum(min(positions.num_rows(p, g), MOST_ROWS) for g in range(len(positions.groups)))
-        for p in range(positions.num_passes)
-    )
-    indexed = max(positions.num_rows(p) for p in range(positions.num_passes))
+    mapped = int(np.minimum(rows_PG, MOST_ROWS).sum(axis=1).max())
+    indexed = int(rows_PG.sum(axis=1).max())
     return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
 
 

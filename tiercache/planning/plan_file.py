@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 Budget = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(option_bytes, when_used="json")]
-_KEY_BYTES = 8
+KEY_BYTES = 8
+"""Bytes of the key that is written with a row."""
 _SIGNIFICANT_DIGITS = 6
 
 
@@ -65,12 +66,20 @@ class Rates(_Part):
 
     def seconds(self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None) -> Seconds:
         """Predict a pass; during it, rows of ``after`` are read and rows of ``before`` are written."""
-        written = before.bytes_written + _KEY_BYTES * before.rows_written if before else 0
+        return self.seconds_of(
+            samples,
+            read=after.bytes_read if after else 0,
+            written=before.bytes_written + KEY_BYTES * before.rows_written if before else 0,
+            moved=plan.bytes_loaded + plan.bytes_written,
+        )
+
+    def seconds_of(self, samples: float, *, read: float, written: float, moved: float) -> Seconds:
+        """Predict a pass from bytes: read from the store and written to it meanwhile, and moved at its switch."""
         return Seconds(
             compute=0.0 if self.samples is None else samples / self.samples,
-            read=after.bytes_read / self.read if after else 0.0,
+            read=read / self.read,
             write=written / self.write + self.commit_seconds if written else 0.0,
-            copy=(plan.bytes_loaded + plan.bytes_written) / self.link,
+            copy=moved / self.link,
         )
 
 

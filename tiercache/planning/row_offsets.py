@@ -75,6 +75,13 @@ class RowOffsets:
         span = self.span(sub_dataset, group)
         return span.stop - span.start  # type: ignore[no-any-return]
 
+    @property
+    def pass_rows(self) -> NDArray[np.int64]:
+        """The rows of each sub-dataset and group: (sub-datasets, groups) int64."""
+        bounds = np.cumsum([0, *(len(group.tables) for group in self.groups)])
+        rows: NDArray[np.int64] = np.diff(self.starts_PT[:, bounds], axis=1)
+        return rows
+
     def row_bytes(self, sub_dataset: int) -> int:
         """Return the bytes of all rows of the sub-dataset."""
         return sum(self.num_rows(sub_dataset, g) * group.row_bytes for g, group in enumerate(self.groups))

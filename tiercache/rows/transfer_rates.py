@@ -14,7 +14,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tiercache.planning.plan_file import Rates
@@ -79,10 +78,15 @@ def measure(folder: Path, device: str) -> Rates:
     finally:
         os.close(handle)
         Path(name).unlink()
-    source, to = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
-    copy = _COPY_BYTES / _seconds(lambda: np.copyto(to, source), _REPEATS)
-    link = copy if device == "cpu" else _link_rate(torch.device(device))
+    copy = copy_rate()
+    link = copy if device == "cpu" else _link_rate(device)
     return Rates(device=device, read=read, write=write, copy=copy, link=link, commit_seconds=commit)
+
+
+def copy_rate() -> float:
+    """Return bytes per second from host memory to host memory."""
+    source, to = np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)
+    return _COPY_BYTES / _seconds(lambda: np.copyto(to, source), _REPEATS)
 
 
 def _bypass_cache(handle: int) -> None:
@@ -125,8 +129,11 @@ def _commit_seconds(folder: Path) -> float:
     return _seconds(commit, _REPEATS)
 
 
-def _link_rate(device: torch.device) -> float:
+def _link_rate(name: str) -> float:
     """Return bytes per second from pinned memory to a GPU."""
+    import torch
+
+    device = torch.device(name)
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
     to = torch.empty_like(source, device=device)
 
