@@ -189,7 +189,8 @@ class Rank:
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
         gradients.collect(self.backend.array)
-        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.collected[0], 0.01, 1)])
+        group, collected = self.groups[0], gradients.collected[0]
+        self.backend.step([OptimizerStep(group, group.optimizer, self.all_rows[0], collected, 0.01, 1)])
         return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:

@@ -14,31 +14,40 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from tiercache.kernels import step as stepping
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.rows.backends.optimizer_step import rule_of
 from tiercache.store.bits import to_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from benchmarks.kernel_machines import Machine
+    from tiercache.store.optimizer import Optimizer
 
 DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
 """Dtypes of vectors, and what names of operations on them end in."""
 
 RATE, BAG, PIECE_BYTES = 1e-6, 2, 4 << 20
 _NO_ARGMAX = np.empty((0, 0), np.int32)
-RULES = {
-    "sgd": stepping.Rule(stepping.SGD, RATE),
-    "adagrad": stepping.Rule(stepping.ADAGRAD, RATE, 1e-10),
-    "rowwise": stepping.Rule(stepping.ROWWISE, RATE, 1e-8),
-    "adam": stepping.adam_rule(3, RATE, 0.9, 0.999, 1e-8, 0.0),
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": tc.optim.SGD(),
+    "momentum": tc.optim.SGD(momentum=0.9),
+    "adagrad": tc.optim.Adagrad(),
+    "rowwise": tc.optim.RowWiseAdagrad(),
+    "adam": tc.optim.Adam(),
+    "rowwise_adam": tc.optim.RowWiseAdam(),
 }
-"""The optimizers, in their third step."""
+
+
+def rule(optimizer: str, dim: int) -> stepping.Rule:
+    """Return the rule of an optimizer in its third step."""
+    return rule_of(OPTIMIZERS[optimizer], dim, RATE, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,31 +163,31 @@ def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     size, dim = batch.size, rows.dim
     entries = size.num_entries
     described = gradients_of(machine, size, dim)
-    first, second = (machine.empty((size.num_slots, dim), np.float32) for _ in range(2))
-    single = machine.empty((size.num_slots, 1), np.float32)
-    all_states: tuple[tuple[str, tuple[Any, ...], int], ...] = (
-        ("sgd", (), 0), ("adagrad", (first,), dim), ("rowwise", (single,), 1), ("adam", (first, second), 2 * dim),
-    )  # fmt: skip
+    held = [{width: machine.empty((size.num_slots, width), np.float32) for width in (dim, 1)} for _ in range(2)]
 
     def sort() -> Any:
         return machine.kernels.sort(batch.skewed, size.num_slots)
 
-    def update(rule: stepping.Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
-        taken = sort() if pairs is None else pairs
+    def update(rule: stepping.Rule, pairs: Any = None) -> None:
+        taken, states = (
+            sort() if pairs is None else pairs,
+            [one[width] for one, width in zip(held, rule.widths, strict=False)],
+        )
         machine.kernels.step(stepping.Step(rows.vectors, states, taken, described, rule, rows.rounding))
 
     if not rows.tail:
         yield Case("sort", 12 * entries, sort)
     of_stream = 8 if rows.vectors.is_narrow else 0
-    for name, states, state_floats in all_states:
-        of_row = 2 * (rows.vector_bytes + 4 * state_floats) + of_stream
+    for name in OPTIMIZERS:
+        numbers = rule(name, dim)
+        of_row = 2 * (rows.vector_bytes + 4 * sum(numbers.widths)) + of_stream
         moved = 4 * entries * dim + batch.distinct * of_row
-        alone = functools.partial(update, RULES[name], states, sort())
+        alone = functools.partial(update, numbers, sort())
         yield Case(f"update_{name}{rows.tail}", 8 * entries + moved, alone)
         yield Case(
             f"sorted_update_{name}{rows.tail}",
             4 * entries + moved,
-            functools.partial(update, RULES[name], states),
+            functools.partial(update, numbers),
         )
 
 

@@ -66,7 +66,9 @@ def launches(*, bags: bool) -> tuple[int, float]:
         asked = [make() for make in ids]
         found = backend.pool(list(zip(rows, asked, strict=True)), out)
         parts = zip(groups, rows, asked, found, strict=True)
-        backend.step([OptimizerStep(group, mine, [saved(e, one)], 0.01, number) for group, mine, e, one in parts])
+        backend.step([
+            OptimizerStep(group, group.optimizer, mine, [saved(e, one)], 0.01, number) for group, mine, e, one in parts
+        ])  # fmt: skip
         spent.append(1e6 * (time.thread_time() - begun))
     return sum(n for kind, n in gpu.counts.items() if kind.startswith(("launch", "sort"))), middle(spent[_WARM:])
 

@@ -139,15 +139,15 @@ def our_step(machine: Machine, batch: cases.Batch, dim: int, optimizer: str) -> 
     size = batch.size
     cols = np.arange(size.num_features) * dim
     vectors = Vectors(machine.place(np.full((size.num_slots, dim), 0.01, np.float32)), dim)
-    num_states = 1 if optimizer == "adagrad" else 2
-    states: list[Any] = [machine.empty((size.num_slots, dim), np.float32) for _ in range(num_states)]
+    rule = cases.rule(optimizer, dim)
+    states: list[Any] = [machine.empty((size.num_slots, width), np.float32) for width in rule.widths]
     out = machine.empty((size.num_samples, cols.size * dim), np.float32)
     slots = machine.empty((size.num_entries,), np.int32)
     described, kernels = cases.gradients_of(machine, size, dim), machine.kernels
 
     def step() -> None:
         kernels.pool_one(vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, out, slots)
-        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, cases.RULES[optimizer]))
+        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, rule))
 
     return step
 

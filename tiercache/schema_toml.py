@@ -21,7 +21,8 @@ from tiercache.schema_parts import (
     unknown_key,
 )
 from tiercache.store.files import local_path
-from tiercache.store.optimizer import initializer_from_record, optimizer_from_record
+from tiercache.store.initializer import initializer_from_record
+from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
 
 if TYPE_CHECKING:

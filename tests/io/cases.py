@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.25),
     "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1),
     "adam": tc.optim.Adam(),
+    "momentum": tc.optim.SGD(momentum=0.9),
+    "rowwise_adam": tc.optim.RowWiseAdam(decoupled=True),
 }
 
 Rows = dict[str, dict[int, bytes]]
@@ -28,7 +30,7 @@ Rows = dict[str, dict[int, bytes]]
 
 def keeps_state(format_: str, table: Table) -> bool:
     """Say whether a round trip through a format keeps every bit of a row."""
-    if isinstance(table.optimizer, tc.optim.SGD):
+    if len(table.fields) == 1:
         return True
     if format_ == "hugectr":
         return isinstance(table.optimizer, tc.optim.Adagrad | tc.optim.Adam)
@@ -44,6 +46,8 @@ def table(name: str, dim: int, optimizer: str) -> Table:
 def all_tables() -> list[Table]:
     """Return one table for each optimizer, two of them in one group."""
     return [table(name, dim, name.split("-")[0]) for name, dim in (("adam", 5), ("rowwise", 3), ("sgd", 1))] + [
+        table("momentum", 3, "momentum"),
+        table("rowwise_adam", 2, "rowwise_adam"),
         table("adagrad-a", 4, "adagrad"),
         table("adagrad/b", 4, "adagrad"),
     ]

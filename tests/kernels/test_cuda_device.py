@@ -212,7 +212,7 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> Non
     device, host = opened(cupy)
     (runs,) = sort_groups(device, [([place(slots).view(OnDevice)], 30)])
     described = Gradients(place(gradient.reshape(-1)).view(OnDevice), 100, 8, cols)
-    update_many(device, [Step(Vectors(fields[0], 8), fields[1:], runs, described, rule_of("adagrad"))])
+    update_many(device, [Step(Vectors(fields[0], 8), fields[1:], runs, described, rule_of("adagrad", 8))])
     assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
     assert host.taken
     assert host.inside == 0

@@ -18,7 +18,7 @@ from tiercache.data.keyset import write_key_set
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_strings, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
-from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
+from tiercache.kernels.step import Rule, Step, Vectors, make_rounding
 from tiercache.planning.schedule import Schedule
 from tiercache.store import bits as hashing
 from tiercache.store.bits import to_bits
@@ -102,7 +102,7 @@ def test_random_bits_of_steps_are_those_of_the_page() -> None:
         set_streams(streams, np.zeros(1, np.int32), np.array([int(key)]), ITEM, SEED)
         gradient = -np.full((1, 8), 0x3F807FFF, np.uint32).view(np.float32)
         pairs, rounding = Cpu().sort(np.zeros(1, np.int32), 1), make_rounding(streams, int(step))
-        Cpu().step(Step(held, (), pairs, Cpu().one_id(gradient), Rule(SGD, 1.0), rounding))
+        Cpu().step(Step(held, (), pairs, Cpu().one_id(gradient), Rule("sgd", 1.0), rounding))
         assert held.values[0].tolist() == [0x3F80 + (0x7FFF + r >> 16) for r in wanted]
 
 

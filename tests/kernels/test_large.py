@@ -14,7 +14,7 @@ from tests.kernels.test_update import rule_of
 from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cuda import initial as cuda_initial
-from tiercache.kernels.step import SGD, Gradients, Rule, Step, Vectors, make_rounding
+from tiercache.kernels.step import Gradients, Rule, Step, Vectors, make_rounding
 from tiercache.rows.backends.optimizer_step import vectors_of
 from tiercache.store.bits import to_bits
 
@@ -54,7 +54,7 @@ def test_rows_beyond_two_billion_elements_are_the_right_ones(kind: str, turn: in
         m.pool_one(held, last, ids, np.zeros(2, np.int64), cols, pooled, slots)
         assert m.read(pooled)[:, [0, DIM]].tolist() == [[1, 3], [2, 4]]
         gradients, pairs = m.one_id(np.ones((2, 2 * DIM), F4), cols), m.sort(slots, NUM_SLOTS)
-        m.step(Step(held, [sums], pairs, gradients, rule_of("adagrad", rate=0.5)))
+        m.step(Step(held, [sums], pairs, gradients, rule_of("adagrad", DIM, rate=0.5)))
         assert [m.read(vectors[slot])[DIM - 1] for slot in LAST] == [0.5, 1.5, 2.5, 3.5]
         assert [m.read(sums[slot])[0] for slot in LAST] == [1, 1, 1, 1]
         data, pieces = m.array((4 * 2 * DIM,), F4), m.pieces(2 * DIM)
@@ -79,7 +79,7 @@ def test_rows_beyond_two_billion_numbers_of_16_bits_are_the_right_ones(kind: str
         m.gather(held, slots, out)
         assert m.read(out)[:, 0].tolist() == [1, 2, 3, 4]
         gradients, pairs = m.one_id(np.ones((4, DIM), F4)), m.sort(slots, NUM_SLOTS)
-        m.step(Step(held, (), pairs, gradients, Rule(SGD, 0.5), make_rounding(streams, 1)))
+        m.step(Step(held, (), pairs, gradients, Rule("sgd", 0.5), make_rounding(streams, 1)))
         m.gather(held, slots, out)
         assert m.read(out)[:, DIM - 1].tolist() == [0.5, 1.5, 2.5, 3.5]
         assert not m.read(words[6:1000]).any()
@@ -103,7 +103,7 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
         assert m.read(place).tolist() == [(num_samples - 1) * width + col]
         assert m.read(out[-1, col:]).tolist() == [4, 5, 6, 7]
         gradients = Gradients(out.reshape(-1), num_samples, width, offsets=place)
-        m.step(Step(held, (), m.sort(slots, 2), gradients, Rule(SGD, 1.0)))
+        m.step(Step(held, (), m.sort(slots, 2), gradients, Rule("sgd", 1.0)))
         assert m.read(held.values).tolist() == [[0, 1, 2, 3], [0] * dim]
 
 

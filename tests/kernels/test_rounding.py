@@ -22,7 +22,7 @@ from tiercache.kernels.cpu.pooling import SUM
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.cpu.simd import store
 from tiercache.kernels.cpu.vectors import read
-from tiercache.kernels.step import NO_ROUNDING, SGD, Rule, Step, Vectors, make_rounding
+from tiercache.kernels.step import NO_ROUNDING, Rule, Step, Vectors, make_rounding
 from tiercache.store.bits import from_bits, nearest, to_bits
 
 F4 = np.float32
@@ -99,7 +99,7 @@ def rounded_once(m: Any, values: Any, dtype: str, applied: int = 1, *, rows: int
     set_streams(streams, slots, slots.astype(np.int64), TABLE_ID, SEED)
     held, pairs = m.vectors(zeros, dtype), m.sort(m.place(slots), len(values))
     rounding, gradients = make_rounding(m.place(streams), applied), m.one_id(-values.astype(F4))
-    m.step(Step(held, (), pairs, gradients, Rule(SGD, 1.0), rounding))
+    m.step(Step(held, (), pairs, gradients, Rule("sgd", 1.0), rounding))
     return m.read(held.values)[:, : values.shape[1]]
 
 
@@ -176,7 +176,7 @@ def test_steps_far_below_a_unit_in_the_last_place_add_up(dtype: str) -> None:
     one_step = F4(2.0**-14)
     gradients = m.one_id(np.full((1, dim), one_step, F4))
     for applied in range(1, 65):
-        m.step(Step(held, (), m.sort(slots, 1), gradients, Rule(SGD, 1.0), make_rounding(streams, applied)))
+        m.step(Step(held, (), m.sort(slots, 1), gradients, Rule("sgd", 1.0), make_rounding(streams, applied)))
     assert nearest(np.array([1 - one_step], F4), dtype)[0] == 1
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]  # below 1
     deviation = np.sqrt(64 * 2.0**-14 * unit / dim)

@@ -19,45 +19,40 @@ from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cuda.launch import most_parts, struct
 from tiercache.kernels.cuda.sorting import STRETCH, LookupPositions, sort_positions
-from tiercache.kernels.step import (
-    ADAGRAD,
-    NO_ROUNDING,
-    ROWWISE,
-    SGD,
-    Gradients,
-    Rule,
-    Step,
-    Vectors,
-    adam_rule,
-    make_rounding,
-)
-from tiercache.kernels.step import SUM as SUM_RULE
+from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, make_rounding
+from tiercache.rows.backends import optimizer_step
 from tiercache.store.bits import from_bits
+from tiercache.store.optimizer import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 F4 = np.float32
-OPTIMIZERS = ("sgd", "adagrad", "rowwise", "adam")
+BY_DECAY: dict[str, Callable[[float], Optimizer]] = {
+    "sgd": lambda decay: SGD(decay=decay),
+    "momentum": lambda decay: SGD(momentum=0.9, decay=decay),
+    "nesterov": lambda decay: SGD(momentum=0.75, nesterov=True, decay=decay),
+    "adagrad": lambda decay: Adagrad(decay=decay),
+    "rowwise": lambda decay: RowWiseAdagrad(decay=decay),
+    "adam": lambda decay: Adam(decay=decay),
+    "adamw": lambda decay: Adam(decay=decay, decoupled=True),
+    "rowwise_adam": lambda decay: RowWiseAdam(decay=decay),
+    "rowwise_adamw": lambda decay: RowWiseAdam(decay=decay, decoupled=True),
+}
+OPTIMIZERS = tuple(BY_DECAY)
 APPLIED, RATE = 3, 0.1
 
 
-def rule_of(optimizer: str, decay: float = 0.0, rate: float = RATE) -> Rule:
+def rule_of(optimizer: str, dim: int, decay: float = 0.0, rate: float = RATE) -> Rule:
     """Return an optimizer's numbers."""
-    match optimizer:
-        case "adagrad":
-            return Rule(ADAGRAD, rate, 1e-10, decay)
-        case "rowwise":
-            return Rule(ROWWISE, rate, 1e-8, decay)
-        case "adam":
-            return adam_rule(APPLIED, rate, 0.9, 0.999, 1e-8, decay)
-    return Rule(SGD, rate, decay=decay)
+    return optimizer_step.rule_of(BY_DECAY[optimizer](decay), dim, rate, APPLIED)
 
 
 def states(optimizer: str, num_slots: int, dim: int, rng: np.random.Generator) -> list[NDArray[np.float32]]:
     """Return positive states for an optimizer."""
-    widths = {"sgd": [], "adagrad": [dim], "rowwise": [1], "adam": [dim, dim]}[optimizer]
-    return [rng.random((num_slots, width)).astype(F4) for width in widths]
+    return [rng.random((num_slots, one.width)).astype(F4) for one in BY_DECAY[optimizer](0.0).state_fields(dim)]
 
 
 def stepped(
@@ -67,7 +62,7 @@ def stepped(
     """Sort, step copies of the fields on a machine, and return them: vectors of 16 bits as their bits."""
     vectors, placed = m.vectors(fields[0], dtype), [m.place(field) for field in fields[1:]]
     pairs = m.sort(m.place(slots), len(fields[0]))
-    m.step(Step(vectors, placed, pairs, gradients, rule_of(optimizer, decay), rounding))
+    m.step(Step(vectors, placed, pairs, gradients, rule_of(optimizer, vectors.dim, decay), rounding))
     return [m.read(vectors.values), *(m.read(state) for state in placed)]
 
 
@@ -77,20 +72,28 @@ def oracle(
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Step `rows` by their gradients `g` in float64, by the optimizers' definitions."""
     vectors, *state = (field.astype(np.float64) for field in fields)
-    g = g + decay * vectors[rows]
-    if optimizer == "sgd":
-        vectors[rows] -= RATE * g
-    elif optimizer == "adagrad":
-        state[0][rows] += g * g
-        vectors[rows] -= RATE * g / (np.sqrt(state[0][rows]) + 1e-10)
-    elif optimizer == "rowwise":
-        state[0][rows] += (g * g).mean(axis=1, keepdims=True)
-        vectors[rows] -= RATE * g / (np.sqrt(state[0][rows]) + 1e-8)
+    if optimizer.endswith("w"):
+        vectors[rows] *= 1 - RATE * decay
     else:
-        state[0][rows] += (g - state[0][rows]) * 0.1
-        state[1][rows] += (g * g - state[1][rows]) * 0.001
-        rate = RATE * math.sqrt(1 - 0.999**APPLIED) / (1 - 0.9**APPLIED)
-        vectors[rows] -= rate * state[0][rows] / (np.sqrt(state[1][rows]) + 1e-8)
+        g = g + decay * vectors[rows]
+    squares = (g * g).mean(axis=1, keepdims=True) if optimizer.startswith("rowwise") else g * g
+    match optimizer:
+        case "sgd":
+            vectors[rows] -= RATE * g
+        case "momentum":
+            state[0][rows] = 0.9 * state[0][rows] + g
+            vectors[rows] -= RATE * state[0][rows]
+        case "nesterov":
+            state[0][rows] = 0.75 * state[0][rows] + g
+            vectors[rows] -= RATE * (g + 0.75 * state[0][rows])
+        case "adagrad" | "rowwise":
+            state[0][rows] += squares
+            vectors[rows] -= RATE * g / (np.sqrt(state[0][rows]) + (1e-10 if optimizer == "adagrad" else 1e-8))
+        case _:
+            state[0][rows] += (g - state[0][rows]) * 0.1
+            state[1][rows] += (squares - state[1][rows]) * 0.001
+            rate = RATE * math.sqrt(1 - 0.999**APPLIED) / (1 - 0.9**APPLIED)
+            vectors[rows] -= rate * state[0][rows] / (np.sqrt(state[1][rows]) + 1e-8)
     return [vectors, *state]
 
 
@@ -110,7 +113,12 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
 @settings(max_examples=120, deadline=None)
 @example(case=hot_bags((MEAN, MAX, SUM), weighted=False), optimizer="adam", decay=0.01, turn=2)
 @example(case=hot_bags((SUM, MEAN), weighted=True), optimizer="rowwise", decay=0.0, turn=1)
-@given(case=bags(), optimizer=st.sampled_from(OPTIMIZERS), decay=st.sampled_from((0.0, 0.01)), turn=st.integers(0, 2))
+@given(
+    case=bags(),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    decay=st.sampled_from((0.0, 0.01)),
+    turn=st.integers(0, 2),
+)
 def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
     kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
@@ -298,8 +306,8 @@ def test_sums_are_the_steps_of_rows_of_zeros(dim: int, turn: int) -> None:
     zeros = np.zeros_like(out)
     with machine("cpu", turn) as m:
         gradients, pairs = m.one_id(rng.standard_normal((slots.size, dim), dtype=F4)), m.sort(slots, 300)
-        m.step(Step(Vectors(zeros, dim), (), pairs, gradients, Rule(SGD, -0.25)))
-        m.step(Step(Vectors(out, dim), (), pairs, gradients, Rule(SUM_RULE, 0.25)))
+        m.step(Step(Vectors(zeros, dim), (), pairs, gradients, Rule("sgd", -0.25)))
+        m.step(Step(Vectors(out, dim), (), pairs, gradients, Rule("sum", 0.25)))
     named = np.unique(slots)
     assert same_bits(out[named], zeros[named])
     assert np.isnan(np.delete(out, named, axis=0)).all()
@@ -319,11 +327,11 @@ def test_no_entries_change_nothing(kind: str) -> None:
 def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
     """Bias correction counts applied steps from 1; 0 is refused."""
     with pytest.raises(ValueError, match="step is 0"):
-        adam_rule(0, RATE, 0.9, 0.999, 1e-8, 0.0)
+        Adam().rule(RATE, 0)
     for m in machines(kind):
         fields = [m.place(np.zeros((1, 4), F4)) for _ in range(3)]
         pairs = m.sort(m.place(np.zeros(1, np.int32)), 1)
-        rule, gradients = adam_rule(1, RATE, 0.9, 0.999, 1e-8, 0.0), m.one_id(np.array([[1, -2, 3, -4]], F4))
+        rule, gradients = optimizer_step.rule_of(Adam(), 4, RATE, 1), m.one_id(np.array([[1, -2, 3, -4]], F4))
         m.step(Step(Vectors(fields[0], 4), fields[1:], pairs, gradients, rule))
         np.testing.assert_allclose(m.read(fields[0])[0], [-RATE, RATE, -RATE, RATE], rtol=1e-5)
 
@@ -346,7 +354,7 @@ def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> 
             described = m.one_id(gradient)
             wanted.append(stepped(m, optimizer, fields, slots, described, dtype=dtype, rounding=noise))
             pairs, placed = m.sort(m.place(slots), 20), [m.place(field) for field in fields[1:]]
-            steps.append(Step(m.vectors(fields[0], dtype), placed, pairs, described, rule_of(optimizer), noise))
+            steps.append(Step(m.vectors(fields[0], dtype), placed, pairs, described, rule_of(optimizer, dim), noise))
         m.device.launches.clear()
         m.step(*steps)
         assert m.device.launches == [
@@ -379,7 +387,7 @@ def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
     m, steps = Cuda(Forgetful()), []
     for _ in range(2):
         pairs = m.sort(m.place(np.arange(3, dtype=np.int32)), 3)
-        steps.append(Step(m.vectors(np.ones((3, 4), F4)), (), pairs, m.one_id(np.ones((3, 4), F4)), Rule(SGD, 1.0)))
+        steps.append(Step(m.vectors(np.ones((3, 4), F4)), (), pairs, m.one_id(np.ones((3, 4), F4)), Rule("sgd", 1.0)))
     m.step(*steps)
     assert m.device.launches[-2:] == ["update.sum_stretches_any", "update.update_sgd_any"]
     assert all(not step.vectors.values.any() for step in steps)
@@ -434,7 +442,7 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
         assert np.array_equal(m.pairs(runs) >> np.uint64(32), np.sort(ids + bases[feature]))
         vectors, placed = m.vectors(fields[0]), [m.place(field) for field in fields[1:]]
         runs = runs._replace(slot_of=m.place(slot_of))
-        m.step(Step(vectors, placed, runs, m.one_id(gradient), rule_of("adagrad")))
+        m.step(Step(vectors, placed, runs, m.one_id(gradient), rule_of("adagrad", dim)))
         found = [m.read(vectors.values), *(m.read(state) for state in placed)]
         assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -446,7 +454,7 @@ def test_more_groups_than_travel_with_a_launch_step_in_several_on_cuda() -> None
     for number in range(2 * most_parts(struct("UpdatePart", "update")) + 1):
         gradients = m.one_id(np.full((2, 16), number, F4))
         pairs = m.sort(m.place(np.array([1, 1], np.int32)), 3)
-        steps.append(Step(m.vectors(np.zeros((3, 16), F4)), (), pairs, gradients, Rule(SGD, 1.0)))
+        steps.append(Step(m.vectors(np.zeros((3, 16), F4)), (), pairs, gradients, Rule("sgd", 1.0)))
     m.step(*steps)
     assert m.device.launches.count("update.update_sgd") == 3
     for number, step in enumerate(steps):
@@ -460,8 +468,8 @@ def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
     vectors, slots, gradient = np.zeros((5, 4), F4), np.array([0, 4, 2], np.int32), np.ones((3, 4), F4)
     pairs, state, good = m.sort(m.place(slots), 5), m.place(np.zeros((5, 4), F4)), m.one_id(gradient)
     bags_of = functools.partial(Gradients, good.flat, 3, 4, offsets=np.zeros(3, np.int64))
-    right = Step(m.vectors(vectors), (), pairs, good, rule_of("sgd"))
-    adagrad = right._replace(rule=rule_of("adagrad"), states=[state])
+    right = Step(m.vectors(vectors), (), pairs, good, rule_of("sgd", 4))
+    adagrad = right._replace(rule=rule_of("adagrad", 4), states=[state])
     narrow_rows = right._replace(vectors=m.vectors(vectors, "bfloat16"))
     for wrong, said in (
         (adagrad._replace(states=[m.place(np.zeros((5, 1), F4))]), "first state has shape"),

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
 from tiercache.store.files import paged
+from tiercache.store.initializer import Zeros
 from tiercache.store.layout import Range, SegmentLayout
-from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad, Zeros
+from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
 from tiercache.store.store_errors import StoreError
 from tiercache.store.table import Table, group_tables
 

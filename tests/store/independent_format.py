@@ -147,12 +147,20 @@ def altered(key: int, fields: tuple[bytes, ...], before: Values, after: Values) 
     """Return the fields of a row, without padding, after one alteration of its table."""
     new = initial_vector(key, after) if after["dim"] > before["dim"] else fields[0]
     vector = fields[0] + new[len(fields[0]) :]
-    kind, dim = after["optimizer"]["kind"], after["dim"]
-    widths = {"sgd": [], "adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim]}[kind]
+    kind, widths = state_of(after)
     start = struct.pack("<f", after["optimizer"].get("initial_accumulator", 0.0))
-    same = kind == before["optimizer"]["kind"]
-    states = fields[1:] if same else [b""] * len(widths)
+    states = fields[1:] if kind == state_of(before)[0] else [b""] * len(widths)
     return vector, *(state + start * (width - len(state) // 4) for state, width in zip(states, widths, strict=True))
+
+
+def state_of(table: Values) -> tuple[str, list[int]]:
+    """Return the kind of a table's state, and the numbers of each state in a row."""
+    dim, optimizer = table["dim"], table["optimizer"]
+    kind = "momentum" if optimizer.get("momentum") else optimizer["kind"]
+    return kind, {
+        "sgd": [], "momentum": [dim], "adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim],
+        "rowwise_adam": [dim, 1],
+    }[kind]  # fmt: skip
 
 
 def initial_vector(key: int, table: Values) -> bytes:

@@ -155,11 +155,11 @@ def join_ranks(
 
 
 def side_by_side(left: Row, right: Row, table: Values) -> Row:
-    """Return a row of more columns; the state of row-wise Adagrad is one number, the same in all slices."""
+    """Return a row of more columns; the last state of a row-wise optimizer is one number, the same in all slices."""
     pairs = zip(left.fields, right.fields, strict=True)
-    alone = table["optimizer"]["kind"] == "rowwise_adagrad"
-    assert not alone or left.fields[1:] == right.fields[1:]
-    fields = [a if alone and index else a + b for index, (a, b) in enumerate(pairs)]
+    alone = table["optimizer"]["kind"].startswith("rowwise_")
+    assert not alone or left.fields[-1] == right.fields[-1]
+    fields = [a if alone and index == len(left.fields) - 1 else a + b for index, (a, b) in enumerate(pairs)]
     assert left.changed == right.changed
     return Row(tuple(fields), left.changed)
 
@@ -176,7 +176,7 @@ def names_in_order(tables: list[Values]) -> list[str]:
     """Return the names of tables, given by unsigned id, group after group."""
     groups: dict[str, list[str]] = {}
     for table in tables:
-        alone = "whole_dim" in table and table["optimizer"]["kind"] == "rowwise_adagrad"
+        alone = "whole_dim" in table and table["optimizer"]["kind"].startswith("rowwise_")
         like = [table.get(name) for name in ("dim", "dtype", "optimizer", "compression")]
         groups.setdefault(json.dumps([*like, alone and table["name"]]), []).append(table["name"])
     return [name for names in groups.values() for name in names]

@@ -21,7 +21,8 @@ from tests.store.world import World
 from tiercache.store.commit import Cursor
 from tiercache.store.engines.engine import Engine
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.optimizer import SGD, Adagrad, Adam, Uniform, Zeros
+from tiercache.store.initializer import Uniform, Zeros
+from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.store import Store
 from tiercache.store.store_errors import StoreError, StoreFullError
 from tiercache.store.table import Table

@@ -28,6 +28,7 @@ from tiercache.store import (
 )
 from tiercache.store.bits import ITEM_BYTES
 from tiercache.store.initial_rows import initial_rows
+from tiercache.store.optimizer import RowWiseAdam
 from tiercache.store.row_codec import row_words
 from tiercache.store.verification import Verification
 
@@ -47,11 +48,16 @@ def converted(rows: dict[Key, bytes], before: Sequence[Table], after: Sequence[T
             one, new, at, to = old[name], bytearray(first_row(table, key)), 0, 0
             for stored, field in zip(one.fields, table.fields, strict=False):
                 count = stored.width * ITEM_BYTES[stored.dtype]
-                if field is table.fields[0] or type(one.optimizer) is type(table.optimizer):
+                if field is table.fields[0] or states_of(one) == states_of(table):
                     new[to : to + count] = row[at : at + count]
                 at, to = at + 4 * stored.words, to + 4 * field.words
             found[name, key] = bytes(new)
     return found
+
+
+def states_of(table: Table) -> tuple[type, list[str]]:
+    """Return what decides whether state starts over; momentum and none are two kinds of SGD."""
+    return type(table.optimizer), [field.name for field in table.fields[1:]]
 
 
 def in_words(table: Table, chunks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]]) -> dict[int, bytes]:
@@ -102,6 +108,9 @@ CHANGES: dict[str, Callable[[list[Table]], list[Table]]] = {
     "all at once": lambda tables: changed(
         [*grown(tables), Table(name="new", dim=2)], "word", optimizer=RowWiseAdagrad(), dim=20,
         initializer=Uniform(low=1.0, high=2.0),
+    ),
+    "momentum and row-wise Adam": lambda tables: changed(
+        changed(tables, "day", optimizer=SGD(learning_rate=1.0, momentum=0.5)), "place", optimizer=RowWiseAdam(),
     ),
     "the learning rate of one table of a group": lambda tables: changed(
         tables, "item", optimizer=replace(tables[1].optimizer, learning_rate=0.5)
@@ -285,6 +294,22 @@ def test_live_learning_rates_and_steps_stay_unless_the_record_changes() -> None:
         joined = changed(after, "c", optimizer=Adagrad(learning_rate=0.2, eps=0.25), dim=4)
         with pytest.raises(ValueError, match=r"would share a group.*left them at 0.0[12] and 0.[02]+: give both"):
             alter(store, [*changed(joined, "b", dim=4), Table(name="d", dim=9)])
+
+
+def test_the_buffer_of_momentum_starts_over_when_momentum_comes_and_goes() -> None:
+    """With another momentum above 0 it stays; a setting of a training goes if the record changes."""
+    first = Table(name="a", dim=2, optimizer=SGD(learning_rate=0.1, momentum=0.5), initializer=Zeros())
+    with Store.open(None, tables=[first], engine=MemoryEngine()) as store:
+        kept = {"steps": 3, "tables": {"a": {"momentum": 0.25, "weight_decay": 0.5}}}
+        rows = [("a", (np.arange(2), [np.full((2, 2), one, np.float32) for one in (7, 3)]))]
+        load_rows(store, rows, settings=kept)
+        for momentum, buffer in ((0.75, 3.0), (0.0, None), (0.5, 0.0)):
+            commit = alter(store, [replace(first, optimizer=replace(first.optimizer, momentum=momentum))])
+            assert commit.settings["tables"] == {"a": {"weight_decay": 0.5}}
+            found = store.lookup("a", np.arange(2))
+            assert (found["vector"] == 7).all()
+            assert ("momentum_buffer" in found) == (buffer is not None)
+            assert buffer is None or (found["momentum_buffer"] == buffer).all()
 
 
 REFUSED = {

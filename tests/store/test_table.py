@@ -19,7 +19,7 @@ from tiercache.store import (
     initializer_code,
     xxh64,
 )
-from tiercache.store.optimizer import Optimizer
+from tiercache.store.optimizer import Optimizer, RowWiseAdam
 
 
 def table(**changes: Any) -> Table:
@@ -35,6 +35,8 @@ def table(**changes: Any) -> Table:
         (Adagrad(learning_rate=0.1, initial_accumulator=0.5), [("vector", 4, 0), ("sum", 4, 0.5)], 32),
         (RowWiseAdagrad(learning_rate=0.1), [("vector", 4, 0), ("sum", 1, 0)], 20),
         (Adam(), [("vector", 4, 0), ("exp_avg", 4, 0), ("exp_avg_sq", 4, 0)], 48),
+        (SGD(momentum=0.5), [("vector", 4, 0), ("momentum_buffer", 4, 0)], 32),
+        (RowWiseAdam(), [("vector", 4, 0), ("exp_avg", 4, 0), ("exp_avg_sq", 1, 0)], 36),
     ],
 )
 def test_a_row_is_the_vector_and_the_optimizer_state(
@@ -62,7 +64,13 @@ def test_the_table_id_is_the_hash_of_the_name() -> None:
     assert table(name="größe", dim=7).table_id == xxh64("größe".encode())
 
 
-@pytest.mark.parametrize("optimizer", [SGD(learning_rate=1), Adagrad(learning_rate=0.1), Adam(beta1=0.8)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SGD(learning_rate=1), Adagrad(learning_rate=0.1), Adam(beta1=0.8), SGD(momentum=0.5, nesterov=True),
+        Adam(decoupled=True, decay=0.1), RowWiseAdam(),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "initializer", [Zeros(), Constant(value=0.3), Uniform(low=-1, high=0.1), Normal(mean=1, std=0)]
 )
@@ -96,7 +104,7 @@ def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None
         ({"dim": 0}, "whole number >= 1"),
         ({"dim": 2.0}, "whole number >= 1"),
         ({"dim": True}, "whole number >= 1"),
-        ({"optimizer": "adam"}, "must be SGD, Adagrad, RowWiseAdagrad or Adam"),
+        ({"optimizer": "adam"}, "must be one of SGD, Adagrad"),
         ({"initializer": 0}, "must be Uniform, Normal, Zeros or Constant"),
         ({"seed": -1}, "must be 0 .. 2"),
         ({"seed": 2**64}, "must be 0 .. 2"),
@@ -126,6 +134,11 @@ def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) ->
         lambda: Adagrad(learning_rate=float("inf")),
         lambda: Adam(beta1=1.0),
         lambda: Adam(eps=True),
+        lambda: Adam(decoupled=1),  # type: ignore[arg-type]
+        lambda: RowWiseAdam(beta2=-0.1),
+        lambda: SGD(momentum=1.0),
+        lambda: SGD(nesterov=True),
+        lambda: SGD(momentum=0.5, nesterov=0.0),  # type: ignore[arg-type]
         lambda: Uniform(low=1.0, high=0.0),
         lambda: Uniform(low=float("-inf"), high=0.0),
         lambda: Normal(std=-1.0),

@@ -49,12 +49,14 @@ class Oracle:
             for name, table in self.tables.items()
         }
         self.touched = {name: self._there(np.zeros(keys.size, bool)) for name, keys in self.keys.items()}
-        self.sums = {
-            name: self._there(
-                np.full((keys.size, 1), getattr(self.tables[name].optimizer, "initial_accumulator", 0.0), np.float32)
-            )
-            for name, keys in self.keys.items()
+        self.states = {
+            name: [
+                self._there(np.full((self.keys[name].size, one.width), one.initial, np.float32))
+                for one in table.optimizer.state_fields(table.dim)
+            ]
+            for name, table in self.tables.items()
         }
+        self.steps = dict.fromkeys(self.tables, 0)
         self.rates = {name: table.optimizer.learning_rate for name, table in self.tables.items()}
         self.optimizers = {name: self._optimizer(name) for name in self.tables}
 
@@ -63,12 +65,12 @@ class Oracle:
         return torch.from_numpy(array.copy()).to(self.device)
 
     def _is_sparse(self, name: str) -> bool:
-        return isinstance(self.tables[name].optimizer, tc.optim.Adam)
+        return isinstance(self.optimizers[name], torch.optim.SparseAdam)
 
     def _optimizer(self, name: str) -> Any:
-        """Return torch's optimizer for a table, None where it has none: decay of touched rows, row-wise Adagrad."""
+        """Return torch's optimizer for a table, None for decay of touched rows, momentum, row-wise rules."""
         match self.tables[name].optimizer:
-            case tc.optim.SGD(learning_rate=rate, decay=0.0):
+            case tc.optim.SGD(learning_rate=rate, decay=0.0, momentum=0.0):
                 return torch.optim.SGD([self.weights[name]], lr=rate)
             case tc.optim.Adagrad(learning_rate=rate, eps=eps, initial_accumulator=first, decay=0.0):
                 return torch.optim.Adagrad([self.weights[name]], lr=rate, eps=eps, initial_accumulator_value=first)
@@ -139,16 +141,54 @@ class Oracle:
         spec, weight, touched = self.tables[name].optimizer, self.weights[name], self.touched[name]
         if weight.grad is None:
             return
-        rows = weight[touched]
-        gradient = weight.grad[touched] + spec.decay * rows
-        if isinstance(spec, tc.optim.SGD):
-            weight[touched] = rows - self.rates[name] * gradient
-        else:
-            if isinstance(spec, tc.optim.RowWiseAdagrad):
-                squares = (gradient * gradient).mean(dim=1, keepdim=True)
-            else:
-                squares, self.sums[name] = gradient * gradient, self.sums[name].expand(weight.shape).clone()
-            self.sums[name][touched] += squares
-            root = self.sums[name][touched].sqrt() + spec.eps
-            weight[touched] = rows - self.rates[name] * gradient / root
+        self.steps[name] += 1
+        rows, states = weight[touched], [state[touched] for state in self.states[name]]
+        match spec:
+            case tc.optim.SGD(momentum=momentum, nesterov=nesterov) if momentum:
+                torchs = torch.optim.SGD([rows], momentum=momentum, nesterov=nesterov, weight_decay=spec.decay)
+                rows = self._step_of_torch(name, torchs, {"momentum_buffer": states[0]})
+            case tc.optim.Adam(decoupled=True):
+                root = (1 - spec.beta2 ** self.steps[name]) ** 0.5  # torch adds eps after this correction
+                torchs = torch.optim.AdamW(
+                    [rows], betas=(spec.beta1, spec.beta2), eps=spec.eps / root, weight_decay=spec.decay
+                )
+                step = torch.tensor(self.steps[name] - 1.0)
+                rows = self._step_of_torch(name, torchs, {"step": step, "exp_avg": states[0], "exp_avg_sq": states[1]})
+            case _:
+                rows = self._stepped(name, rows, weight.grad[touched], states)
+        weight[touched] = rows
+        for state, new in zip(self.states[name], states, strict=True):
+            state[touched] = new
         weight.grad = None
+
+    def _step_of_torch(self, name: str, optimizer: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Step touched rows alone by an optimizer of torch, which changes their state in place; return them."""
+        (group,) = optimizer.param_groups
+        (rows,) = group["params"]
+        group["lr"], optimizer.state[rows] = self.rates[name], state
+        rows.grad = self.weights[name].grad[self.touched[name]]
+        optimizer.step()
+        return rows
+
+    def _stepped(self, name: str, rows: Any, gradient: Any, states: list[torch.Tensor]) -> torch.Tensor:
+        """Return touched rows after a step that is written out; their states change in place."""
+        spec, rate, step = self.tables[name].optimizer, self.rates[name], self.steps[name]
+        if getattr(spec, "decoupled", False):
+            rows = rows * (1 - rate * spec.decay)
+        else:
+            gradient = gradient + spec.decay * rows
+        squares = gradient * gradient
+        if spec.row_wise:
+            squares = squares.mean(dim=1, keepdim=True)
+        match spec:
+            case tc.optim.SGD():
+                return rows - rate * gradient
+            case tc.optim.Adagrad(eps=eps) | tc.optim.RowWiseAdagrad(eps=eps):
+                states[0] += squares
+                return rows - rate * gradient / (states[0].sqrt() + eps)
+            case tc.optim.Adam(beta1=one, beta2=two, eps=eps) | tc.optim.RowWiseAdam(beta1=one, beta2=two, eps=eps):
+                states[0] += (gradient - states[0]) * (1 - one)
+                states[1] += (squares - states[1]) * (1 - two)
+                rate = rate * (1 - two**step) ** 0.5 / (1 - one**step)
+                return rows - rate * states[0] / (states[1].sqrt() + eps)
+        raise AssertionError(f"{spec} is not written out")

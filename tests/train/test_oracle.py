@@ -27,6 +27,11 @@ OPTIMIZERS = {
     "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1),
     "rowwise decay": tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.05),
     "adam": tc.optim.Adam(learning_rate=0.01),
+    "adamw": tc.optim.Adam(learning_rate=0.01, decay=0.5, decoupled=True),
+    "momentum": tc.optim.SGD(learning_rate=0.05, momentum=0.9, decay=0.02),
+    "nesterov": tc.optim.SGD(learning_rate=0.05, momentum=0.75, nesterov=True),
+    "rowwise adam": tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.05),
+    "rowwise adamw": tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.5, decoupled=True),
 }
 SPECS = (
     Spec(name="one", table="a"),
@@ -156,7 +161,9 @@ def test_whole_numbers_give_the_bits_of_torch(tmp_path: Path, unpooled: bool) ->
 def test_every_dim_from_1_to_130_equals_torch(tmp_path: Path) -> None:
     """One table of each dim, optimizers in turn."""
     optimizers: list[Any] = [*OPTIMIZERS.values()]
-    tables = tuple(table(f"t{d}", d, optimizers[d % 7], tc.init.Uniform(low=-1, high=1)) for d in range(1, 131))
+    tables = tuple(
+        table(f"t{d}", d, optimizers[d % len(optimizers)], tc.init.Uniform(low=-1, high=1)) for d in range(1, 131)
+    )
     specs = tuple(
         Spec(name=f"f{d}", table=f"t{d}", hotness="ragged" if d % 2 else "one_hot", mode="mean" if d % 3 else "sum")
         for d in range(1, 131)

@@ -293,7 +293,7 @@ def test_settings_of_tables_come_back_from_a_commit() -> None:
     assert [{k: group[k] for k in kept} for group in second.param_groups] == [
         {k: group[k] for k in kept} for group in first.param_groups
     ]
-    assert (second.steps, second.learning_rates, second.group(0).optimizer.beta1) == (7, [0.25], 0.8)
+    assert (second.steps, second.learning_rates, second.optimizer(0).beta1) == (7, [0.25], 0.8)
     assert first.param_groups[0]["step"] == next(
         group["step"] for group in second.param_groups if group["table"] == "b"
     )

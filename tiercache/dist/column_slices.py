@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.store.table import SGD, Group, RowWiseAdagrad
+from tiercache.store.optimizer import SGD, RowWiseAdagrad
 from tiercache.values.lookups import RowRequest, SavedGradient
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.backends.optimizer_step import OptimizerStep
+    from tiercache.store.table import Group
     from tiercache.values.lookups import GroupGradients, GroupRows
 
 _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
+_PLAIN = SGD()
+"""Changes rows by their gradients alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ class SliceSteps:
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(step.saved, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
         p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(current))])
-        if step.group.optimizer.decay:
-            gradient.add_(current, alpha=step.group.optimizer.decay)
+        if step.optimizer.decay:
+            gradient.add_(current, alpha=step.optimizer.decay)
         return slots, gradient
 
     def _add_up(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -138,19 +141,13 @@ class SliceSteps:
     ) -> None:
         """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
         p, group = self._backend, step.group
-        assert isinstance(group.optimizer, RowWiseAdagrad)
+        assert isinstance(step.optimizer, RowWiseAdagrad)
         state, where = p.tensor(step.rows.states[0]).view(-1), slots.long()
         sums = state[where] + total / whole_dim
         state[where] = sums
-        gradient /= (sums.sqrt() + group.optimizer.eps)[:, None]
+        gradient /= (sums.sqrt() + step.optimizer.eps)[:, None]
         merged = SavedGradient(
             slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
-        p.step([replace(step, group=_plain(group, group.dtype), saved=[merged])])
-
-
-def _plain(group: Group, dtype: str) -> Group:
-    """Return a group whose rows are changed by their gradients alone."""
-    table = replace(group.tables[0], optimizer=SGD(learning_rate=1.0), dtype=dtype)
-    return Group(index=group.index, tables=(table,))
+        p.step([replace(step, optimizer=_PLAIN, saved=[merged])])

@@ -18,7 +18,7 @@ from tiercache.io.staging import check_space, file_errors, staging_directory, to
 from tiercache.store import Store
 from tiercache.store.files import publish, replace_file, sync
 from tiercache.store.scan import SCAN_BYTES
-from tiercache.store.table import Adam, Table
+from tiercache.store.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +63,7 @@ class ExportedTable(BaseModel):
         Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row starts anew.
         """
         is_complete = self.has_state or len(self.table.fields) == 1
-        return is_complete and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
+        return is_complete and (self.table.optimizer.counts_steps or self.table.dtype != "float32")
 
 
 def _distinct(tables: tuple[ExportedTable, ...]) -> tuple[ExportedTable, ...]:

@@ -19,7 +19,6 @@ from tiercache.store import Store, load_rows
 from tiercache.store.bulk_load import LOAD_BYTES
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.scan import chunk_rows_of
-from tiercache.store.table import Adam
 
 if TYPE_CHECKING:
     import os
@@ -247,8 +246,8 @@ def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) 
     if not counting:
         return None
     if steps is None:
-        table = next((table for table in counting if isinstance(table.optimizer, Adam)), counting[0])
-        what = "Adam's state" if isinstance(table.optimizer, Adam) else f"the rounding to {table.dtype}"
+        table = next((table for table in counting if table.optimizer.counts_steps), counting[0])
+        what = "Adam's state" if table.optimizer.counts_steps else f"the rounding to {table.dtype}"
         warnings.warn(
             f"{place} does not say how many steps table {table.name!r} was trained, and {what} goes on with their "
             "count: training counts from 0, unless you give steps (--steps)",

@@ -4,7 +4,6 @@ Legend: S slots, D dim, P numbers from one row to the next, E entries, N samples
 rows. Arrays are on the device of the rows; `cols` are NumPy arrays.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +12,7 @@ import numpy as np
 from tiercache.kernels.arrays import F4, I8, NONE_F4, NONE_I4, NONE_I8, NONE_U8
 from tiercache.kernels.cpu.hashing import mix
 
-__all__ = [
-    "ADAGRAD", "ADAM", "NO_ROUNDING", "ROWWISE", "SGD", "SUM", "Gradients", "Rounding", "Rule", "Step", "Vectors",
-    "adam_rule", "check_step", "make_rounding",
-]  # fmt: skip
-
-SGD, ADAGRAD, ROWWISE, ADAM = range(4)
-SUM = 4
-"""No optimizer: the row becomes rate times the gradient, whatever it was. For the CPU."""
+__all__ = ["NO_ROUNDING", "Gradients", "Rounding", "Rule", "Step", "Vectors", "check_step", "make_rounding"]
 
 
 class Vectors(NamedTuple):
@@ -78,22 +70,21 @@ class Gradients(NamedTuple):
 class Rule(NamedTuple):
     """An optimizer's numbers in one step, as kernels take them in float32."""
 
-    kind: int
+    kind: str
+    """The optimizer, as in `cpu.rules.KINDS`; "sum", on the CPU: the row becomes rate times the gradient."""
     rate: float
     eps: float = 0.0
     decay: float = 0.0
-    new1: float = 0.0
-    """The share of the new value in Adam's first average."""
-    new2: float = 0.0
-    """And in its second."""
-
-
-def adam_rule(step: int, learning_rate: float, beta1: float, beta2: float, eps: float, decay: float) -> Rule:
-    """Return Adam's rule in applied step `step`, counted from 1. Raises ValueError for a step before."""
-    if step < 1:
-        raise ValueError(f"step is {step}: the first applied step is 1.")
-    rate = learning_rate * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-    return Rule(ADAM, rate, eps, decay, 1.0 - beta1, 1.0 - beta2)
+    """The share of the row that is added to its gradient."""
+    keep: float = 1.0
+    """The share of the row that the step starts from."""
+    a: float = 0.0
+    """Of momentum: the share of the buffer that stays. Of the others: that of the new value in the first average."""
+    b: float = 0.0
+    """Of momentum: the share of the buffer that is added to the gradient, 0 without Nesterov. Of the others: that of
+    the new value in the average of squares."""
+    widths: Sequence[int] = ()
+    """Numbers of each state in a row."""
 
 
 class Rounding(NamedTuple):
@@ -114,16 +105,11 @@ def make_rounding(streams: Any, step: int) -> Rounding:
 
 
 class Step(NamedTuple):
-    """One step of the rows of a group.
-
-    SGD: row -= rate * g, with g += decay * row before, here and below. ADAGRAD, per element: sum += g * g;
-    row -= rate * g / (sqrt(sum) + eps). ROWWISE, per row: sum += mean(g * g); row -= rate / (sqrt(sum) + eps) * g.
-    ADAM: as torch.optim.SparseAdam.
-    """
+    """One step of the rows of a group, by an optimizer of `store.optimizer`."""
 
     vectors: Vectors
     states: Sequence[Any]
-    """(S, D) of ADAGRAD, (S, 1) of ROWWISE, two of (S, D) of ADAM: all float32."""
+    """float32, (S, width) each."""
     pairs: Any
     """(E,) uint64: sorted slots, those of one row in batch order; on a GPU `Runs`. A row that none names stays."""
     gradients: Gradients | Sequence[Gradients]
@@ -147,7 +133,7 @@ def check_step(step: Step) -> None:
         raise ValueError(
             f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.shape[0]} streams: give each."
         )
-    widths = {ADAGRAD: (dim,), ROWWISE: (1,), ADAM: (dim, dim)}.get(step.rule.kind, ())
+    widths = step.rule.widths
     for name, state, width in zip(("first", "second"), step.states, widths, strict=False):
         if tuple(state.shape) != (num_slots, width):
             raise ValueError(

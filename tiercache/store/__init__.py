@@ -16,20 +16,10 @@ if TYPE_CHECKING:
     from tiercache.store.engines.memory_engine import MemoryEngine
     from tiercache.store.engines.zarr_engine import ZarrEngine
     from tiercache.store.forget import Forgotten, forget
+    from tiercache.store.initializer import Constant, Normal, Uniform, Zeros, initializer_code
     from tiercache.store.inspect import info, verify
     from tiercache.store.layout import NEVER, Range, SegmentLayout
-    from tiercache.store.optimizer import (
-        SGD,
-        Adagrad,
-        Adam,
-        Constant,
-        Field,
-        Normal,
-        RowWiseAdagrad,
-        Uniform,
-        Zeros,
-        initializer_code,
-    )
+    from tiercache.store.optimizer import SGD, Adagrad, Adam, Field, RowWiseAdagrad
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
     from tiercache.store.store_errors import (
@@ -80,11 +70,11 @@ _HOME = {
     "hash_keys": "bits",
     "mix": "bits",
     "xxh64": "bits",
-    "Constant": "optimizer",
-    "Normal": "optimizer",
-    "Uniform": "optimizer",
-    "Zeros": "optimizer",
-    "initializer_code": "optimizer",
+    "Constant": "initializer",
+    "Normal": "initializer",
+    "Uniform": "initializer",
+    "Zeros": "initializer",
+    "initializer_code": "initializer",
     "info": "inspect",
     "verify": "inspect",
     "LmdbEngine": "engines.lmdb_engine",

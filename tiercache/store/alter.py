@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding, groups_of_rank
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import Commit
     from tiercache.store.store import Store
-
-_SETTINGS = {"decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
-"""By field of an optimizer the setting of a commit that replaces it."""
 
 
 def alter(store: Store, tables: Iterable[Table]) -> Commit:
@@ -126,11 +123,11 @@ def altered_settings(commit: Commit, tables: Sequence[Table]) -> dict[str, Any]:
     before = {table.name: table for table in commit.tables}
     own: dict[str, dict[str, Any]] = {}
     for table in tables:
-        old, now = before.get(table.name), asdict(table.optimizer)
+        old, now = before.get(table.name), table.optimizer.settings()
         if old is None or type(old.optimizer) is not type(table.optimizer):
             own[table.name] = {"step": 0} if settings.get("steps") else {}
             continue
-        changed = {_SETTINGS.get(name) for name, value in asdict(old.optimizer).items() if value != now[name]}
+        changed = {name for name, value in old.optimizer.settings().items() if value != now[name]}
         kept = settings.get("tables", {}).get(table.name, {})
         own[table.name] = {name: value for name, value in kept.items() if name not in changed}
     settings.pop("tables", None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.bits import mix, nearest
-from tiercache.store.optimizer import Constant, Normal, Uniform, Zeros
+from tiercache.store.initializer import Constant, Normal, Uniform, Zeros
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,98 +1,31 @@
-"""Row optimizers and initializers as values: their names, their state in a row, and where it starts."""
+"""Row optimizers as values: their settings, their state in a row, and the numbers that kernels take.
+
+The arithmetic of each is in `kernels/cpu/rules.py` and `kernels/cuda/rules.cuh`, under the same kind.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tiercache.store.bits import vector_words
+from tiercache.store.initializer import build, check_finite
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Zeros:
-    """Every number starts at 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Constant:
-    """Every number starts at one value."""
-
-    value: float
-    """The value, rounded to float32."""
-
-    def __post_init__(self) -> None:
-        check_finite(self.value, "value", self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Uniform:
-    """Numbers start uniform in [low, high): the same bits on every device."""
-
-    low: float = -0.05
-    """The least value."""
-    high: float = 0.05
-    """Above every value."""
-
-    def __post_init__(self) -> None:
-        check_finite(self.low, "low", self)
-        check_finite(self.high, "high", self)
-        if self.low > self.high:
-            raise ValueError(f"Uniform runs from {self.low} to {self.high}: low must not exceed high")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Normal:
-    """Numbers start normally distributed; not promised to be the same bits on different devices."""
-
-    mean: float = 0.0
-    """The mean."""
-    std: float = 1.0
-    """The standard deviation."""
-
-    def __post_init__(self) -> None:
-        check_finite(self.mean, "mean", self)
-        check_finite(self.std, "std", self)
-        if self.std < 0:
-            raise ValueError(f"std of Normal is {self.std}: it must not be negative")
-
-
-Initializer = Zeros | Constant | Uniform | Normal
-
-INITIALIZER_KINDS: dict[str, type[Initializer]] = {
-    "zeros": Zeros,
-    "constant": Constant,
-    "uniform": Uniform,
-    "normal": Normal,
-}
-
-
-def initializer_code(initializer: Initializer) -> tuple[int, float, float]:
-    """Return (kind, a, b) as kernels take it: 0 zeros, 1 constant a, 2 uniform [a, b), 3 normal (mean a, std b)."""
-    match initializer:
-        case Zeros():
-            return 0, 0.0, 0.0
-        case Constant():
-            return 1, float(initializer.value), 0.0
-        case Uniform():
-            return 2, float(initializer.low), float(initializer.high)
-        case Normal():
-            return 3, float(initializer.mean), float(initializer.std)
-
-
-def initializer_to_record(initializer: Initializer) -> dict[str, Any]:
-    """Return the initializer as plain JSON values."""
-    kind = next(kind for kind, cls in INITIALIZER_KINDS.items() if type(initializer) is cls)
-    return {"kind": kind, **dataclasses.asdict(initializer)}
-
-
-def initializer_from_record(record: dict[str, Any]) -> Initializer:
-    """Build the initializer that ``initializer_to_record`` wrote. Raises ValueError for anything else."""
-    return build(record, INITIALIZER_KINDS, "initializer")  # type: ignore[no-any-return]
-
+__all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad", "RowWiseAdam"]
 
 _LARGEST = (2 - 2**-23) * 2.0**127
+_OMITTED = {"omitted": True}
+"""Marks a field that a record leaves out if it has its default."""
+_SETTINGS = {
+    "learning_rate": "lr", "decay": "weight_decay", "decoupled": "decoupled_weight_decay", "beta1": "betas",
+    "beta2": "betas",
+}  # fmt: skip
+"""Names in ``param_groups`` of fields that torch calls otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,25 +46,89 @@ class Field:
         object.__setattr__(self, "words", vector_words(self.width, self.dtype))
 
 
+class Optimizer:
+    """A row optimizer. Rows that a step does not touch keep their vector and their state."""
+
+    __slots__ = ()
+
+    counts_steps: ClassVar[bool] = False
+    """True if a step depends on how many steps the table has had."""
+    row_wise: ClassVar[bool] = False
+    """True if a state is one number a row, which depends on the gradient of the whole row."""
+    learning_rate: float
+    decay: float
+
+    @classmethod
+    def kind(cls) -> str:
+        """Return the name in schemas and records, and of the kernels."""
+        return cls.__name__.replace("RowWise", "rowwise_").lower()
+
+    def state_fields(self, dim: int) -> tuple[Field, ...]:
+        """Return the state fields of a row whose vector has ``dim`` numbers: those of ``dim`` numbers come first."""
+        raise NotImplementedError
+
+    def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
+        """Return the numbers of `kernels.step.Rule` in a step of the table, counted from 1."""
+        eps: float = getattr(self, "eps", 0.0)
+        return {"kind": self.kind(), "rate": learning_rate, "eps": eps, "decay": self.decay}
+
+    def settings(self) -> dict[str, Any]:
+        """Return what may change between two steps, by the names of ``param_groups``."""
+        fields = [one for one in dataclasses.fields(self) if not one.name.startswith("initial_")]  # type: ignore[arg-type]
+        found = {_SETTINGS.get(one.name, one.name): getattr(self, one.name) for one in fields}
+        return found | ({"betas": (self.beta1, self.beta2)} if hasattr(self, "beta2") else {})  # type: ignore[attr-defined]
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Return the optimizer with the values of ``param_groups`` for all but the learning rate, which is a step's."""
+        changed = {}
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            if one.name == "learning_rate" or (name := _SETTINGS.get(one.name, one.name)) not in settings:
+                continue
+            value = settings[name][one.name == "beta2"] if name == "betas" else settings[name]
+            changed[one.name] = bool(value) if isinstance(one.default, bool) else float(value)
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            _check_setting(self, field.name, is_switch=isinstance(field.default, bool))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SGD:
-    """Stochastic gradient descent: ``row -= learning_rate * gradient``; no state."""
+class SGD(Optimizer):
+    """Stochastic gradient descent: ``row -= learning_rate * gradient``.
+
+    With momentum, as ``torch.optim.SGD``: ``momentum_buffer = momentum * momentum_buffer + gradient`` takes the
+    gradient's place, and is the state of a row; with ``nesterov``, ``gradient + momentum * momentum_buffer`` does.
+    """
 
     learning_rate: float = 1e-2
     """Until it is changed between two steps."""
+    momentum: float = dataclasses.field(default=0.0, metadata=_OMITTED)
+    """Share of the buffer that stays, at least 0 and less than 1; with 0, rows have no buffer."""
+    nesterov: bool = dataclasses.field(default=False, metadata=_OMITTED)
+    """Nesterov's momentum; needs a momentum."""
     decay: float = 0.0
     """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
 
     def __post_init__(self) -> None:
-        _check_rates(self)
+        Optimizer.__post_init__(self)
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov of SGD is True and its momentum 0: give it a momentum above 0")
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the state fields of a row whose vector has ``dim`` numbers."""
-        return ()
+        """Return the buffer of momentum."""
+        return (Field(name="momentum_buffer", width=dim, initial=0.0),) if self.momentum else ()
+
+    def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
+        """Return the numbers of a step."""
+        numbers = Optimizer.rule(self, learning_rate, step)
+        if not self.momentum:
+            return numbers
+        return numbers | {"kind": "momentum", "a": self.momentum, "b": self.momentum if self.nesterov else 0.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adagrad:
+class Adagrad(Optimizer):
     """Adagrad (Duchi, Hazan, Singer, 2011) with one accumulator for each number, as ``torch.optim.Adagrad``."""
 
     learning_rate: float = 1e-2
@@ -143,19 +140,16 @@ class Adagrad:
     decay: float = 0.0
     """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
 
-    def __post_init__(self) -> None:
-        _check_rates(self)
-        _check_at_least_zero(self, "initial_accumulator")
-
     def state_fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the state fields of a row whose vector has ``dim`` numbers."""
+        """Return the accumulator."""
         return (Field(name="sum", width=dim, initial=self.initial_accumulator),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowWiseAdagrad:
+class RowWiseAdagrad(Optimizer):
     """Adagrad with one accumulator a row: the mean of squares of the row's summed gradient."""
 
+    row_wise: ClassVar[bool] = True
     learning_rate: float = 1e-2
     """Until it is changed between two steps."""
     eps: float = 1e-8
@@ -163,18 +157,19 @@ class RowWiseAdagrad:
     decay: float = 0.0
     """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
 
-    def __post_init__(self) -> None:
-        _check_rates(self)
-
     def state_fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the state fields of a row whose vector has ``dim`` numbers."""
+        """Return the accumulator."""
         return (Field(name="sum", width=1, initial=0.0),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adam:
-    """Adam (Kingma, Ba, 2015); only rows in the batch change, as ``torch.optim.SparseAdam``."""
+class Adam(Optimizer):
+    """Adam (Kingma, Ba, 2015); only rows in the batch change, as ``torch.optim.SparseAdam``.
 
+    With ``decoupled``, AdamW (Loshchilov, Hutter, 2019) of the rows in the batch.
+    """
+
+    counts_steps: ClassVar[bool] = True
     learning_rate: float = 1e-3
     """Until it is changed between two steps."""
     beta1: float = 0.9
@@ -184,34 +179,70 @@ class Adam:
     eps: float = 1e-8
     """Added to the root of the mean of squares."""
     decay: float = 0.0
-    """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
-
-    def __post_init__(self) -> None:
-        _check_rates(self)
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name} of Adam is {value}: it must be at least 0 and less than 1")
+    """L2 decay of rows that a batch touches: ``gradient += decay * row``; if ``decoupled``, they are multiplied by
+    ``1 - learning_rate * decay`` before the step."""
+    decoupled: bool = dataclasses.field(default=False, metadata=_OMITTED)
+    """Decays the rows and not the gradients, as AdamW."""
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the state fields of a row whose vector has ``dim`` numbers."""
+        """Return the means of gradients and of their squares."""
         return tuple(Field(name=name, width=dim, initial=0.0) for name in ("exp_avg", "exp_avg_sq"))
 
+    def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
+        """Return the numbers of a step. Raises ValueError for a step before the first."""
+        return _adam_rule(self, learning_rate, step)
 
-Optimizer = SGD | Adagrad | RowWiseAdagrad | Adam
 
-KINDS: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "adagrad": Adagrad,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adam": Adam,
-}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWiseAdam(Optimizer):
+    """Adam with one mean of squares a row, of the mean of squares of its gradient; FBGEMM's ``PARTIAL_ROWWISE_ADAM``.
+
+    As in `Adam`, ``eps`` is added to the root before its correction for the first steps.
+    """
+
+    counts_steps: ClassVar[bool] = True
+    row_wise: ClassVar[bool] = True
+    learning_rate: float = 1e-3
+    """Until it is changed between two steps."""
+    beta1: float = 0.9
+    """Share of the mean of gradients that stays."""
+    beta2: float = 0.999
+    """Share of the mean of squares that stays."""
+    eps: float = 1e-8
+    """Added to the root of the mean of squares."""
+    decay: float = 0.0
+    """As of `Adam`."""
+    decoupled: bool = False
+    """Decays the rows and not the gradients, as AdamW."""
+
+    def state_fields(self, dim: int) -> tuple[Field, ...]:
+        """Return the mean of gradients, and that of squares."""
+        return (Field(name="exp_avg", width=dim, initial=0.0), Field(name="exp_avg_sq", width=1, initial=0.0))
+
+    def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
+        """Return the numbers of a step. Raises ValueError for a step before the first."""
+        return _adam_rule(self, learning_rate, step)
+
+
+def _adam_rule(adam: Adam | RowWiseAdam, learning_rate: float, step: int) -> dict[str, Any]:
+    if step < 1:
+        raise ValueError(f"step is {step}: the first applied step is 1.")
+    numbers = Optimizer.rule(adam, learning_rate, step) | {"a": 1.0 - adam.beta1, "b": 1.0 - adam.beta2}
+    numbers["rate"] = learning_rate * math.sqrt(1.0 - adam.beta2**step) / (1.0 - adam.beta1**step)
+    return numbers | ({"decay": 0.0, "keep": 1.0 - learning_rate * adam.decay} if adam.decoupled else {})
+
+
+KINDS: dict[str, type[Optimizer]] = {cls.kind(): cls for cls in (SGD, Adagrad, RowWiseAdagrad, Adam, RowWiseAdam)}
 
 
 def optimizer_to_record(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer as plain JSON values."""
-    kind = next(kind for kind, cls in KINDS.items() if type(optimizer) is cls)
-    return {"kind": kind, **dataclasses.asdict(optimizer)}
+    record = {"kind": optimizer.kind()}
+    for field in dataclasses.fields(optimizer):  # type: ignore[arg-type]
+        value = getattr(optimizer, field.name)
+        if not field.metadata or value != field.default:
+            record[field.name] = value
+    return record
 
 
 def optimizer_from_record(record: dict[str, Any]) -> Optimizer:
@@ -219,54 +250,16 @@ def optimizer_from_record(record: dict[str, Any]) -> Optimizer:
     return build(record, KINDS, "optimizer")  # type: ignore[no-any-return]
 
 
-def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
-    """Build the dataclass that a record's ``kind`` names, from exactly its fields."""
-    if not isinstance(record, dict) or record.get("kind") not in kinds:
-        kind = record.get("kind") if isinstance(record, dict) else record
-        raise ValueError(f"{what} {kind!r} is unknown: it must be one of {', '.join(kinds)}")
-    values = {name: value for name, value in record.items() if name != "kind"}
-    cls = kinds[record["kind"]]
-    allowed = [field.name for field in dataclasses.fields(cls)]
-    unknown = [name for name in values if name not in allowed]
-    if unknown:
-        choices = ", ".join(allowed) or "nothing"
-        raise ValueError(f"{what} {record['kind']!r} has no {unknown[0]!r}: it takes {choices}")
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.name not in values
-    ]
-    if missing:
-        raise ValueError(f"{what} {record['kind']!r} lacks {missing[0]!r}: give it a number")
-    return cls(**values)
-
-
-def check_finite(value: Any, name: str, owner: object) -> None:
-    """Raise ValueError unless ``value`` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise ValueError(f"{name} of {type(owner).__name__} is {value!r}: it must be a finite number")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
-
-
-def _check_rates(optimizer: object) -> None:
-    for field in dataclasses.fields(optimizer):  # type: ignore[arg-type]
-        value = getattr(optimizer, field.name)
-        check_finite(value, field.name, optimizer)
-        if abs(value) > _LARGEST:
-            raise ValueError(
-                f"{field.name} of {type(optimizer).__name__} is {value}: float32 holds at most {_LARGEST:g}"
-            )
-    for name in ("learning_rate", "decay", "eps"):
-        if hasattr(optimizer, name):
-            _check_at_least_zero(optimizer, name)
-
-
-def _check_at_least_zero(optimizer: object, name: str) -> None:
-    if getattr(optimizer, name) < 0:
-        raise ValueError(f"{name} of {type(optimizer).__name__} is {getattr(optimizer, name)}: it must not be negative")
+def _check_setting(optimizer: Optimizer, name: str, *, is_switch: bool) -> None:
+    value, owner = getattr(optimizer, name), type(optimizer).__name__
+    if is_switch:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} of {owner} is {value!r}: it must be True or False")
+        return
+    check_finite(value, name, optimizer)
+    if abs(value) > _LARGEST:
+        raise ValueError(f"{name} of {owner} is {value}: float32 holds at most {_LARGEST:g}")
+    if value < 0 and not name.startswith("beta"):
+        raise ValueError(f"{name} of {owner} is {value}: it must not be negative")
+    if name in {"beta1", "beta2", "momentum"} and not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} of {owner} is {value}: it must be at least 0 and less than 1")

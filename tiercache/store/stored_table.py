@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.store.bits import ITEM_BYTES
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.row_codec import row_words
-from tiercache.store.table import table_named
+from tiercache.store.table import state_layout, table_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class StoredTable:
 
 def _altered(before: Table, after: Table, keys: NDArray[np.int64], words: Floats) -> Floats:
     """Return rows of a table after one alteration: new numbers are those of a key's first row."""
-    same = type(before.optimizer) is type(after.optimizer)
+    same = state_layout(before) == state_layout(after)
     if same and before.dim == after.dim:
         return words
     if after.dim > before.dim:

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import ITEM_BYTES, nearest, xxh64
-from tiercache.store.optimizer import (
-    SGD,
-    Adagrad,
-    Adam,
+from tiercache.store.initializer import (
     Constant,
-    Field,
     Initializer,
     Normal,
-    Optimizer,
-    RowWiseAdagrad,
     Uniform,
     Zeros,
     initializer_code,
     initializer_from_record,
     initializer_to_record,
+)
+from tiercache.store.optimizer import (
+    KINDS,
+    SGD,
+    Adagrad,
+    Adam,
+    Field,
+    Optimizer,
+    RowWiseAdagrad,
     optimizer_from_record,
     optimizer_to_record,
 )
@@ -96,7 +99,7 @@ class Table:
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 f"optimizer of table {self.name!r} is {self.optimizer!r}: "
-                "it must be SGD, Adagrad, RowWiseAdagrad or Adam"
+                f"it must be one of {', '.join(cls.__name__ for cls in KINDS.values())}"
             )
         if not isinstance(self.initializer, Initializer):
             raise TypeError(
@@ -195,7 +198,7 @@ class Group:
 def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
     """Group tables by (dim, dtype, optimizer, compression): groups and tables within stand in the order of table ids.
 
-    A column slice with RowWiseAdagrad, whose rows have one number for all slices, is a group of its own.
+    A column slice with a row-wise optimizer, whose rows have one number for all slices, is a group of its own.
 
     Raises ValueError for no tables, two of one name, or two names of one table id.
     """
@@ -209,7 +212,7 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
             raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
     members: dict[tuple[int, str, Optimizer, str | None, str | None], list[Table]] = {}
     for table in ordered:
-        alone = table.whole_dim is not None and isinstance(table.optimizer, RowWiseAdagrad)
+        alone = table.whole_dim is not None and table.optimizer.row_wise
         layout = table.dim, table.dtype, table.optimizer, table.compression, table.name if alone else None
         members.setdefault(layout, []).append(table)
     return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
@@ -280,9 +283,14 @@ def tombstone_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     return tuple(Group(index=group.index, tables=tuple(map(empty, group.tables))) for group in groups)
 
 
+def state_layout(rows: Table | Group) -> tuple[object, ...]:
+    """Return the kind of an optimizer and the names of its states: rows keep their state where it stays the same."""
+    return type(rows.optimizer), *(field.name for field in rows.fields[1:])
+
+
 def row_layout(groups: Iterable[Group]) -> tuple[object, ...]:
     """Return what the layout of rows depends on: groups of tables with the same one are stored in the same way."""
     return tuple(
-        (tuple(table.name for table in group.tables), group.dtype, group.dim, type(group.optimizer), group.compression)
+        (tuple(table.name for table in group.tables), group.dtype, group.dim, state_layout(group), group.compression)
         for group in groups
     )

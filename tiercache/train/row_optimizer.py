@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from tiercache.errors import StateError
 from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.backends.saved_gradients import of_tables
-from tiercache.store.table import Adam, Group
 from tiercache.train.anchors import Anchors, State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from tiercache.rows.backends.base import Backend
     from tiercache.store.optimizer import Optimizer
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
     from tiercache.train.anchors import Anchor, Arrival
     from tiercache.values.lookups import GroupRows, SavedGradient
 
@@ -31,10 +30,10 @@ class RowOptimizer(torch.optim.Optimizer):
     """The optimizer of rows: each table is updated by the optimizer in its specification.
 
     ``param_groups`` are the tables, each with the placeholders of the gradients that wait (see `anchors`), and with
-    ``lr``, ``weight_decay`` (L2, for the rows that a step touches) and, if the table's optimizer has them, ``eps`` and
-    ``betas``. They are read at each step, so the schedulers of `torch.optim.lr_scheduler` work. Tables with the same
-    row layout share them. All gradients of a row since the last step are summed, in the order of the backward calls,
-    then of features and samples; then the row is updated once.
+    ``lr``, ``weight_decay`` (of the rows that a step touches) and the other settings of the table's optimizer by
+    torch's names: ``eps``, ``betas``, ``momentum``. They are read at each step, so the schedulers of
+    `torch.optim.lr_scheduler` work. Tables with the same row layout share them. All gradients of a row since the last
+    step are summed, in the order of the backward calls, then of features and samples; then the row is updated once.
 
     The optimizer of a cache, `JointOptimizer`, steps it after the dense ones.
     """
@@ -46,8 +45,10 @@ class RowOptimizer(torch.optim.Optimizer):
         self.num_ranks = 1
         self.steps = 0
         """Steps applied so far."""
-        self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
-        """Groups as of the step before, by number, and the settings that they were made of."""
+        self._names = [tuple(group.optimizer.settings()) for group in groups]
+        """The settings of each group's optimizer; the learning rate is the first."""
+        self._now: dict[int, tuple[list[Any], Optimizer]] = {}
+        """Optimizers as of the step before, by group, and the settings that they were made of."""
         self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
         """Has the cache step the rows that step with a dense optimizer; None: all."""
         self.is_stepping = False
@@ -55,8 +56,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.dense: list[torch.optim.Optimizer] = []
         """The optimizers of dense parameters that the cache was given."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
-        all_adam = all("betas" in table for table in tables)
-        super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
+        cycled = {name: tables[0][name] for name in ("betas", "momentum") if all(table.get(name) for table in tables)}
+        super().__init__(tables, cycled)
         self._of = {group["table"]: group for group in self.param_groups}
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
@@ -214,9 +215,9 @@ class RowOptimizer(torch.optim.Optimizer):
         steps: list[OptimizerStep] = []
         for g, (of_group, gradients) in enumerate(zip(rows, self.gradients.collected, strict=True)):
             if gradients:
-                group, rate = self.group(g), float(self._of[self._groups[g].tables[0].name]["lr"])
-                parts = self._by_number(g, gradients).items()
-                steps += [OptimizerStep(group, of_group, saved, rate, number) for number, saved in parts]
+                group, optimizer = self._groups[g], self.optimizer(g)
+                rate, parts = float(self._of[group.tables[0].name]["lr"]), self._by_number(g, gradients).items()
+                steps += [OptimizerStep(group, optimizer, of_group, saved, rate, number) for number, saved in parts]
         return steps
 
     def end_step(self) -> None:
@@ -283,12 +284,12 @@ class RowOptimizer(torch.optim.Optimizer):
         return norm
 
     def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
-        """Return the gradients of a group by the step number of their tables: Adam and rounding depend on it."""
+        """Return the gradients of a group by the step number of their tables, if rules or rounding go by it."""
         tables = self._groups[g].tables
         names: dict[int, list[str]] = {}
         for table in tables:
             names.setdefault(int(self._of[table.name]["step"]), []).append(table.name)
-        if len(names) == 1 or not (isinstance(tables[0].optimizer, Adam) or tables[0].dtype != "float32"):
+        if len(names) == 1 or not (tables[0].optimizer.counts_steps or tables[0].dtype != "float32"):
             return {max(names): [*pending]}  # other rules do not go by it
         parts = {
             number: [part for saved in pending for part in of_tables(self._backend, saved, some)]
@@ -301,16 +302,22 @@ class RowOptimizer(torch.optim.Optimizer):
         """The learning rate of each group."""
         return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
-    def group(self, g: int) -> Group:
-        """Return a group whose optimizer has the current settings."""
-        settings = self._shared(g)
-        values = settings["weight_decay"], settings.get("eps"), *settings.get("betas", ())
+    def optimizer(self, g: int) -> Optimizer:
+        """Return the optimizer of a group with the current settings but for the learning rate, which is a step's.
+
+        Raises ValueError for settings that its rows have no state for.
+        """
+        settings, group = self._shared(g), self._groups[g]
+        values = [settings[name] for name in self._names[g][1:]]
         if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
-            group = self._groups[g]
-            now = _optimizer(group.optimizer, settings)
-            if now != group.optimizer:
-                group = Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
-            self._now[g] = values, group
+            now = group.optimizer.with_settings(settings)
+            lacking = {one.name for one in now.state_fields(group.dim)} - {one.name for one in group.fields}
+            if lacking:
+                raise ValueError(
+                    f"momentum of table {settings['table']!r} is {settings['momentum']}, and its rows have no "
+                    f"{lacking.pop()}: give the table SGD(momentum=...), or alter the store"
+                )
+            self._now[g] = values, now
         return self._now[g][1]
 
     def _shared(self, g: int) -> dict[str, Any]:
@@ -320,14 +327,14 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
             )
-        values = [first.get(name) for name in _HYPERPARAMETERS]
+        values = [first[name] for name in self._names[g]]
         for other in others:
-            if [other.get(name) for name in _HYPERPARAMETERS] != values:
-                name = next(name for name in _HYPERPARAMETERS if other.get(name) != first.get(name))
+            if [other[name] for name in self._names[g]] != values:
+                name = next(name for name in self._names[g] if other[name] != first[name])
                 raise ValueError(
                     f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
-                    f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
-                    "optimizer of its own"
+                    f"{name} {first[name]} and {other[name]}: set both, or give one a dim, dtype or optimizer of its "
+                    "own"
                 )
         return first
 
@@ -337,11 +344,11 @@ class RowOptimizer(torch.optim.Optimizer):
                  for table in group.tables}  # fmt: skip
         kept: dict[str, Any] = {"steps": self.steps, "learning_rates": rates}
         changed = {
-            table.name: {name: now[name] for name in ("step", *_HYPERPARAMETERS[1:]) if name in now}
-            for group in self._groups
+            table.name: {name: now[name] for name in ("step", *names[1:])}
+            for group, names in zip(self._groups, self._names, strict=True)
             for table in group.tables
             if (now := self._of[table.name])["step"] != self.steps
-            or _optimizer(group.optimizer, now | {"lr": group.optimizer.learning_rate}) != group.optimizer
+            or group.optimizer.with_settings(now) != group.optimizer
         }
         return kept | ({"tables": changed} if changed else {})
 
@@ -360,26 +367,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
 _EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
-_HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")
 
 
 def _settings(table: Table) -> dict[str, Any]:
     """Return the settings of a table by torch's names."""
-    kept = asdict(table.optimizer)
-    found = {"table": table.name, "lr": float(kept["learning_rate"]), "weight_decay": kept["decay"], "step": 0}
-    if "beta1" in kept:
-        found["betas"] = (kept["beta1"], kept["beta2"])
-    return found | ({"eps": kept["eps"]} if "eps" in kept else {})
-
-
-def _optimizer(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer with other settings but the learning rate, which is a step's."""
-    changed: dict[str, Any] = {"decay": float(settings["weight_decay"])}
-    if hasattr(optimizer, "eps"):
-        changed["eps"] = float(settings["eps"])
-    if hasattr(optimizer, "beta1"):
-        changed["beta1"], changed["beta2"] = map(float, settings["betas"])
-    return replace(optimizer, **changed)
+    return {"table": table.name, **table.optimizer.settings(), "step": 0}
 
 
 def _squares(grad: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,18 @@ from tiercache.kernels.arrays import F4, I4, I8, U4, U8, Matrix, Rows, Single, W
 from tiercache.kernels.cpu.compile import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.kernel_threads import threads
 from tiercache.kernels.cpu.rounding import draw
-from tiercache.kernels.cpu.simd import atomic_next, load, prefetch_span, splat, sqrt, store, total
+from tiercache.kernels.cpu.rules import (
+    FIRST_ROWWISE,
+    KINDS,
+    SUM,
+    elements_of,
+    step_elements,
+    step_number,
+    with_constant,
+)
+from tiercache.kernels.cpu.simd import atomic_next, load, prefetch_span, splat, store, total
 from tiercache.kernels.cpu.vectors import is_narrow, prefetch_row, read, shape_of, write_rounded
-from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SUM, Gradients, Rule, Step, check_step
+from tiercache.kernels.step import Gradients, Step, check_step
 
 _ONE = np.ones(1, np.float32)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -140,52 +149,71 @@ class RowFields(NamedTuple):
     noise: Any
 
 
+class Numbers(NamedTuple):
+    """A `Rule` with the number of its kind."""
+
+    kind: Any
+    rate: Any
+    eps: Any
+    decay: Any
+    keep: Any
+    a: Any
+    b: Any
+
+
+@inlined
+def _step_elements(kind, rule, rows, slot, dim, stride, rate, sums, at, noise_at):  # type: ignore[no-untyped-def]
+    """Change the elements of a row, and return the sum of x - x over it and its last state of elements."""
+    row, vector, states = slot * dim, slot * stride, elements_of(kind)
+    spread = splat(np.float32(0))
+    for d in range(0, dim, 16):
+        g = load(sums, at + d, 16)
+        first = second = g
+        if states > 0:
+            first = load(rows.first, row + d, dim - d)
+        if states > 1:
+            second = load(rows.second, row + d, dim - d)
+        change, first, second = step_elements(kind, rule, rate, g, first, second)
+        if states > 0:
+            store(rows.first, row + d, first, dim - d)
+        if states > 1:
+            store(rows.second, row + d, second, dim - d)
+        if states > 0:
+            state = load(rows.second if states > 1 else rows.first, row + d, dim - d)
+            spread = spread + (state - state)
+        changed = change if kind == SUM else read(rows, vector + d, dim - d) * splat(rule.keep) - change
+        write_rounded(rows, vector + d, changed, dim - d, rows.noise, 2 * noise_at + d)
+        changed = read(rows, vector + d, dim - d)
+        spread = spread + (changed - changed)
+    return total(spread)
+
+
 @inlined
 def apply(rule, rows, slot, dim, stride, sums, at, noise_at):  # type: ignore[no-untyped-def]
     """Change the row in `slot` by the gradient in sums[at:at + dim]; `noise_at` is the thread's offset in the noise.
 
     Returns 0, or NaN if the row, its state included, is not finite afterwards.
     """
-    row, vector = slot * dim, slot * stride
     if is_narrow(rows.values):
         draw(rows, slot, dim, rows.noise, noise_at)
     squares = splat(np.float32(0))
-    spread = splat(np.float32(0))  # the sum of x - x
-    rate = splat(rule.rate)
-    if rule.decay != 0 or rule.kind == ROWWISE:
+    spread = np.float32(0)  # the sum of x - x
+    rate = rule.rate
+    if rule.decay != 0 or rule.kind >= FIRST_ROWWISE:
         for d in range(0, dim, 16):
-            g = load(sums, at + d, 16) + splat(rule.decay) * read(rows, vector + d, dim - d)
+            g = load(sums, at + d, 16) + splat(rule.decay) * read(rows, slot * stride + d, dim - d)
             squares = squares + g * g
             store(sums, at + d, g, 16)
-    if rule.kind == ROWWISE:
-        mean = rows.first[slot, 0] + total(squares) / np.float32(dim)
-        rows.first[slot, 0] = mean
-        rate = splat(rule.rate / (np.sqrt(mean) + rule.eps))
-        spread = splat(mean - mean)
-    for d in range(0, dim, 16):
-        g = load(sums, at + d, 16)
-        change = rate * g
-        if rule.kind == ADAGRAD:
-            state = load(rows.first, row + d, dim - d) + g * g
-            store(rows.first, row + d, state, dim - d)
-            change = change / (sqrt(state) + splat(rule.eps))
-            state = load(rows.first, row + d, dim - d)
-            spread = spread + (state - state)
-        elif rule.kind == ADAM:
-            first = load(rows.first, row + d, dim - d)
-            first = first + (g - first) * splat(rule.new1)
-            store(rows.first, row + d, first, dim - d)
-            second = load(rows.second, row + d, dim - d)
-            second = second + (g * g - second) * splat(rule.new2)
-            store(rows.second, row + d, second, dim - d)
-            change = rate * first / (sqrt(second) + splat(rule.eps))
-            second = load(rows.second, row + d, dim - d)
-            spread = spread + (second - second)
-        changed = change if rule.kind == SUM else read(rows, vector + d, dim - d) - change
-        write_rounded(rows, vector + d, changed, dim - d, rows.noise, 2 * noise_at + d)
-        changed = read(rows, vector + d, dim - d)
-        spread = spread + (changed - changed)
-    return total(spread)
+    if rule.kind >= FIRST_ROWWISE:
+        mean = total(squares) / np.float32(dim)
+        if elements_of(rule.kind):
+            number = rows.second[slot, 0] = step_number(rule, rows.second[slot, 0], mean)
+        else:
+            number = rows.first[slot, 0] = step_number(rule, rows.first[slot, 0], mean)
+        rate = rule.rate / (np.sqrt(number) + rule.eps)
+        spread = number - number
+    arguments = rule, rows, slot, dim, stride, splat(rate), sums, at, noise_at
+    return spread + with_constant(rule.kind, _step_elements, arguments)
 
 
 _STRETCH = 4096  # part of the definition of the bits
@@ -212,7 +240,7 @@ def _prefetch_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-unt
             if rows.first.shape[1]:
                 prefetch_span(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
             if rows.second.shape[1]:
-                prefetch_span(rows.second, slot * dim, dim)
+                prefetch_span(rows.second, slot * rows.second.shape[1], rows.second.shape[1])
 
 
 @inlined
@@ -339,8 +367,9 @@ def _update(
     rate: Single,
     eps: Single,
     decay: Single,
-    new1: Single,
-    new2: Single,
+    keep: Single,
+    a: Single,
+    b: Single,
     long: Matrix[I8],
     num_long: int,
     num_stretches: int,
@@ -350,7 +379,7 @@ def _update(
 ) -> None:
     source = Gradients(flat, num_samples, width, cols, offsets, scales, argmax)
     rows = RowFields(values, dim, is_half, first, second, streams, key, noise)
-    rule = Rule(kind, rate, eps, decay, new1, new2)
+    rule = Numbers(kind, rate, eps, decay, keep, a, b)
     for step in range(2):
         if step or num_stretches:
             counter[0] = 0
@@ -422,7 +451,6 @@ def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     first, second = (*step.states, _NO_STATE, _NO_STATE)[:2]
     num_long, num_stretches = _find_long(pairs, buffers.long)
     _update(
-        pairs, *source, *vectors, first, second, *step.rounding, buffers.noise, rule.kind, rule.rate,
-        rule.eps, rule.decay, rule.new1, rule.new2, buffers.long,
-        num_long, num_stretches, buffers.sums, buffers.counter, parts,
+        pairs, *source, *vectors, first, second, *step.rounding, buffers.noise, KINDS[rule.kind], *rule[1:-1],
+        buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts,
     )  # fmt: skip

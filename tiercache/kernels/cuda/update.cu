@@ -10,6 +10,7 @@
 
 #include "gradients.cuh"
 #include "lanes.cuh"
+#include "rules.cuh"
 #include "vectors.cuh"
 
 #define STRETCH 64
@@ -23,16 +24,11 @@
 #define BLOCKS_OF_SM(COUNT) COUNT
 #endif
 
-#define SGD 0
-#define ADAGRAD 1
-#define ROWWISE 2
-#define ADAM 3
-
 struct UpdatePart {  // one group
     int64 first_task;
     void* vectors;  // (num_slots, dim) float32, or 16-bit numbers
-    float* first;  // state: (num_slots, dim), or (num_slots, 1) for ROWWISE
-    float* second;  // state: (num_slots, dim)
+    float* first;  // states: (num_slots, dim), or for the last of a row-wise rule (num_slots, 1)
+    float* second;
     const uint32* entries;  // as sorting.cu writes them; slots from num_slots on have no row
     const uint64* runs;
     const uint32* run_at;
@@ -47,11 +43,7 @@ struct UpdatePart {  // one group
     int vec;
     int team;
     int is_half;
-    float rate;
-    float eps;
-    float decay;
-    float new1;  // the shares of the new value in Adam's averages
-    float new2;
+    Rule rule;
 };
 
 struct Run {
@@ -167,40 +159,31 @@ __device__ __forceinline__ void prepare(
     const UpdatePart& part, const Run& run, int d, Held<T, VEC>& held, int team) {
     const int64 at = run.slot * static_cast<int64>(part.dim) + d;
     held.row = load_written<VEC>(static_cast<const T*>(part.vectors) + place_of_row<T>(part, run.slot) + d);
-    if constexpr (KIND == ADAGRAD || KIND == ADAM) prefetch(part.first + at);  // they would take registers meanwhile
-    if constexpr (KIND == ADAM) prefetch(part.second + at);
+    if constexpr (elements_of(KIND) > 0) prefetch(part.first + at);  // they would take registers meanwhile
+    if constexpr (elements_of(KIND) > 1) prefetch(part.second + at);
     held.g = sum_run<VEC, ANY>(part, run, d, team);
-    if (part.decay != 0.0f || KIND == ROWWISE) {
+    if (part.rule.decay != 0.0f || is_row_wise(KIND)) {
         const Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) held.g.v[k] += part.decay * values.v[k];
+        for (int k = 0; k < VEC; ++k) held.g.v[k] += part.rule.decay * values.v[k];
     }
 }
 
-// Change elements [d, d + VEC) of a row: as optimizers.apply on the CPU.
+// Change elements [d, d + VEC) of a row.
 template <class T, int VEC, int KIND>
 __device__ __forceinline__ void apply(
     const UpdatePart& part, uint32 slot, uint64 stream, int d, Held<T, VEC>& held, float rate) {
     const int64 at = slot * static_cast<int64>(part.dim) + d;
-    const Lanes<VEC>& g = held.g;
-    if constexpr (KIND == ADAGRAD || KIND == ADAM) held.first = load_lanes<VEC>(part.first + at);
-    if constexpr (KIND == ADAM) held.second = load_lanes<VEC>(part.second + at);
+    if constexpr (elements_of(KIND) > 0) held.first = load_lanes<VEC>(part.first + at);
+    if constexpr (elements_of(KIND) > 1) held.second = load_lanes<VEC>(part.second + at);
     Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
-        if constexpr (KIND == ADAGRAD) {
-            held.first.v[k] += g.v[k] * g.v[k];
-            values.v[k] -= rate * g.v[k] / (sqrtf(held.first.v[k]) + part.eps);
-        } else if constexpr (KIND == ADAM) {
-            held.first.v[k] += (g.v[k] - held.first.v[k]) * part.new1;
-            held.second.v[k] += (g.v[k] * g.v[k] - held.second.v[k]) * part.new2;
-            values.v[k] -= rate * held.first.v[k] / (sqrtf(held.second.v[k]) + part.eps);
-        } else {
-            values.v[k] -= rate * g.v[k];
-        }
+        const float change = step_element<KIND>(part.rule, rate, held.g.v[k], held.first.v[k], held.second.v[k]);
+        values.v[k] = values.v[k] * part.rule.keep - change;
     }
-    if constexpr (KIND == ADAGRAD || KIND == ADAM) store_lanes<VEC>(part.first + at, held.first);
-    if constexpr (KIND == ADAM) store_lanes<VEC>(part.second + at, held.second);
+    if constexpr (elements_of(KIND) > 0) store_lanes<VEC>(part.first + at, held.first);
+    if constexpr (elements_of(KIND) > 1) store_lanes<VEC>(part.second + at, held.second);
     T* to = static_cast<T*>(part.vectors) + place_of_row<T>(part, slot) + d;
     store_rounded<VEC>(to, values, d, stream, part.rounding.step, part.is_half);
 }
@@ -209,11 +192,11 @@ __device__ __forceinline__ void apply(
 template <class T, int VEC, int KIND, bool ANY>
 __device__ __forceinline__ void update_row(const UpdatePart& part, const Run& run, int team) {
     const int own = lane_id() % team * VEC, dim = part.dim;
-    float rate = part.rate;
+    float rate = part.rule.rate;
     Held<T, VEC> held = {};
     uint64 stream = 0;
     if constexpr (sizeof(T) == 2) stream = __ldg(part.rounding.streams + run.slot);
-    if constexpr (KIND == ROWWISE) {
+    if constexpr (is_row_wise(KIND)) {
         const uint32 mask = team_mask(team);
         Lanes<VEC> classes = zero_lanes<VEC>();
         for (int turn = 0; turn < dim; turn += team * VEC) {
@@ -225,15 +208,15 @@ __device__ __forceinline__ void update_row(const UpdatePart& part, const Run& ru
             }
             add_classes<VEC>(classes, squares, team, mask);
         }
-        float mean = total<VEC>(classes, team, mask) / static_cast<float>(dim);
+        float number = total<VEC>(classes, team, mask) / static_cast<float>(dim);
         if (own == 0) {
-            mean += part.first[run.slot];
-            part.first[run.slot] = mean;
+            float* at = (elements_of(KIND) > 0 ? part.second : part.first) + run.slot;
+            *at = number = step_number<KIND>(part.rule, *at, number);
         }
-        mean = __shfl_sync(mask, mean, 0, team);
-        rate = part.rate / (sqrtf(mean) + part.eps);
+        number = __shfl_sync(mask, number, 0, team);
+        rate = part.rule.rate / (sqrtf(number) + part.rule.eps);
     }
-    const bool prepared = KIND == ROWWISE && dim <= team * VEC;  // else the sums are made again, part by part
+    const bool prepared = is_row_wise(KIND) && dim <= team * VEC;  // else the sums are made again, part by part
     for (int turn = 0; turn < dim; turn += team * VEC) {
         const int d = turn + own;
         if (!prepared) prepare<T, VEC, KIND, ANY>(part, run, d < dim ? d : 0, held, team);
@@ -259,7 +242,6 @@ __device__ __forceinline__ void update_parts(const Parts<UpdatePart>& parts) {
             if constexpr (!ANY) update_row<T, 4, KIND, false>(part, run, team);
             else if (part.vec == 4) update_row<T, 4, KIND, true>(part, run, team);
             else update_row<T, 1, KIND, true>(part, run, team);
-
         }
     }
 }
@@ -270,20 +252,10 @@ __device__ __forceinline__ void update_parts(const Parts<UpdatePart>& parts) {
         update_parts<T, KIND, ANY>(parts); \
     }
 
-UPDATE_KERNEL(update_sgd, float, SGD, false, 4)
-UPDATE_KERNEL(update_adagrad, float, ADAGRAD, false, 4)
-UPDATE_KERNEL(update_rowwise_adagrad, float, ROWWISE, false, 3)
-UPDATE_KERNEL(update_adam, float, ADAM, false, 4)
-UPDATE_KERNEL(update_sgd_narrow, uint16, SGD, false, 4)
-UPDATE_KERNEL(update_adagrad_narrow, uint16, ADAGRAD, false, 4)
-UPDATE_KERNEL(update_rowwise_adagrad_narrow, uint16, ROWWISE, false, 3)
-UPDATE_KERNEL(update_adam_narrow, uint16, ADAM, false, 4)
+#define UPDATE_KERNELS(NAME, KIND, BLOCKS) \
+    UPDATE_KERNEL(update_##NAME, float, KIND, false, BLOCKS) \
+    UPDATE_KERNEL(update_##NAME##_narrow, uint16, KIND, false, BLOCKS) \
+    UPDATE_KERNEL(update_##NAME##_any, float, KIND, true, 2) \
+    UPDATE_KERNEL(update_##NAME##_narrow_any, uint16, KIND, true, 2)
 
-UPDATE_KERNEL(update_sgd_any, float, SGD, true, 2)
-UPDATE_KERNEL(update_adagrad_any, float, ADAGRAD, true, 2)
-UPDATE_KERNEL(update_rowwise_adagrad_any, float, ROWWISE, true, 2)
-UPDATE_KERNEL(update_adam_any, float, ADAM, true, 2)
-UPDATE_KERNEL(update_sgd_narrow_any, uint16, SGD, true, 2)
-UPDATE_KERNEL(update_adagrad_narrow_any, uint16, ADAGRAD, true, 2)
-UPDATE_KERNEL(update_rowwise_adagrad_narrow_any, uint16, ROWWISE, true, 2)
-UPDATE_KERNEL(update_adam_narrow_any, uint16, ADAM, true, 2)
+RULES(UPDATE_KERNELS)

@@ -16,14 +16,11 @@ from numpy.typing import DTypeLike
 from tiercache.kernels.cuda.launch import Device, Part, has_elements, launch_parts, struct, view
 from tiercache.kernels.cuda.sorting import STRETCH
 from tiercache.kernels.cuda.vectors import RowsAt, rows_at
-from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Gradients, Step, check_step
+from tiercache.kernels.step import Gradients, Step, check_step
 
 _PART, _SOURCE = struct("UpdatePart", "update"), struct("Source", "update")
 _RUNS_OF_TASK = 8
 _TEAM = 4  # lanes at least of a team that looks its entries up together
-_KERNELS = {
-    SGD: "update_sgd", ADAGRAD: "update_adagrad", ROWWISE: "update_rowwise_adagrad", ADAM: "update_adam",
-}  # fmt: skip
 
 
 class _Sources(NamedTuple):
@@ -97,7 +94,8 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
         return view(device, name, array, *dtypes, ndim=ndim, written=written).address if has_elements(array) else 0
 
     states = [address("a state", state, np.float32, ndim=2, written=True) for state in step.states]
-    vec, team = rows.access(*(states if step.rule.kind != ROWWISE else ()), sums)
+    wide = [state for state, width in zip(states, step.rule.widths, strict=True) if width > 1]
+    vec, team = rows.access(*wide, sums)
     first, second = (*states, 0, 0)[:2]
     is_quick = vec == 4 and team >= _TEAM and source.is_aligned and not source.has_max
     part = (
@@ -105,7 +103,7 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
         address("slot_of", step.pairs.slot_of, np.int32), sums,
         sources, len(source.rows), source.per_source, source.is_plain, source.has_max,
         address("streams", step.rounding.streams, np.uint64), step.rounding.key, group.size, rows.num_slots,
-        group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:],
+        group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:-1],
     )  # fmt: skip
     return part, team, "" if is_quick else "_any"
 
@@ -137,7 +135,7 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
         part, team, suffix = _part(device, group, begin + 4 * first, at)
         at += _SOURCE.itemsize * len(group.sources.rows)
         stretches[f"update.sum_stretches{suffix}"].append((part, -(-group.num_stretches // 2 * team // 32)))
-        kernel = f"update.{_KERNELS[group.step.rule.kind]}{group.rows.suffix}{suffix}"
+        kernel = f"update.update_{group.step.rule.kind}{group.rows.suffix}{suffix}"
         launches[kernel].append((part, -(-group.size * team // (32 * _RUNS_OF_TASK))))
     for kernel, parts in (*stretches.items(), *launches.items()):
         launch_parts(device, kernel, _PART, [part for part, _ in parts], [tasks for _, tasks in parts])

@@ -18,7 +18,7 @@ from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import mark_slots
 from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
-from tiercache.kernels.step import SUM, Rule, Step, Vectors
+from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays, Streams
 from tiercache.rows.backends.host_arrays import POOL, JoinedArrays, runs_of
 from tiercache.rows.backends.optimizer_step import kernel_gradients
@@ -264,7 +264,7 @@ class CpuBackend:
         """Write the sums, reading nothing of ``out``."""
         one = merged(self, saved)
         vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
-        step_rows(Step(vectors, (), pairs, kernel_gradients(one), Rule(SUM, scale)), self._updates)
+        step_rows(Step(vectors, (), pairs, kernel_gradients(one), Rule("sum", scale)), self._updates)
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Step group after group."""

@@ -21,7 +21,7 @@ from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Pieces
-from tiercache.kernels.step import SGD, Rule, Step, Vectors
+from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedUpload, index_bytes
 from tiercache.rows.backends.host_arrays import JoinedArrays
@@ -214,7 +214,7 @@ class CudaBackend:
         assert isinstance(out, torch.Tensor)
         (runs,) = sort_groups(self._runtime.kernels, [([one.slots for one in saved], out.shape[0])])
         vectors, gradients = Vectors(out.zero_(), out.shape[1]), [*map(kernel_gradients, saved)]
-        update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule(SGD, -scale))])
+        update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule("sgd", -scale))])
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Sort the entries of all unsorted groups at once, then step all groups in few launches."""

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from tiercache.kernels.step import (
-    ADAGRAD,
-    NO_ROUNDING,
-    ROWWISE,
-    SGD,
-    Gradients,
-    Rule,
-    Step,
-    Vectors,
-    adam_rule,
-    make_rounding,
-)
-from tiercache.store.table import Adagrad, Adam, RowWiseAdagrad
+from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, make_rounding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Group
     from tiercache.values.ids import Array
     from tiercache.values.lookups import GroupRows, SavedGradient
@@ -44,32 +34,33 @@ class OptimizerStep:
     """One step of the rows of a group."""
 
     group: Group
+    optimizer: Optimizer
+    """The group's, with the settings of now but for the learning rate."""
     rows: GroupRows
     saved: Sequence[SavedGradient]
     """At least one, in the order of the backward calls."""
     learning_rate: float
     number: int
-    """The steps of the tables of ``saved``, including this one: for Adam's rule and for rounding."""
+    """The steps of the tables of ``saved``, including this one: for the rules of Adam and for rounding."""
 
     def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
         """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
-        rows, rule, rounding = self.rows, self._rule(), NO_ROUNDING
+        rows, rounding = self.rows, NO_ROUNDING
+        rule = rule_of(self.optimizer, self.group.dim, self.learning_rate, self.number)
         if rows.streams.shape[0]:
             rounding = make_rounding(rows.streams, self.number)
-        states = () if rule.kind == SGD else rows.states  # other kernels may have used them already
+        states = rows.states if rule.widths else ()  # of a rule without state they may be another's
         return Step(rows.vectors, states, pairs, gradients, rule, rounding)
 
-    def _rule(self) -> Rule:
-        optimizer, rate = self.group.optimizer, self.learning_rate
-        match optimizer:
-            case Adagrad(eps=eps):
-                return Rule(ADAGRAD, rate, eps, optimizer.decay)
-            case RowWiseAdagrad(eps=eps):
-                return Rule(ROWWISE, rate, eps, optimizer.decay)
-            case Adam(beta1=beta1, beta2=beta2, eps=eps):
-                return adam_rule(self.number, rate, beta1, beta2, eps, optimizer.decay)
-            case _:
-                return Rule(SGD, rate, decay=optimizer.decay)
+
+def rule_of(optimizer: Optimizer, dim: int, learning_rate: float, step: int) -> Rule:
+    """Return an optimizer's rule for rows of ``dim`` numbers in a step of their table, counted from 1."""
+    return Rule(**optimizer.rule(learning_rate, step), widths=_widths(optimizer, dim))
+
+
+@functools.lru_cache(maxsize=256)
+def _widths(optimizer: Optimizer, dim: int) -> tuple[int, ...]:
+    return tuple(field.width for field in optimizer.state_fields(dim))
 
 
 def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:

@@ -1,0 +1,125 @@
+"""Initializers of vectors as values, and the kinds of values that a record can name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zeros:
+    """Every number starts at 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """Every number starts at one value."""
+
+    value: float
+    """The value, rounded to float32."""
+
+    def __post_init__(self) -> None:
+        check_finite(self.value, "value", self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uniform:
+    """Numbers start uniform in [low, high): the same bits on every device."""
+
+    low: float = -0.05
+    """The least value."""
+    high: float = 0.05
+    """Above every value."""
+
+    def __post_init__(self) -> None:
+        check_finite(self.low, "low", self)
+        check_finite(self.high, "high", self)
+        if self.low > self.high:
+            raise ValueError(f"Uniform runs from {self.low} to {self.high}: low must not exceed high")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normal:
+    """Numbers start normally distributed; not promised to be the same bits on different devices."""
+
+    mean: float = 0.0
+    """The mean."""
+    std: float = 1.0
+    """The standard deviation."""
+
+    def __post_init__(self) -> None:
+        check_finite(self.mean, "mean", self)
+        check_finite(self.std, "std", self)
+        if self.std < 0:
+            raise ValueError(f"std of Normal is {self.std}: it must not be negative")
+
+
+Initializer = Zeros | Constant | Uniform | Normal
+
+INITIALIZER_KINDS: dict[str, type[Initializer]] = {
+    "zeros": Zeros,
+    "constant": Constant,
+    "uniform": Uniform,
+    "normal": Normal,
+}
+
+
+def initializer_code(initializer: Initializer) -> tuple[int, float, float]:
+    """Return (kind, a, b) as kernels take it: 0 zeros, 1 constant a, 2 uniform [a, b), 3 normal (mean a, std b)."""
+    match initializer:
+        case Zeros():
+            return 0, 0.0, 0.0
+        case Constant():
+            return 1, float(initializer.value), 0.0
+        case Uniform():
+            return 2, float(initializer.low), float(initializer.high)
+        case Normal():
+            return 3, float(initializer.mean), float(initializer.std)
+
+
+def initializer_to_record(initializer: Initializer) -> dict[str, Any]:
+    """Return the initializer as plain JSON values."""
+    kind = next(kind for kind, cls in INITIALIZER_KINDS.items() if type(initializer) is cls)
+    return {"kind": kind, **dataclasses.asdict(initializer)}
+
+
+def initializer_from_record(record: dict[str, Any]) -> Initializer:
+    """Build the initializer that ``initializer_to_record`` wrote. Raises ValueError for anything else."""
+    return build(record, INITIALIZER_KINDS, "initializer")  # type: ignore[no-any-return]
+
+
+def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
+    """Build the dataclass that a record's ``kind`` names, from exactly its fields."""
+    if not isinstance(record, dict) or record.get("kind") not in kinds:
+        kind = record.get("kind") if isinstance(record, dict) else record
+        raise ValueError(f"{what} {kind!r} is unknown: it must be one of {', '.join(kinds)}")
+    values = {name: value for name, value in record.items() if name != "kind"}
+    cls = kinds[record["kind"]]
+    allowed = [field.name for field in dataclasses.fields(cls)]
+    unknown = [name for name in values if name not in allowed]
+    if unknown:
+        choices = ", ".join(allowed) or "nothing"
+        raise ValueError(f"{what} {record['kind']!r} has no {unknown[0]!r}: it takes {choices}")
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ValueError(f"{what} {record['kind']!r} lacks {missing[0]!r}: give it a number")
+    return cls(**values)
+
+
+def check_finite(value: Any, name: str, owner: object) -> None:
+    """Raise ValueError unless ``value`` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise ValueError(f"{name} of {type(owner).__name__} is {value!r}: it must be a finite number")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
