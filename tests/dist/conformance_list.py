@@ -59,6 +59,10 @@ RULES = (
     tc.optim.SGD(learning_rate=0.5, decay=0.02), tc.optim.Adagrad(learning_rate=0.1, decay=0.02),
     tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.02), tc.optim.Adam(learning_rate=0.02, decay=0.02),
 )  # fmt: skip
+NEWER = (
+    tc.optim.SGD(learning_rate=0.1, momentum=0.9, nesterov=True), tc.optim.RowWiseAdam(learning_rate=0.02, decay=0.02),
+    tc.optim.RowWiseAdam(learning_rate=0.02, decay=0.5, decoupled=True),
+)  # fmt: skip
 ALL = in_turn(*WAYS)
 SHARED = (
     *a_feature_each(4),
@@ -150,6 +154,10 @@ BEYOND = {
     "row-wise adagrad in column slices": Entry(
         **tables_of(FOUR, RULES[2]), specs=SHARED, sharding=in_turn("column_wise"), accumulate=2
     ),
+    "momentum and row-wise adam in column slices": Entry(
+        **tables_of(FOUR, *NEWER), specs=SHARED, sharding=in_turn("column_wise"), accumulate=2
+    ),
+    "momentum and row-wise adam": Entry(**tables_of(FOUR, *NEWER), specs=SHARED, sharding=ALL),
     "adam with decay": Entry(**tables_of(FOUR, RULES[3]), specs=SHARED, sharding=ALL),
     "duplicates in a bag and between ranks": Entry(
         **tables_of(((3, 8), (2, 5), (1, 12), (2, 8)), *RULES), specs=a_feature_each(4, LIST | {"length": 5}, RAGGED),

@@ -46,8 +46,6 @@ def table(name: str, dim: int, optimizer: str) -> Table:
 def all_tables() -> list[Table]:
     """Return one table for each optimizer, two of them in one group."""
     return [table(name, dim, name.split("-")[0]) for name, dim in (("adam", 5), ("rowwise", 3), ("sgd", 1))] + [
-        table("momentum", 3, "momentum"),
-        table("rowwise_adam", 2, "rowwise_adam"),
         table("adagrad-a", 4, "adagrad"),
         table("adagrad/b", 4, "adagrad"),
     ]

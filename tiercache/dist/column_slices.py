@@ -1,4 +1,4 @@
-"""Row-wise Adagrad of tables whose columns are on several ranks: their squares add up to those of whole rows."""
+"""Row-wise optimizers of tables whose columns are on several ranks: their squares add up to those of whole rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.store.optimizer import SGD, RowWiseAdagrad
 from tiercache.values.lookups import RowRequest, SavedGradient
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupGradients, GroupRows
 
 _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
-_PLAIN = SGD()
-"""Changes rows by their gradients alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class _OwnSlice:
 
 
 class SliceSteps:
-    """Steps the column slices that this rank owns of tables with row-wise Adagrad.
+    """Steps the column slices that this rank owns of tables with row-wise optimizers.
 
     The owners of a table's slices receive gradients of the same rows: every rank asks all of them for all of its rows.
     So each sums the squares of its columns for the rows in the order of their positions, they add these up in the order
@@ -55,7 +52,7 @@ class SliceSteps:
         self._own_slices: list[_OwnSlice] = []
         self._any = False
         for t, table in enumerate(owners.tables):
-            if owners.kinds[t] != "column_wise" or not isinstance(table.optimizer, RowWiseAdagrad):
+            if owners.kinds[t] != "column_wise" or not table.optimizer.row_wise:
                 continue
             self._any = True
             found = owners.destinations[t]
@@ -89,30 +86,31 @@ class SliceSteps:
             return [*steps]
         of_slices = {one.group.index: one for one in steps if one.group.index in self._positions}
         merged = [self._merge(one, of_slices.get(one.group), rows[one.group]) for one in self._own_slices]
-        squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in merged])
-        for one, (slots, gradient), total in zip(self._own_slices, merged, squares, strict=True):
+        totals = self._add_up([squares for _, _, squares in merged])
+        for one, (slots, gradient, _), total in zip(self._own_slices, merged, totals, strict=True):
             if slots.numel():
-                self._update(of_slices[one.group], one.whole_dim, slots, gradient, total)
+                self._update(of_slices[one.group], slots, gradient, total / one.whole_dim)
         self.forget()
         return [one for one in steps if one.group.index not in of_slices]
 
-    def _merge(self, one: _OwnSlice, step: OptimizerStep | None, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
+    def _merge(
+        self, one: _OwnSlice, step: OptimizerStep | None, rows: GroupRows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the slots (K,) of the rows that have gradients, by position, their sums (K, dim), and squares (K,)."""
         p, noted = self._backend, self._positions[one.group]
         positions, number = np.unique(np.concatenate([NONE_I4, *noted]), return_inverse=True)
         slots = p.tensor(p.empty((positions.size,), np.int32))
         dim = self._part_groups[one.group].dim
         gradient, current = (p.tensor(p.empty((positions.size, dim), np.float32)) for _ in range(2))
         if not positions.size:
-            return slots, gradient
+            return slots, gradient, gradient.sum(dim=1)
         assert step is not None, "noted gradients wait for a step"
         numbers = torch.split(p.tensor(p.to_device(number.astype(np.int32))), [some.size for some in noted])
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(step.saved, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
         p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(current))])
-        if step.optimizer.decay:
-            gradient.add_(current, alpha=step.optimizer.decay)
-        return slots, gradient
+        decayed = gradient.add(current, alpha=step.rule.decay)
+        return slots, gradient, (decayed * decayed).sum(dim=1)
 
     def _add_up(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
@@ -136,18 +134,11 @@ class SliceSteps:
             totals.append(total)
         return totals
 
-    def _update(
-        self, step: OptimizerStep, whole_dim: int, slots: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor
-    ) -> None:
-        """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
-        p, group = self._backend, step.group
-        assert isinstance(step.optimizer, RowWiseAdagrad)
-        state, where = p.tensor(step.rows.states[0]).view(-1), slots.long()
-        sums = state[where] + total / whole_dim
-        state[where] = sums
-        gradient /= (sums.sqrt() + step.optimizer.eps)[:, None]
+    def _update(self, step: OptimizerStep, slots: torch.Tensor, gradient: torch.Tensor, means: torch.Tensor) -> None:
+        """Step the rows in `slots` by their gradients, with these means of squares of whole rows."""
+        p = self._backend
         merged = SavedGradient(
-            slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
+            slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=step.group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
-        p.step([replace(step, optimizer=_PLAIN, saved=[merged])])
+        p.step([replace(step, saved=[merged], means=p.array(means))])

@@ -116,6 +116,9 @@ class Step(NamedTuple):
     """On a GPU, those of several lookups may come one after another."""
     rule: Rule
     rounding: Rounding = NO_ROUNDING
+    means: Any = NONE_F4
+    """(E,), of a row-wise rule whose rows have one entry each: the mean of squares of the gradient of the whole row, of
+    which these vectors are a slice; empty: that of the gradient here."""
 
     @property
     def lookups(self) -> Sequence[Gradients]:
@@ -142,6 +145,8 @@ def check_step(step: Step) -> None:
             )
     if len(step.states) != len(widths):
         raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
+    if step.means.shape[0] not in {0, size}:
+        raise ValueError(f"means has {step.means.shape[0]} elements for {size} entries: give one each, or none.")
     for source in step.lookups:
         _check_gradients(source, dim)
     described = sum(source.num_entries for source in step.lookups)

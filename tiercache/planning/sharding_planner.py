@@ -20,7 +20,6 @@ from tiercache.store.shards.sharding import (
     sliced,
     unknown_kind,
 )
-from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -292,7 +291,7 @@ class _TableCost:
       variance ``(1 - 1/W) / (W u)``, that of all tables adds up, and the busiest of W ranks has ``sqrt(2 ln W
       variance)`` more.
     * table_wise: the same with f = 1 for the owner and f = 0 for others.
-    * column_wise: the same, summed over the slices with their own widths; every slice is asked. With row-wise Adagrad
+    * column_wise: the same, summed over the slices with their own widths; every slice is asked. With row-wise rules
       each of S slices gets and sends ``4 U (S - 1) / a`` more.
     * data_parallel: ``u (4 + b D) (f (W - 1) + 1 - f)`` for addresses and gradients, and ``2 U b D (W - 1) / (W a)``
       for the rows that owners send to all after a step; lookups bring no rows.
@@ -335,7 +334,7 @@ class _TableCost:
             asking = self._traffic(width, 0.0)
             total += asking
             total[part.rank] += self._traffic(width, 1.0) - asking + self._owner_seconds * width / self.table.dim
-            if isinstance(self.table.optimizer, RowWiseAdagrad):
+            if self.table.optimizer.row_wise:
                 total[part.rank] += squares
         return total
 

@@ -136,7 +136,8 @@ def add_mixed(pairs, first, last, source, dim, sums, at):  # type: ignore[no-unt
 class RowFields(NamedTuple):
     """The fields of a group's rows: those of `Vectors`, the states, (0, 0) where there is none, those of `Rounding`.
 
-    All side by side, as parallel kernels take no tuples in tuples. A thread has room for random bits in `noise`.
+    All side by side, as parallel kernels take no tuples in tuples. A thread has room for random bits in `noise`, and
+    `means` are those of `Step`.
     """
 
     values: Any
@@ -147,6 +148,7 @@ class RowFields(NamedTuple):
     streams: Any
     key: Any
     noise: Any
+    means: Any
 
 
 class Numbers(NamedTuple):
@@ -189,10 +191,10 @@ def _step_elements(kind, rule, rows, slot, dim, stride, rate, sums, at, noise_at
 
 
 @inlined
-def apply(rule, rows, slot, dim, stride, sums, at, noise_at):  # type: ignore[no-untyped-def]
+def apply(rule, rows, entry, slot, dim, stride, sums, at, noise_at):  # type: ignore[no-untyped-def]
     """Change the row in `slot` by the gradient in sums[at:at + dim]; `noise_at` is the thread's offset in the noise.
 
-    Returns 0, or NaN if the row, its state included, is not finite afterwards.
+    entry: its first. Returns 0, or NaN if the row, its state included, is not finite afterwards.
     """
     if is_narrow(rows.values):
         draw(rows, slot, dim, rows.noise, noise_at)
@@ -205,7 +207,7 @@ def apply(rule, rows, slot, dim, stride, sums, at, noise_at):  # type: ignore[no
             squares = squares + g * g
             store(sums, at + d, g, 16)
     if rule.kind >= FIRST_ROWWISE:
-        mean = total(squares) / np.float32(dim)
+        mean = rows.means[entry] if rows.means.size else total(squares) / np.float32(dim)
         if elements_of(rule.kind):
             number = rows.second[slot, 0] = step_number(rule, rows.second[slot, 0], mean)
         else:
@@ -336,7 +338,8 @@ def _work(part, by_rows, pairs, source, rows, rule, long, num_long, num_stretche
             else:
                 _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at)
             if by_rows:
-                spread += apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, stride, sums, at, part * padded)
+                entry, slot = entry_of(pairs, start), np.int64(pairs[start] >> _HALF)
+                spread += apply(rule, rows, entry, slot, dim, stride, sums, at, part * padded)
             start = stop
             if start < high:
                 stop = _run_end(pairs, start)
@@ -363,6 +366,7 @@ def _update(
     streams: U8,
     key: Word,
     noise: Written[U4],
+    means: F4,
     kind: int,
     rate: Single,
     eps: Single,
@@ -378,7 +382,7 @@ def _update(
     parts: int,
 ) -> None:
     source = Gradients(flat, num_samples, width, cols, offsets, scales, argmax)
-    rows = RowFields(values, dim, is_half, first, second, streams, key, noise)
+    rows = RowFields(values, dim, is_half, first, second, streams, key, noise, means)
     rule = Numbers(kind, rate, eps, decay, keep, a, b)
     for step in range(2):
         if step or num_stretches:
@@ -451,6 +455,6 @@ def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     first, second = (*step.states, _NO_STATE, _NO_STATE)[:2]
     num_long, num_stretches = _find_long(pairs, buffers.long)
     _update(
-        pairs, *source, *vectors, first, second, *step.rounding, buffers.noise, KINDS[rule.kind], *rule[1:-1],
-        buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts,
+        pairs, *source, *vectors, first, second, *step.rounding, buffers.noise, step.means, KINDS[rule.kind],
+        *rule[1:-1], buffers.long, num_long, num_stretches, buffers.sums, buffers.counter, parts,
     )  # fmt: skip

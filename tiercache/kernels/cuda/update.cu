@@ -34,6 +34,7 @@ struct UpdatePart {  // one group
     const uint32* run_at;
     const int* slot_of;  // the slot of each position, where runs are of positions; else null
     float* sums;  // (2 * stretches of `size`, padded)
+    const float* means;  // of each entry, of a row-wise rule for slices of rows: else null
     Gradients gradients;
     Rounding rounding;
     int64 size;  // entries
@@ -210,6 +211,7 @@ __device__ __forceinline__ void update_row(const UpdatePart& part, const Run& ru
         }
         float number = total<VEC>(classes, team, mask) / static_cast<float>(dim);
         if (own == 0) {
+            if (part.means) number = __ldg(part.means + __ldg(part.entries + run.start));
             float* at = (elements_of(KIND) > 0 ? part.second : part.first) + run.slot;
             *at = number = step_number<KIND>(part.rule, *at, number);
         }

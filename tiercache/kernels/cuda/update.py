@@ -100,7 +100,7 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
     is_quick = vec == 4 and team >= _TEAM and source.is_aligned and not source.has_max
     part = (
         rows.address, first, second, step.pairs.entries, step.pairs.address, step.pairs.run_at,
-        address("slot_of", step.pairs.slot_of, np.int32), sums,
+        address("slot_of", step.pairs.slot_of, np.int32), sums, address("means", step.means, np.float32),
         sources, len(source.rows), source.per_source, source.is_plain, source.has_max,
         address("streams", step.rounding.streams, np.uint64), step.rounding.key, group.size, rows.num_slots,
         group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:-1],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, make_rounding
 
 if TYPE_CHECKING:
@@ -42,15 +43,21 @@ class OptimizerStep:
     learning_rate: float
     number: int
     """The steps of the tables of ``saved``, including this one: for the rules of Adam and for rounding."""
+    means: Array = field(default_factory=lambda: NONE_F4)
+    """Of column slices, as `Step.means`."""
+
+    @property
+    def rule(self) -> Rule:
+        """The optimizer's numbers."""
+        return rule_of(self.optimizer, self.group.dim, self.learning_rate, self.number)
 
     def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
         """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
-        rows, rounding = self.rows, NO_ROUNDING
-        rule = rule_of(self.optimizer, self.group.dim, self.learning_rate, self.number)
+        rows, rule, rounding = self.rows, self.rule, NO_ROUNDING
         if rows.streams.shape[0]:
             rounding = make_rounding(rows.streams, self.number)
-        states = rows.states if rule.widths else ()  # of a rule without state they may be another's
-        return Step(rows.vectors, states, pairs, gradients, rule, rounding)
+        states = rows.states if rule.widths else ()  # SGD whose momentum is 0 for now has a buffer
+        return Step(rows.vectors, states, pairs, gradients, rule, rounding, self.means)
 
 
 def rule_of(optimizer: Optimizer, dim: int, learning_rate: float, step: int) -> Rule:
@@ -60,7 +67,7 @@ def rule_of(optimizer: Optimizer, dim: int, learning_rate: float, step: int) -> 
 
 @functools.lru_cache(maxsize=256)
 def _widths(optimizer: Optimizer, dim: int) -> tuple[int, ...]:
-    return tuple(field.width for field in optimizer.state_fields(dim))
+    return tuple(state.width for state in optimizer.state_fields(dim))
 
 
 def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:
