@@ -212,7 +212,7 @@ class RowWiseAdam(Optimizer):
     """Added to the root of the mean of squares."""
     decay: float = 0.0
     """As of `Adam`."""
-    decoupled: bool = False
+    decoupled: bool = dataclasses.field(default=False, metadata=_OMITTED)
     """Decays the rows and not the gradients, as AdamW."""
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:

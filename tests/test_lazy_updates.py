@@ -1,0 +1,22 @@
+"""The difference between lazy and dense updates that docs/migration.md tells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.lazy_updates import RULES, losses
+
+PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
+
+
+@pytest.mark.parametrize(
+    "rule", [rule if rule == "Adam" else pytest.param(rule, marks=pytest.mark.long) for rule in RULES]
+)
+def test_the_page_tells_the_measured_losses(rule: str) -> None:
+    """Those of `python -m tests.lazy_updates`, within what another machine's rounding may change."""
+    row = re.search(rf"^\| `{re.escape(rule)}`[^|]*\| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert row is not None, f"no row of {rule}"
+    assert losses(rule) == pytest.approx([float(told) for told in row.groups()], abs=0.003)
