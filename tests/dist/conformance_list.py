@@ -61,7 +61,7 @@ RULES = (
 )  # fmt: skip
 NEWER = (
     tc.optim.SGD(learning_rate=0.1, momentum=0.9, nesterov=True), tc.optim.RowWiseAdam(learning_rate=0.02, decay=0.02),
-    tc.optim.RowWiseAdam(learning_rate=0.02, decay=0.5, decoupled=True),
+    tc.optim.RowWiseAdam(learning_rate=0.02, decay=0.5, decoupled=True), tc.optim.RowWiseRMSprop(learning_rate=0.02),
 )  # fmt: skip
 ALL = in_turn(*WAYS)
 SHARED = (

@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": tc.optim.Adam(),
     "momentum": tc.optim.SGD(momentum=0.9),
     "rowwise_adam": tc.optim.RowWiseAdam(decoupled=True),
+    "rowwise_rmsprop": tc.optim.RowWiseRMSprop(),
 }
 
 Rows = dict[str, dict[int, bytes]]

@@ -22,7 +22,7 @@ from tiercache.kernels.cuda.sorting import STRETCH, LookupPositions, sort_positi
 from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, make_rounding
 from tiercache.rows.backends import optimizer_step
 from tiercache.store.bits import from_bits
-from tiercache.store.optimizer import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam
+from tiercache.store.optimizer import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, RowWiseAdam, RowWiseRMSprop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,7 @@ BY_DECAY: dict[str, Callable[[float], Optimizer]] = {
     "adam": lambda decay: Adam(decay=decay),
     "adamw": lambda decay: Adam(decay=decay, decoupled=True),
     "rowwise_adam": lambda decay: RowWiseAdam(decay=decay),
+    "rowwise_rmsprop": lambda decay: RowWiseRMSprop(alpha=0.9, decay=decay),
     "rowwise_adamw": lambda decay: RowWiseAdam(decay=decay, decoupled=True),
 }
 OPTIMIZERS = tuple(BY_DECAY)
@@ -89,6 +90,9 @@ def oracle(
         case "adagrad" | "rowwise":
             state[0][rows] += squares
             vectors[rows] -= RATE * g / (np.sqrt(state[0][rows]) + (1e-10 if optimizer == "adagrad" else 1e-8))
+        case "rowwise_rmsprop":
+            state[0][rows] = 0.9 * state[0][rows] + 0.1 * squares
+            vectors[rows] -= RATE * g / (np.sqrt(state[0][rows]) + 1e-8)
         case _:
             state[0][rows] += (g - state[0][rows]) * 0.1
             state[1][rows] += (squares - state[1][rows]) * 0.001

@@ -159,7 +159,7 @@ def state_of(table: Values) -> tuple[str, list[int]]:
     kind = "momentum" if optimizer.get("momentum") else optimizer["kind"]
     return kind, {
         "sgd": [], "momentum": [dim], "adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim],
-        "rowwise_adam": [dim, 1],
+        "rowwise_adam": [dim, 1], "rowwise_rmsprop": [1],
     }[kind]  # fmt: skip
 
 

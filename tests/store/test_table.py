@@ -19,7 +19,7 @@ from tiercache.store import (
     initializer_code,
     xxh64,
 )
-from tiercache.store.optimizer import Optimizer, RowWiseAdam
+from tiercache.store.optimizer import Optimizer, RowWiseAdam, RowWiseRMSprop
 
 
 def table(**changes: Any) -> Table:
@@ -37,6 +37,7 @@ def table(**changes: Any) -> Table:
         (Adam(), [("vector", 4, 0), ("exp_avg", 4, 0), ("exp_avg_sq", 4, 0)], 48),
         (SGD(momentum=0.5), [("vector", 4, 0), ("momentum_buffer", 4, 0)], 32),
         (RowWiseAdam(), [("vector", 4, 0), ("exp_avg", 4, 0), ("exp_avg_sq", 1, 0)], 36),
+        (RowWiseRMSprop(), [("vector", 4, 0), ("square_avg", 1, 0)], 20),
     ],
 )
 def test_a_row_is_the_vector_and_the_optimizer_state(
@@ -137,6 +138,7 @@ def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) ->
         lambda: Adam(decoupled=1),  # type: ignore[arg-type]
         lambda: RowWiseAdam(beta2=-0.1),
         lambda: SGD(momentum=1.0),
+        lambda: RowWiseRMSprop(alpha=1.0),
         lambda: SGD(nesterov=True),
         lambda: SGD(momentum=0.5, nesterov=0.0),  # type: ignore[arg-type]
         lambda: Uniform(low=1.0, high=0.0),

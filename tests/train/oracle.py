@@ -191,4 +191,7 @@ class Oracle:
                 states[1] += (squares - states[1]) * (1 - two)
                 rate = rate * (1 - two**step) ** 0.5 / (1 - one**step)
                 return rows - rate * states[0] / (states[1].sqrt() + eps)
+            case tc.optim.RowWiseRMSprop(alpha=alpha, eps=eps):
+                states[0].mul_(alpha).add_(squares, alpha=1 - alpha)
+                return rows - rate * gradient / (states[0].sqrt() + eps)
         raise AssertionError(f"{spec} is not written out")

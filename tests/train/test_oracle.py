@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "momentum": tc.optim.SGD(learning_rate=0.05, momentum=0.9, decay=0.02),
     "nesterov": tc.optim.SGD(learning_rate=0.05, momentum=0.75, nesterov=True),
     "rowwise adam": tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.05),
+    "rowwise rmsprop": tc.optim.RowWiseRMSprop(learning_rate=0.01, alpha=0.9, decay=0.02),
     "rowwise adamw": tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.5, decoupled=True),
 }
 SPECS = (

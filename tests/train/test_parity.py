@@ -51,6 +51,7 @@ OPTIMIZERS = [
     tc.optim.SGD(learning_rate=0.05, momentum=0.9, nesterov=True),
     tc.optim.Adam(learning_rate=0.01, decay=0.5, decoupled=True),
     tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.02),
+    tc.optim.RowWiseRMSprop(learning_rate=0.01),
 ]
 INITIALIZERS = [
     tc.init.Uniform(low=-0.2, high=0.3),

@@ -37,12 +37,15 @@ CASES = {
     "decay of AdamW": (ADAMW, changes("weight_decay", 0.1, 0.0)),
     "rate of AdamW": (ADAMW, changes("lr", 0.2, 0.05)),
     "decoupled decay": (ADAMW, changes("decoupled_weight_decay", False, True)),
+    "alpha": (tc.optim.RowWiseRMSprop(learning_rate=0.1), changes("alpha", 0.5, 0.9)),
     "betas": (ADAM, changes("betas", (0.5, 0.9), (0.8, 0.99))),
 }
 
 
 def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
     """Return torch's optimizer with the settings of a row optimizer."""
+    if isinstance(optimizer, tc.optim.RowWiseRMSprop):
+        return torch.optim.RMSprop([rows], 0.1)
     if isinstance(optimizer, tc.optim.SGD):
         return torch.optim.SGD([rows], 0.1, momentum=optimizer.momentum)
     kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
@@ -52,11 +55,13 @@ def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
 def train(folder: Path, optimizer: Any, begin: Callable[[Any], Callable[[], None]]) -> list[torch.Tensor]:
     """Train rows that every step touches, and torch's parameter of the same rows; return both.
 
+    Rows of row-wise optimizers have one number: torch has none that are row-wise.
+
     begin: takes an optimizer of the one or the other, and returns what to do after each of its steps.
     """
-    start = tc.init.Uniform(low=-1, high=1)
+    start, dim = tc.init.Uniform(low=-1, high=1), 1 if optimizer.row_wise else DIM
     schema = tc.Schema(
-        features=(tc.Feature(name="f"),), tables=(tc.Table(name="f", dim=DIM, optimizer=optimizer, initializer=start),)
+        features=(tc.Feature(name="f"),), tables=(tc.Table(name="f", dim=dim, optimizer=optimizer, initializer=start),)
     )
     keys = np.arange(BATCH * STEPS) % KEYS
     data = tc.extract([{"f": keys}], schema, folder / "passes", device_budget="1MiB", progress=False)

@@ -16,7 +16,7 @@ from tiercache.store.initializer import build, check_finite
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad", "RowWiseAdam"]
+__all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad", "RowWiseAdam", "RowWiseRMSprop"]
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 _OMITTED = {"omitted": True}
@@ -224,6 +224,32 @@ class RowWiseAdam(Optimizer):
         return _adam_rule(self, learning_rate, step)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWiseRMSprop(Optimizer):
+    """RMSprop (Hinton, 2012) with one mean of squares a row, of the mean of squares of its gradient.
+
+    For rows of one number, ``torch.optim.RMSprop``.
+    """
+
+    row_wise: ClassVar[bool] = True
+    learning_rate: float = 1e-2
+    """Until it is changed between two steps."""
+    alpha: float = 0.99
+    """Share of the mean of squares that stays."""
+    eps: float = 1e-8
+    """Added to the root of the mean of squares."""
+    decay: float = 0.0
+    """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
+
+    def state_fields(self, dim: int) -> tuple[Field, ...]:
+        """Return the mean of squares."""
+        return (Field(name="square_avg", width=1, initial=0.0),)
+
+    def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
+        """Return the numbers of a step."""
+        return Optimizer.rule(self, learning_rate, step) | {"b": 1.0 - self.alpha}
+
+
 def _adam_rule(adam: Adam | RowWiseAdam, learning_rate: float, step: int) -> dict[str, Any]:
     if step < 1:
         raise ValueError(f"step is {step}: the first applied step is 1.")
@@ -232,7 +258,9 @@ def _adam_rule(adam: Adam | RowWiseAdam, learning_rate: float, step: int) -> dic
     return numbers | ({"decay": 0.0, "keep": 1.0 - learning_rate * adam.decay} if adam.decoupled else {})
 
 
-KINDS: dict[str, type[Optimizer]] = {cls.kind(): cls for cls in (SGD, Adagrad, RowWiseAdagrad, Adam, RowWiseAdam)}
+KINDS: dict[str, type[Optimizer]] = {
+    cls.kind(): cls for cls in (SGD, Adagrad, RowWiseAdagrad, Adam, RowWiseAdam, RowWiseRMSprop)
+}
 
 
 def optimizer_to_record(optimizer: Optimizer) -> dict[str, Any]:
@@ -261,5 +289,5 @@ def _check_setting(optimizer: Optimizer, name: str, *, is_switch: bool) -> None:
         raise ValueError(f"{name} of {owner} is {value}: float32 holds at most {_LARGEST:g}")
     if value < 0 and not name.startswith("beta"):
         raise ValueError(f"{name} of {owner} is {value}: it must not be negative")
-    if name in {"beta1", "beta2", "momentum"} and not 0.0 <= value < 1.0:
+    if name in {"beta1", "beta2", "momentum", "alpha"} and not 0.0 <= value < 1.0:
         raise ValueError(f"{name} of {owner} is {value}: it must be at least 0 and less than 1")

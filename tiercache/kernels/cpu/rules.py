@@ -8,8 +8,8 @@ import numpy as np
 from tiercache.kernels.cpu.compile import inlined
 from tiercache.kernels.cpu.simd import splat, sqrt
 
-SUM, SGD, MOMENTUM, ADAGRAD, ADAM, ROWWISE_ADAGRAD, ROWWISE_ADAM = range(7)
-_NAMES = ("sum", "sgd", "momentum", "adagrad", "adam", "rowwise_adagrad", "rowwise_adam")
+SUM, SGD, MOMENTUM, ADAGRAD, ADAM, ROWWISE_ADAGRAD, ROWWISE_ADAM, ROWWISE_RMSPROP = range(8)
+_NAMES = ("sum", "sgd", "momentum", "adagrad", "adam", "rowwise_adagrad", "rowwise_adam", "rowwise_rmsprop")
 KINDS = {name: kind for kind, name in enumerate(_NAMES)}
 """The number of each rule."""
 FIRST_ROWWISE = ROWWISE_ADAGRAD

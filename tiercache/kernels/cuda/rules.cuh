@@ -8,6 +8,7 @@
 #define ADAM 3
 #define ROWWISE_ADAGRAD 4  // row-wise rules from here on
 #define ROWWISE_ADAM 5
+#define ROWWISE_RMSPROP 6
 
 // The name of each rule, and the blocks that share an SM's registers in its quick kernels.
 #define RULES(DO) \
@@ -16,7 +17,8 @@
     DO(adagrad, ADAGRAD, 4) \
     DO(adam, ADAM, 4) \
     DO(rowwise_adagrad, ROWWISE_ADAGRAD, 3) \
-    DO(rowwise_adam, ROWWISE_ADAM, 3)
+    DO(rowwise_adam, ROWWISE_ADAM, 3) \
+    DO(rowwise_rmsprop, ROWWISE_RMSPROP, 3)
 
 struct Rule {  // as kernels/step.py
     float rate;
