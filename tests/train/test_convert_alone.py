@@ -147,6 +147,30 @@ def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path:
         tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
 
 
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), tc.optim.SGD(learning_rate=0.5, momentum=0.9)),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.75, nesterov=True, weight_decay=0.1),
+            tc.optim.SGD(learning_rate=0.5, momentum=0.75, nesterov=True, decay=0.1),
+        ),
+        (lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1), tc.optim.Adam(learning_rate=0.5, decay=0.1)),
+        (lambda p: torch.optim.AdamW(p, lr=0.5), tc.optim.Adam(learning_rate=0.5, decay=0.01, decoupled=True)),
+        (
+            lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1, decoupled_weight_decay=True),
+            tc.optim.Adam(learning_rate=0.5, decay=0.1, decoupled=True),
+        ),
+    ],
+)
+def test_rows_step_as_the_optimizer_of_torch_on_the_rows_of_a_batch(make: Any, rows: Any) -> None:
+    """A warning says that torch's moves the other rows too."""
+    model: Any = Net()
+    with pytest.warns(UserWarning, match=r"is trained by \w+.* which moves every row in every step"):
+        model = tc.convert(model, optimizer=make(model.parameters()))
+    assert model.words.schema.tables[0].optimizer == rows
+
+
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that has stepped once."""
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -166,6 +190,10 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
     "a setting that rows do not have": (
         lambda model: {"optimizer": torch.optim.Adagrad(model.parameters(), lr_decay=0.5)},
         r"words is trained by Adagrad\(lr_decay=0.5\), and no row optimizer does the same",
+    ),
+    "dampening": (
+        lambda model: {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)},
+        r"words is trained by SGD\(dampening=0.5\), and no row optimizer does the same",
     ),
     "an optimizer of something else": (
         lambda model: {"optimizer": torch.optim.SGD(model.top.parameters(), lr=0.1)},

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tiercache.schema import Feature, Schema
-from tiercache.store.optimizer import Normal, Optimizer, Uniform
+from tiercache.store.initializer import Normal, Uniform
 from tiercache.store.table import Table
 from tiercache.train.torch_optimizers import as_row_optimizer
 from tiercache.train.torchrec_modules import is_collection
@@ -18,6 +18,7 @@ from tiercache.train.torchrec_modules import is_collection
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiercache.store.optimizer import Optimizer
     from tiercache.train.torch_optimizers import OptimizerOfRows
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OptimizerOfRows = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Optimizer]
 """How rows step, as `convert` takes it."""
-_KNOWN = "SGD, Adagrad, SparseAdam, Adam"
+_KNOWN = "SGD, Adagrad, SparseAdam, Adam, AdamW"
 
 
 def as_list(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -65,29 +65,35 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], na
 
     settings["lr"] = settings.get("initial_lr", settings["lr"])  # a scheduler's
 
-    refused = [key for key in ("maximize", "amsgrad", "lr_decay", "momentum") if settings.get(key)]
-    if kind not in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam) or refused:
+    adams = torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW
+    refused = [key for key in ("maximize", "amsgrad", "lr_decay", "dampening") if settings.get(key)]
+    if kind not in (torch.optim.SGD, torch.optim.Adagrad, *adams) or refused:
         what = f"{kind.__name__}({refused[0]}={settings[refused[0]]!r})" if refused else kind.__name__
         raise ValueError(
             f"{name} is trained by {what}, and no row optimizer does the same: choose one, as in "
             f"tc.convert(model, optimizer=tc.optim.Adagrad(learning_rate={number('lr'):g})); known are {_KNOWN}"
         )
-    decay = float(settings.get("weight_decay", 0.0))
-    if decay or kind is torch.optim.Adam:
+    decay, momentum = (float(settings.get(key, 0.0)) for key in ("weight_decay", "momentum"))
+    if decay or momentum or kind in adams[1:]:
+        how = " with weight_decay" if decay else " with momentum" if momentum else ""
         warnings.warn(
-            f"{name} is trained by {kind.__name__}{' with weight_decay' if decay else ''}, which moves every row in "
+            f"{name} is trained by {kind.__name__}{how}, which moves every row in "
             "every step; rows move only in steps whose batch has their key, as with SparseAdam and sparse gradients",
             stacklevel=2,
         )
     if kind is torch.optim.SGD:
-        return SGD(learning_rate=number("lr"), decay=decay)
+        nesterov = bool(momentum and settings["nesterov"])
+        return SGD(learning_rate=number("lr"), momentum=momentum, nesterov=nesterov, decay=decay)
     if kind is torch.optim.Adagrad:
         return Adagrad(
             learning_rate=number("lr"), eps=number("eps"), decay=decay,
             initial_accumulator=number("initial_accumulator_value"),
         )  # fmt: skip
     beta1, beta2 = map(float, settings["betas"])
-    return Adam(learning_rate=number("lr"), beta1=beta1, beta2=beta2, eps=number("eps"), decay=decay)
+    return Adam(
+        learning_rate=number("lr"), beta1=beta1, beta2=beta2, eps=number("eps"), decay=decay,
+        decoupled=bool(settings.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
+    )  # fmt: skip
 
 
 def replace_parameters(
