@@ -67,7 +67,7 @@ test-long: checked
 	$(BIN)/python -m pytest --durations=25
 
 test-stacks: $(VENV)/.dev
-	@echo "installing Lightning and Accelerate into $(VENV) ..."
+	@echo "installing Lightning, Accelerate and Transformers into $(VENV) ..."
 	$(PIP) --no-build-isolation --editable ".[stacks]"
 	$(BIN)/python -m pytest tests/stacks
 

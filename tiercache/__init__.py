@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.planning.sharding_rules import ShardingRules as ShardingRules
     from tiercache.schema import DenseFeature as DenseFeature
     from tiercache.schema import Feature as Feature
+    from tiercache.schema import KeptColumn as KeptColumn
     from tiercache.schema import Schema as Schema
     from tiercache.store import Store as Store
     from tiercache.store.shards.sharding import ShardingPlan as ShardingPlan
@@ -51,6 +52,7 @@ _HOME = {
     "Embedding": "train.embedding",
     "EmbeddingBag": "train.embedding",
     "Feature": "schema",
+    "KeptColumn": "schema",
     "PassDataset": "data.dataset",
     "ShardingPlan": "store.shards.sharding",
     "CostModel": "planning.sharding_rules",
@@ -90,6 +92,7 @@ __all__ = [
     "EmbeddingCollection",
     "Feature",
     "InMemoryCache",
+    "KeptColumn",
     "ParameterTable",
     "Pass",
     "PassDataset",

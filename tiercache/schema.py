@@ -16,6 +16,7 @@ from tiercache.schema_parts import (
     CsvFormat,
     DenseFeature,
     Feature,
+    KeptColumn,
     SourceFormat,
     Text,
     checked,
@@ -26,9 +27,10 @@ from tiercache.schema_toml import load_schema
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["CsvFormat", "DenseFeature", "Feature", "Schema", "SourceFormat"]
+__all__ = ["CsvFormat", "DenseFeature", "Feature", "KeptColumn", "Schema", "SourceFormat"]
 
 
 @with_schema_errors
@@ -45,9 +47,13 @@ class Schema:
     open_tables: tuple[Text, ...] = ()
     """Tables of a converted model that take any int64 as a key, beyond the rows that its modules had."""
     label: Text | None = None
-    """The column of the label, number or bool; None: samples have none."""
+    """The column of the label, number or bool; None: samples have none, or several."""
+    labels: tuple[KeptColumn, ...] = ()
+    """Several labels, each in its own dtype; ``label`` is None then."""
     label_null: Literal["error", "drop"] = "error"
     """The handling of a null or NaN label: an error, or the row is dropped."""
+    keep: tuple[KeptColumn, ...] = ()
+    """Other columns that are stored with the samples, each in its own dtype."""
     dense: tuple[DenseFeature, ...] = ()
     """The dense features, in the order of the columns of ``EncodedBatch.dense``."""
     csv: CsvFormat = dataclasses.field(default_factory=CsvFormat)
@@ -60,6 +66,17 @@ class Schema:
             raise ValueError("has no features: name at least one that looks into a table")
         _refuse_twice("feature", [f.name for f in self.features])
         _refuse_twice("dense column", [d.column for d in self.dense])
+        if self.label is not None and self.labels:
+            raise ValueError("has a label and labels: give one of them")
+        names = [one.name for one in self.kept]
+        _refuse_twice("name of a column", names)
+        used = [f.name for f in self.features] + [d.column for d in self.dense] + [self.label]
+        for name in names:
+            if name in used and self.kept:
+                raise ValueError(
+                    f"keeps the column {name!r}, which is also the name of a feature, a dense column or the label: "
+                    "give it another name (name = ...)"
+                )
         known = {table.name for table in self.tables}
         for feature in self.features:
             if feature.table == feature.name and feature.table not in known:
@@ -114,13 +131,33 @@ class Schema:
         return tuple(f for f in self.features if f.hotness != "one_hot")
 
     @property
+    def kept(self) -> tuple[KeptColumn, ...]:
+        """The columns that are stored in their own dtype: labels, then ``keep``."""
+        return (*self.labels, *self.keep)
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The columns of the label or of the labels."""
+        return (self.label,) if self.label is not None else tuple(one.column for one in self.labels)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Every column that is read, each once, in the order of first mention."""
-        names = [self.label] if self.label is not None else []
-        names += [d.column for d in self.dense]
+        names = [*self.label_columns, *(d.column for d in self.dense), *(one.column for one in self.keep)]
         for feature in self.features:
             names += [*feature.columns, *([feature.weights] if feature.weights is not None else [])]
         return tuple(dict.fromkeys(names))
+
+    def with_dtypes(self, dtypes: Mapping[str, str]) -> Schema:
+        """Return the schema with a dtype for each kept column; ``dtypes``, by column, fills in those that have none."""
+
+        def filled(columns: tuple[KeptColumn, ...]) -> tuple[KeptColumn, ...]:
+            return tuple(
+                one if one.dtype is not None else dataclasses.replace(one, dtype=dtypes[one.column])  # type: ignore[arg-type]
+                for one in columns
+            )
+
+        return dataclasses.replace(self, labels=filled(self.labels), keep=filled(self.keep)) if self.kept else self
 
     def feature(self, name: str) -> Feature:
         """Return the feature called ``name``. Raises KeyError for an unknown one."""

@@ -121,6 +121,29 @@ class DenseFeature:
     """"log": a number x becomes log(1 + max(x, 0)), null too; None: numbers stay as they are."""
 
 
+KeptDtype = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+]
+
+
+@with_schema_errors
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class KeptColumn:
+    """One number or bool per sample, stored as it is: a label of several, or a column that your code needs."""
+
+    _WHERE = "kept column {!r}"
+
+    column: Text
+    """The column of the data."""
+    name: str = ""
+    """Its name in a batch; empty: that of the column."""
+    dtype: KeptDtype | None = None
+    """The dtype of the values; None: that of the data, which the extraction fills in."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.column)
+
+
 @with_schema_errors
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class Feature:

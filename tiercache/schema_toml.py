@@ -14,6 +14,7 @@ from tiercache.schema_parts import (
     CsvFormat,
     DenseFeature,
     Feature,
+    KeptColumn,
     SourceFormat,
     Text,
     checked,
@@ -60,6 +61,7 @@ def load_schema(cls: type[_T], path: str | Path | None, format: str | None = Non
 class _File:
     label: _Section | None = None
     dense: list[Any] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)
     features: dict[str, _Section] = field(default_factory=dict)
     tables: dict[str, _Section] = field(default_factory=dict)
     defaults: _Section = field(default_factory=dict)
@@ -69,12 +71,16 @@ class _File:
 
 @dataclass(config=STRICT)
 class _Label:
-    column: Text
+    column: Text | None = None
+    columns: list[Any] = field(default_factory=list)
     null: Literal["error", "drop"] = "error"
 
 
 def _schema_values(file: _File, format_: str | None) -> _Section:
     label = None if file.label is None else checked(_Label, "[label]", file.label)
+    if label is not None and (label.column is None) == (not label.columns):
+        has = "'column' and 'columns'" if label.columns else "no 'column'"
+        raise SchemaError(f"[label] has {has}: give the column of the label, or columns = [...] for several labels")
     source = checked(SourceFormat, "[source]", file.source | ({"format": format_} if format_ else {}))
     dense, features = [_dense(e) for e in file.dense], [_feature(name, e) for name, e in file.features.items()]
     if source.format == "criteo" and label is None and not dense and not features:
@@ -90,6 +96,8 @@ def _schema_values(file: _File, format_: str | None) -> _Section:
     own: dict[str, _Section] = {f.table: {} for f in features if f.table == f.name and f.table not in file.tables}
     return {
         "label": label and label.column,
+        "labels": [_kept("[label] columns", e) for e in label.columns] if label else [],
+        "keep": [_kept("keep", e) for e in file.keep],
         "label_null": label.null if label else "error",
         "dense": dense,
         "features": features,
@@ -106,6 +114,10 @@ def _dense(entry: Any) -> DenseFeature:
     if entry.get("null") == "error":
         entry = {**entry, "null": None}
     return checked(DenseFeature, "[[dense]]", entry)
+
+
+def _kept(where: str, entry: Any) -> KeptColumn:
+    return checked(KeptColumn, where, entry if isinstance(entry, dict) else {"column": entry})
 
 
 def _feature(name: str, entry: _Section) -> Feature:

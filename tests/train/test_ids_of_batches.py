@@ -167,9 +167,20 @@ def test_any_other_operation_of_a_tensor_raises(batch: tc.Batch, which: int) -> 
             OTHERS[which](ids)
 
 
-@pytest.mark.parametrize(
-    "name", ["shape", "dtype", "device", "ndim", "long", "unsqueeze", "view", "size", "clamp", "T"]
-)
+def test_features_have_the_shape_of_a_tensor_of_keys(passes: tc.PassDataset, batch: tc.Batch) -> None:
+    """If all samples have as many keys; lists of any length have none, and say so."""
+    keys = keys_as_tensors(passes.passes[0], batch)
+    for name in ("one", "three"):
+        feature = batch.features[name]
+        assert feature.shape == feature.size() == keys[name].shape
+        assert feature.size(0) == keys[name].size(0)
+        assert feature.size(-1) == keys[name].size(-1)
+    assert not hasattr(batch.features["some"], "shape")
+    with one_sentence(AttributeError, ".shape of lists of any length", ".offsets"):
+        batch.features["some"].size(0)
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "ndim", "long", "unsqueeze", "view", "clamp", "T"])
 def test_what_only_a_tensor_has_says_what_there_is(batch: tc.Batch, name: str) -> None:
     """As an AttributeError, so that hasattr() tells what a feature is."""
     for ids in (batch.features["three"], batch.ids["one"]):

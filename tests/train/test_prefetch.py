@@ -234,7 +234,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(
     said = []
     for ahead in (0, 2):
         loop, p = one_pass(passes, device)
-        cache = loop.gi_frame.f_locals["self"]
+        cache = iter(loop).gi_frame.f_locals["self"]
         bag = tc.EmbeddingBagCollection(cache.schema, ["g", "h"], mode="mean")
         for batch in p.batches(10, prefetch=ahead):
             if p.samples_done == 50:
@@ -303,7 +303,7 @@ def test_threads_end_with_whatever_ends_first(passes: tc.PassDataset, tmp_path: 
             batches.close()
         elif how == "error":
             with pytest.raises(KeyError):
-                batches.throw(KeyError)
+                iter(batches).throw(KeyError)
         elif how == "next pass":
             p.skip()
             next(loop)

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 """Bytes under one checksum: part of the format."""
-_CODES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U64": np.dtype("<u8")}
+_CODES = {
+    "BOOL": np.dtype(np.bool_), "I8": np.dtype("<i1"), "I16": np.dtype("<i2"), "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"), "U8": np.dtype("<u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4"),
+    "U64": np.dtype("<u8"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
+}  # fmt: skip
 _NAMES = {dtype: code for code, dtype in _CODES.items()}
 
 
@@ -40,7 +44,7 @@ class ArraySpec(NamedTuple):
 
 
 class ArrayLayout:
-    """The offsets of arrays in their file. Arrays of 8-byte numbers come first, so that all are aligned."""
+    """The offsets of arrays in their file. Arrays of wider numbers come first, so that all are aligned."""
 
     def __init__(self, arrays: Iterable[ArraySpec], metadata: Mapping[str, str]) -> None:
         """``metadata``: more texts for the header."""

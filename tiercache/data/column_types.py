@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Schema
 
-Use = Literal["number", "integer", "string", "part", "cut"]
+Use = Literal["number", "own", "integer", "string", "part", "cut"]
 _USE_OF_KEY: dict[str, Use] = {
     "integer": "integer",
     "string": "string",
@@ -28,6 +29,7 @@ _USE_OF_KEY: dict[str, Use] = {
 }
 _EXPECTED = {
     "number": "numbers",
+    "own": "numbers or bools",
     "integer": "integers",
     "string": "strings",
     "part": "integers or strings",
@@ -43,6 +45,8 @@ class ColumnUse:
     who: str
     use: Use
     is_list: bool = False
+    dtype: str | None = None
+    """The dtype of a kept column, if the schema has one."""
 
 
 def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]:
@@ -51,6 +55,8 @@ def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]
     if schema.label is not None:
         uses.append(ColumnUse(schema.label, "the label", "number"))
     uses += [ColumnUse(d.column, "a dense feature", "number") for d in schema.dense]
+    uses += [ColumnUse(one.column, "a label", "own", dtype=one.dtype) for one in schema.labels]
+    uses += [ColumnUse(one.column, "keep", "own", dtype=one.dtype) for one in schema.keep]
     for f in schema.features:
         use = _USE_OF_KEY[str(f.key)]
         uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one_hot") for column in f.columns]
@@ -107,10 +113,11 @@ def csv_types(
 ) -> dict[str, Any]:
     """Return the type to read each used column of a text file as.
 
-    The type of a key decides. Labels and numbers are float64, or bool if the first lines are. The type of a column in a
-    cross comes from another feature, the schema (``declared``) or the first lines.
+    The type of a key decides, then that of a kept column, which is bool, int64 or float64. Labels and numbers are
+    float64, or bool if the first lines are. The type of a column in a cross comes from another feature, the schema
+    (``declared``) or the first lines.
     """
-    chosen: dict[str, Any] = {}
+    uses, chosen = tuple(uses), dict[str, Any]()
     by_column = uses_by_column(uses)
     for column in (name for name in names if name in by_column and name in guessed.names):
         kinds, guess = by_column[column], guessed.field(column).type
@@ -121,11 +128,29 @@ def csv_types(
         elif "part" in kinds:
             kind = declared.get(column) or kind_of(guess) or "string"
             chosen[column] = pa.int64() if kind == "integer" else pa.string()
+        elif "own" in kinds:
+            dtypes = {use.dtype for use in uses if use.column == column and use.dtype is not None}
+            chosen[column] = _text_type(next(iter(dtypes), None), guess)
         elif "number" in kinds:
             chosen[column] = pa.bool_() if types.is_boolean(guess) else pa.float64()
         else:
             chosen[column] = pa.string()
     return chosen
+
+
+def dtype_of(kind: Any) -> str:
+    """Return the dtype of a column of numbers or bools, by its plain type: decimals and nulls are float64."""
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_boolean(kind):
+        return "bool"
+    return np.dtype(kind.to_pandas_dtype()).name if types.is_integer(kind) or types.is_floating(kind) else "float64"
+
+
+def _text_type(dtype: str | None, guess: Any) -> Any:
+    """Return the type that text is read as for a kept column of a dtype; None: by the first lines."""
+    kind = np.dtype(dtype_of(guess) if dtype is None else dtype).kind
+    return {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64()}.get(kind, pa.float64())
 
 
 def _fits(kind: Any, use: ColumnUse) -> bool:
@@ -135,7 +160,7 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
         if not is_list(kind):
             return False
         kind = kind.value_type
-    if use.use == "number":
+    if use.use in ("number", "own"):
         return bool(
             types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
         )
@@ -159,6 +184,8 @@ def _change(kind: Any, use: ColumnUse) -> str:
         return 'say key = "string" for the feature (or "hex" for hexadecimal digits), or cast the column to integers'
     if use.use == "string" and (key_kind == "integer" or types.is_decimal(inner)):
         return 'say key = "integer" for the feature, or cast the column to strings'
+    if use.use == "own" and not types.is_nested(inner):
+        return "keep a column of numbers, such as a code or a time in seconds, or make it a feature"
     if types.is_nested(inner):
         return "put the values to read in a column of their own"
     return f"cast the column to {_EXPECTED[use.use]}"

@@ -189,7 +189,7 @@ def plain_type(kind: Any, uses: AbstractSet[str]) -> Any:
         return plain_type(kind.value_type, uses)
     if types.is_dictionary(kind):
         value = plain_type(kind.value_type, uses)
-        stays = value == kind.value_type and _is_key(value) and "number" not in uses
+        stays = value == kind.value_type and _is_key(value) and not uses & {"number", "own"}
         return kind if stays else value
     if is_list(kind):
         value = plain_type(kind.value_type, uses)

@@ -14,7 +14,7 @@ from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
 from tiercache.data.raw_batch import NULL_KEY
-from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.sample_layout import SampleLayout, column_array
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
@@ -66,6 +66,7 @@ def write_sub_dataset(directory: Path, index: int, schema: Schema, batch: RawBat
         local.update(zip(names, np.split(positions, ends), strict=False))
     if batch.label is not None:
         columns["label"] = batch.label
+    columns |= {column_array(name): column for name, column in batch.columns.items()}
     columns |= {"dense": batch.dense, "ids": np.array([local[f.name] for f in schema.singles], np.int32).T}
     for name, feature in batch.features.items():
         columns[f"ids.{name}"] = local[name]

@@ -49,7 +49,7 @@ def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBat
     hashed: False checks everything, but puts zeros in place of hashes and compiles nothing.
     """
     features = {f.name: encode_feature(f, batch, hashed=hashed) for f in schema.features}
-    return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features)
+    return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features, encode_kept(schema, batch))
 
 
 def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
@@ -67,6 +67,41 @@ def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
         values = _reals(batch, spec.column, rule)
         dense[:, place] = np.log1p(np.maximum(values, 0)) if spec.transform == "log" else values
     return dense
+
+
+def encode_kept(schema: Schema, batch: SourceBatch) -> dict[str, NDArray[Any]]:
+    """Return several labels and kept columns by name, (n,) each, in their own dtypes.
+
+    A null in a kept column of floats is NaN. Raises SourceError for other nulls, for labels that are not finite, and
+    for values that the dtype does not have.
+    """
+    found = {one.name: _in_dtype(batch, one.column, np.dtype(one.dtype), is_label=True) for one in schema.labels}
+    return found | {one.name: _in_dtype(batch, one.column, np.dtype(one.dtype)) for one in schema.keep}
+
+
+def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label: bool = False) -> NDArray[Any]:
+    array = batch.columns.column(column)
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    is_float = dtype.kind == "f"
+    if array.null_count and (is_label or not is_float):
+        advice = _LABEL.advice if is_label else f"{dtype} has no null: give it a value, or say a dtype of floats"
+        raise batch.error(int(_null_mask(array).argmax()), column, f"it is null, but {advice}")
+    values = _number_array(array)
+    with np.errstate(invalid="ignore", over="ignore"):
+        out = values.astype(dtype)
+        same = out == values if not is_float else np.isfinite(out) | ~np.isfinite(values)
+    if not is_float and values.dtype.kind == "f":
+        same &= np.isfinite(values)
+    if not same.all():
+        at = int(same.argmin())
+        raise batch.error(at, column, f"it is {array[at].as_py()}, which {dtype} does not have: say another dtype")
+    if array.null_count:
+        out[_null_mask(array)] = np.nan
+    if is_label and is_float and not np.isfinite(out).all():
+        at = int(np.isfinite(out).argmin())
+        raise batch.error(at, column, f"it is {array[at].as_py()}, but {_LABEL.advice}")
+    return out
 
 
 def encode_feature(feature: Feature, batch: SourceBatch, *, hashed: bool = True) -> FeatureKeys:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
+from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_kept, encode_label
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
@@ -36,6 +36,7 @@ from tiercache.store.table import group_tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tiercache.data.inputs import InputFile
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.source import SourceBatch
 
@@ -109,6 +110,7 @@ def extract(
     inputs = find_inputs(data, schema.source.format)
     label = str(out)
     out = Path(out) if dask is not None and is_url(out) else _local(out)
+    schema = _with_dtypes(schema, inputs, out)
     options: dict[str, Any] = {
         "schema": schema.digest,
         "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
@@ -183,6 +185,17 @@ def extract(
         dataset = PassDataset.open(out)
         reporter.finish(dataset.samples, f"{label}: {dataset.summary}", str(source.bad_rows))
     return dataset
+
+
+def _with_dtypes(schema: Schema, inputs: Sequence[InputFile], out: Path) -> Schema:
+    """Return the schema with the dtypes of kept columns: those of the finished dataset in ``out``, or of the data."""
+    if all(one.dtype is not None for one in schema.kept):
+        return schema
+    before = Manifest.read(out).schema.kept if is_finished(out) else ()
+    dtypes = {one.column: str(one.dtype) for one in before}
+    if any(one.dtype is None and one.column not in dtypes for one in schema.kept):
+        dtypes |= Source(inputs, schema).dtypes
+    return schema.with_dtypes(dtypes)
 
 
 def _local(out: str | Path) -> Path:
@@ -337,10 +350,12 @@ class _Extraction:
         work: dict[str, Callable[[], Any]] = {
             "": partial(encode_label, schema, batch),
             "dense": partial(encode_dense, schema, batch),
+            "kept": partial(encode_kept, schema, batch),
         }
         work |= {f"feature {f.name}": partial(encode_feature, f, batch) for f in schema.features}
         self.workers.run(partial(encode, *one) for one in work.items())
-        return RawBatch(encoded[""], encoded["dense"], {f.name: encoded[f"feature {f.name}"] for f in schema.features})
+        features = {f.name: encoded[f"feature {f.name}"] for f in schema.features}
+        return RawBatch(encoded[""], encoded["dense"], features, encoded["kept"])
 
     def _report(self, batch: SourceBatch) -> None:
         self.reporter.samples += batch.columns.num_rows

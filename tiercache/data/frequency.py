@@ -6,6 +6,7 @@ decision merges the runs and the key sets of earlier datasets, one hash range at
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import SubDatasetRecord
-from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.data.extraction_resources import Workers
     from tiercache.data.keyset import KeySet
+    from tiercache.data.raw_batch import RawBatch
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
@@ -129,7 +131,7 @@ class FrequencyFilter:
             for name in names:
                 entry = batch.features[name]
                 features[name] = FeatureKeys(kept[numbers[name]], entry.offsets, entry.weights)
-        return RawBatch(batch.label, batch.dense, features)
+        return replace(batch, features=features)
 
     def write_rare(self, path: Path) -> SubDatasetRecord:
         """Write the rare keys of this data with their counts as a key set; it is on disk on return."""

@@ -109,11 +109,11 @@ def _scalar(file: InputFile, name: str, value: str, uses: dict[str, str]) -> Any
         return pa.scalar(number, pa.int64() if number < 1 << 63 else pa.uint64())
     if "integer" in uses:
         raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
-    if "number" in uses:
+    for use in uses.keys() & {"number", "own"}:
         if value.lower() in _BOOLS:
             return pa.scalar(_BOOLS[value.lower()])
         if not _NUMBER.fullmatch(value):
-            raise refuse("number", "numbers", "rename the folder")
+            raise refuse(use, "numbers", "rename the folder")
         return pa.scalar(float(value))
     if "part" in uses and number is not None:
         raise refuse("part", "integers below 2^64 or strings", "rename the folder")

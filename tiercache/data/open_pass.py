@@ -13,6 +13,7 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter, bytes_of, write_all
 from tiercache.data.manifest import SubDatasetRecord, file_name
+from tiercache.data.sample_layout import column_array
 from tiercache.kernels.cpu.samples import permute, permute_columns
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import sync
@@ -122,6 +123,7 @@ class OpenPass:
             arrays.append(self._write("label", first, batch.label))
         if batch.dense.shape[1]:
             arrays.append(self._write("dense", first, batch.dense))
+        arrays += [self._write(column_array(name), first, column) for name, column in batch.columns.items()]
         for feature in features:
             entry, row = batch.features[feature.name], first
             if feature in self.layout.ragged:

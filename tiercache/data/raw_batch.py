@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +90,8 @@ class RawBatch:
     """(n, D), D may be 0."""
     features: dict[str, FeatureKeys]
     """Every feature of the schema, in its order."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """(n,) each: several labels and kept columns in their own dtype, by name."""
 
     @classmethod
     def of(
@@ -100,11 +102,12 @@ class RawBatch:
         label: Any = None,
         dense: Any = None,
         weights: Mapping[str, Any] | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> RawBatch:
         """Build a batch from plain arrays.
 
         keys: by feature, (n,) for one key, (n, L) for fixed lists, a sequence of n sequences for ragged ones;
-        weights in the same forms. label: (n,). dense: (n, D).
+        weights in the same forms. label: (n,). dense: (n, D). columns: by name, (n,) for each kept column.
         """
         features = {}
         for feature in schema.features:
@@ -123,6 +126,7 @@ class RawBatch:
             label=None if label is None else np.ascontiguousarray(label, np.float32),
             dense=np.asarray([] if dense is None else dense, np.float32).reshape(num_samples, len(schema.dense)),
             features=features,
+            columns={one.name: np.asarray((columns or {})[one.name], one.dtype) for one in schema.kept},
         )
 
     @property
@@ -134,6 +138,7 @@ class RawBatch:
     def num_bytes(self) -> int:
         """Bytes of its arrays."""
         own = self.dense.nbytes + (0 if self.label is None else self.label.nbytes)
+        own += sum(column.nbytes for column in self.columns.values())
         return own + sum(feature.num_bytes for feature in self.features.values())
 
     def slice(self, low: int, high: int) -> RawBatch:
@@ -144,6 +149,7 @@ class RawBatch:
             None if self.label is None else self.label[low:high],
             self.dense[low:high],
             {name: feature.slice(low, high) for name, feature in self.features.items()},
+            {name: column[low:high] for name, column in self.columns.items()},
         )
 
     def copy(self) -> RawBatch:
@@ -167,7 +173,9 @@ def join(batches: Sequence[RawBatch]) -> RawBatch:
             np.concatenate([part.keys for part in parts]), offsets, np.concatenate(weights) if weights else None
         )
     labels = [batch.label for batch in batches if batch.label is not None]
-    return RawBatch(np.concatenate(labels) if labels else None, np.concatenate([b.dense for b in batches]), features)
+    columns = {name: np.concatenate([batch.columns[name] for batch in batches]) for name in batches[0].columns}
+    label = np.concatenate(labels) if labels else None
+    return RawBatch(label, np.concatenate([b.dense for b in batches]), features, columns)
 
 
 def _flat(values: Any, offsets: NDArray[np.int64] | None, dtype: Any) -> NDArray[Any]:

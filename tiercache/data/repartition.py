@@ -17,6 +17,7 @@ from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_errors, file_name, new_folder
 from tiercache.data.pass_builder import RowBudget
+from tiercache.data.sample_layout import column_array
 from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
@@ -336,6 +337,8 @@ def _write(
                 done[feature.name] += entry.num_ids
         if samples.label is not None:
             writer.write("label", row, samples.label)
+        for name, column in samples.columns.items():
+            writer.write(column_array(name), row, column)
         if old.schema.dense:
             writer.write("dense", row, samples.dense)
         if old.schema.singles:

@@ -46,7 +46,8 @@ class SampleLayout:
 
     ``label`` (N,), ``dense`` (N, D), ``ids`` (N, S): the features with one id in the schema's order, adjacent so that a
     shuffled sample costs one memory access and not S. Then for each feature with lists ``ids.NAME``, and for each
-    feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, with ``offsets.NAME`` (N + 1,).
+    feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, with ``offsets.NAME`` (N + 1,). And
+    ``column.NAME`` (N,) for each label of several and each kept column, in its own dtype.
     """
 
     schema: Schema
@@ -68,6 +69,11 @@ class SampleLayout:
                     SampleColumn(f"weights.{f.name}", np.float32, 1 if f in self.schema.singles else f.length, f.name)
                 )
         return tuple(columns)
+
+    @cached_property
+    def kept(self) -> tuple[ArraySpec, ...]:
+        """The names and dtypes of kept columns, with a shape for one sample."""
+        return tuple(ArraySpec(column_array(one.name), np.dtype(one.dtype), (1,)) for one in self.schema.kept)
 
     @cached_property
     def ragged(self) -> tuple[Feature, ...]:
@@ -105,9 +111,18 @@ class SampleLayout:
             return key_set_layout(tables, rows)
         arrays = key_set_arrays(tables, rows)
         arrays += [ArraySpec(f"offsets.{f.name}", np.int64, (samples + 1,)) for f in self.ragged]
+        kept = [ArraySpec(one.name, one.dtype, (samples,)) for one in self.kept]
+        arrays += [one for one in kept if one.dtype.itemsize == 8]
         arrays += [ArraySpec(c.name, c.dtype, c.shape(samples, values.get(c.feature or "", 0))) for c in self.columns]
+        for size in (4, 2, 1):  # wider ones first: all are aligned
+            arrays += [one for one in kept if one.dtype.itemsize == size]
         names = {"ids": [f.name for f in self.schema.singles], "dense": [d.column for d in self.schema.dense]}
         return ArrayLayout(arrays, _METADATA | {name: json.dumps(columns) for name, columns in names.items()})
+
+
+def column_array(name: str) -> str:
+    """Return the name of the array of a kept column."""
+    return f"column.{name}"
 
 
 _METADATA: dict[str, Any] = {"format": "tiercache sub-dataset 2"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tiercache.data.column_types import check_columns, column_uses, kind_of, uses_by_column
+from tiercache.data.column_types import check_columns, column_uses, dtype_of, kind_of, uses_by_column
 from tiercache.data.columns import BadValueError, plain_array, plain_type
 from tiercache.data.inputs import check_repeated, partition_texts, partition_values
 from tiercache.data.readers import IpcReader, NumpyReader, ParquetReader, PythonReader, SplitBinaryReader
@@ -90,6 +91,8 @@ class Source:
         self._done_in_file = 0.0
         self._counts: dict[int, BadRows] = {}
         kinds: dict[str, tuple[InputFile, str]] = {}
+        self.dtypes: dict[str, str] = {}
+        """The dtypes of the kept columns that the schema has none for, by column."""
         for file in self.files:
             reader = self._open(file)
             self._decoding_bytes = max(self._decoding_bytes, reader.decoding_bytes)
@@ -108,6 +111,13 @@ class Source:
                         raise SourceError(
                             f"{file.path}, column {use.column!r}: it holds {kind}s here and {before}s in {first.path}, "
                             "whose hashes differ: give all files one type (for text files in [csv] types)"
+                        )
+                elif use.use == "own" and use.dtype is None:
+                    dtype = dtype_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
+                    if (before := self.dtypes.setdefault(use.column, dtype)) != dtype:
+                        raise SourceError(
+                            f"{file.path}, column {use.column!r}: it holds {dtype} here and {before} in other files: "
+                            f'say which in the schema (keep = [{{ column = "{use.column}", dtype = "{before}" }}])'
                         )
 
     @property
@@ -156,7 +166,7 @@ class Source:
         """Read one file from its ``row``-th row that is kept on."""
         file, unlabeled = self.files[index], 0
         constants = self._constants(file, reader)
-        drops = self._schema.label_null == "drop"
+        drops = self._schema.label_null == "drop" and bool(self._schema.label_columns)
         read = 0 if drops else row  # rows that the reader has yielded or skipped
         skip, kept = row - read, read
         own = [name for name in self._columns if name not in constants]
@@ -198,9 +208,9 @@ class Source:
     def _labeled(
         self, batch: Any, read: int, rows: NDArray[np.int64] | None, *, is_first: bool
     ) -> tuple[Any, NDArray[np.int64] | None]:
-        """Drop rows whose label is null or NaN; is_first: none was dropped before."""
-        label = batch.column(self._schema.label)
-        keep = pc.invert(pc.is_null(label, nan_is_null=True))
+        """Drop rows of which a label is null or NaN; is_first: none was dropped before."""
+        labels = [batch.column(name) for name in self._schema.label_columns]
+        keep = reduce(pc.and_, [pc.invert(pc.is_null(label, nan_is_null=True)) for label in labels])
         if is_first and keep.false_count == 0:
             return batch, rows
         if rows is None:

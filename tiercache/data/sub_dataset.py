@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.data.array_file import ArraySpec
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleColumn, SampleLayout
 
@@ -41,6 +42,8 @@ class EncodedBatch:
     those of one group of tables are neighbors. ``ids`` has its rows."""
     ids: dict[str, FeatureIds]
     """The ids of every feature that was read, by its name."""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """(n,) each: several labels and kept columns in their own dtype, by name."""
 
     @property
     def num_samples(self) -> int:
@@ -250,7 +253,17 @@ class _Reading:
         label = self._fixed["label"].reshape(-1) if "label" in self._fixed else None
         dense = self._fixed.get("dense", np.empty((self._indices.size, 0), np.float32))
         ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
-        return EncodedBatch(label=label, dense=dense, singles=singles, ids=ordered)
+        columns = {
+            one.name: self._column(spec) for one, spec in zip(self._layout.schema.kept, self._layout.kept, strict=True)
+        }
+        return EncodedBatch(label=label, dense=dense, singles=singles, ids=ordered, columns=columns)
+
+    def _column(self, spec: ArraySpec) -> NDArray[Any]:
+        """Return a kept column, after checking its rows at the indices."""
+        self._file.check(spec.name, self._indices, self._indices + 1)
+        out = self._buffers.array(spec.name, (self._indices.size,), spec.dtype)
+        np.take(self._file.array(spec.name), self._indices, out=out, mode="clip")  # "raise" would copy once more
+        return out
 
     def _is_selected(self, column: SampleColumn) -> bool:
         return self._features is None or column.feature is None or column.feature in self._features

@@ -56,11 +56,22 @@ def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[t
 
     Raises ValueError for a size below 1.
     """
-    if size < 1:
-        raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
+    check_size(size)
     for begin in range(first, last, size):
         end = min(begin + size, last)
         yield end, order(begin, end)
+
+
+def check_size(size: int) -> None:
+    """Raise ValueError for a batch without samples."""
+    if size < 1:
+        raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
+
+
+def num_batches(num_samples: int, size: int) -> int:
+    """Return the number of batches of ``size`` samples, the last of which may be smaller. Raises ValueError."""
+    check_size(size)
+    return -(-num_samples // size)
 
 
 class BatchPipeline:

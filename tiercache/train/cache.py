@@ -15,20 +15,22 @@ from tiercache.planning.matching import check_features
 from tiercache.reporting.report import write_json_lines, write_scalars
 from tiercache.store.files import local_path
 from tiercache.store.locks import warn_unclosed
-from tiercache.store.table import group_tables
+from tiercache.train.cache_facts import CacheFacts
 from tiercache.train.cache_parts import CacheParts
 from tiercache.train.converted_weights import bounds_of, check_keys_within, refuse_weights
 from tiercache.train.epoch_loader import EpochLoader
-from tiercache.train.evaluation import Evaluation
+from tiercache.train.evaluation import Evaluation, EvaluationBatches
 from tiercache.train.joint_optimizer import unwrapped_objects
 from tiercache.train.missing_rows import CommittedRows
 from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_rows import RankRows
+from tiercache.train.sized import SizedIterator
 from tiercache.train.table_module import check_modules, table_modules
+from tiercache.train.training_batches import TrainingBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import Unseen
 
 
-class TierCache:
+class TierCache(CacheFacts):
     """Trains a dataset's passes with rows on the device, in host memory and in a store, and commits.
 
     Rows are trained on the device. At each switch of passes they move between the tiers as planned; host and device
@@ -222,8 +224,8 @@ class TierCache:
 
     # -- training -----------------------------------------------------------------------------------------
 
-    def passes(self, epochs: int) -> Iterator[Pass]:
-        """Yield the passes from the last commit to the end of epoch ``epochs``.
+    def passes(self, epochs: int) -> SizedIterator[Pass]:
+        """Return an iterator over the passes from the last commit to the end of epoch ``epochs``, with a length.
 
         First restores rows and registered state from the last commit; a store without a commit gets one of the
         current state. Without a store, training continues with the first pass that was not trained to its end. A pass
@@ -239,8 +241,12 @@ class TierCache:
 
         A pass is committed only if it was trained: all its batches were taken and looked up with gradients enabled, and
         ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
-        was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training.
+        was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training. If nothing is
+        left to train, a warning says so.
         """
+        return SizedIterator(self._passes(epochs), lambda: self._loop.passes_left(epochs))
+
+    def _passes(self, epochs: int) -> Generator[Pass, None, None]:
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
 
@@ -252,6 +258,23 @@ class TierCache:
         given. ``options``: arguments of ``Pass.loader``, in place of those of ``loader``.
         """
         return EpochLoader(self, loader, epochs, **options)
+
+    def batches(
+        self, size: int, *, epochs: int, shuffle: bool = False, prefetch: int | None = None, read_by: str = "rank"
+    ) -> TrainingBatches:
+        """Return the batches of all passes up to the end of epoch ``epochs`` as one iterable with a length.
+
+        This is a loop over ``passes`` and ``Pass.batches``, whose arguments it takes, for trainers that want a loader.
+        The same rules hold: each iteration begins at the last commit, a pass counts only if its batches were trained,
+        and passes are committed when they end. No batch has samples of two passes. ``len`` is the number of batches
+        that are left, ``current_pass`` the pass of the newest batch, ``state_dict`` names the last commit. If your
+        loop takes the last batch and asks for no more, the last pass is committed by ``close``, ``commit`` or another
+        loop; if you leave the loop before that batch is trained, nothing more is committed.
+
+        Raises ValueError for a size below 1 or a wrong number of epochs; iterations raise what the others raise.
+        """
+        options = {"shuffle": shuffle, "prefetch": prefetch, "read_by": read_by}
+        return TrainingBatches(self, self._loop, size, epochs=epochs, **options)
 
     def restore(self) -> None:
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.
@@ -333,13 +356,14 @@ class TierCache:
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def evaluate(self, passes: PassDataset) -> Iterator[Evaluation]:
+    def evaluate(self, passes: PassDataset, *, batch_size: int = 1) -> Iterator[Evaluation]:
         """Yield read-only slices of another dataset, at any moment between batches.
 
         Rows have their current values, wherever they are. A key that was never trained has its table's
         out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
-        ``eval_budget`` holds rows for. With several ranks each rank gets its part of every batch. Lookups make no
-        gradients. Raises StateError if a registered model was not restored, by ``restore`` or ``passes``.
+        ``eval_budget`` holds rows for, and a multiple of ``batch_size``. With several ranks each rank gets its part of
+        every batch. Lookups make no gradients. Raises StateError if a registered model was not restored, by ``restore``
+        or ``passes``.
         """
         self._check_open()
         self._exchange.tell([], "beginning an evaluation", None)
@@ -352,10 +376,22 @@ class TierCache:
         exchange = self._exchange.evaluating(view)
         try:
             yield from Evaluation.slices(
-                view, self._exchange.live_rows(), self.eval_bytes, exchange, self._pipeline, self._backend
+                view, self._exchange.live_rows(), self.eval_bytes, exchange, self._pipeline, self._backend, batch_size
             )
         finally:
             exchange.rest()
+
+    def evaluation_batches(
+        self, passes: PassDataset, size: int, *, prefetch: int | None = None, schedule: str = "interleaved"
+    ) -> EvaluationBatches:
+        """Return the batches of another dataset as one iterable with a length: a validation loader for trainers.
+
+        Each iteration evaluates all slices of ``evaluate`` with the rows as they are then; a cache that was not
+        restored is restored first, as by ``restore``. A slice ends at a multiple of ``size`` samples, so that ``len``
+        is known. Other arguments are those of `Evaluation.batches`. Raises what ``evaluate`` raises, and BudgetError if
+        the rows of ``size`` samples exceed ``eval_budget``.
+        """
+        return EvaluationBatches(self, passes, size, prefetch=prefetch, schedule=schedule)
 
     def evaluate_batch(
         self, keys: Mapping[str, Any] | None, *, unseen: Unseen = "initial", **others: Any
@@ -428,68 +464,11 @@ class TierCache:
         if os.getpid() == self._pid:
             self._parts.close(failed=failed)
 
-    # -- parts --------------------------------------------------------------------------------------------
-
-    @property
-    def tables(self) -> tuple[Any, ...]:
-        """All tables, whole, in the order of table ids."""
-        return tuple(table for group in self.groups for table in group.tables)
-
-    @property
-    def groups(self) -> tuple[Any, ...]:
-        """The tables in groups of the same row layout."""
-        return group_tables(self.dataset.tables)
-
-    @property
-    def schema(self) -> Any:
-        """The schema of the dataset."""
-        return self.dataset.schema
-
-    @property
-    def sharding(self) -> ShardingPlan | None:
-        """The sharding of the tables; None for a plain store."""
-        return self._opened.sharding
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which this rank's rows are trained."""
-        return self._backend.device
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
-        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.reader.index_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes on the device besides ``device_bytes`` that stay from batch to batch, with prefetched batches."""
-        return self._backend.scratch_bytes + self._pipeline.device_bytes
-
-    @property
-    def pinned_batch_bytes(self) -> int:
-        """Bytes of pinned memory of prefetched batches, not in ``host_budget``; 0 on a CPU."""
-        return self._pipeline.host_bytes
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other ranks so far, for batches and steps."""
-        return self._exchange.bytes_sent
-
-    @property
-    def eval_bytes(self) -> int:
-        """Bytes of host memory that are reserved for the rows of an evaluation."""
-        return self._rows.eval_bytes
-
-    @property
-    def host_bytes_peak(self) -> int:
-        """The most bytes of rows that the host has held so far."""
-        return self._rows.host_bytes_peak
+    # -- inside -------------------------------------------------------------------------------------------
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
         return self._check_stored("store_plan()").plans.store_plan(state_bytes)
-
-    # -- inside -------------------------------------------------------------------------------------------
 
     def _lookup_source(self, trains: bool) -> tuple[Pass | None, int]:
         """Return the newest pass, for plain keys that are trained, and bytes for the rows of others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import format_bytes
-from tiercache.train.batches import check_exchange_schedule, cut_batches, in_order
+from tiercache.train.batches import check_exchange_schedule, check_size, cut_batches, in_order, num_batches
 from tiercache.train.row_view import RowView
 from tiercache.values.batch import BatchRequest
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.dataset import DatasetView, SubDatasetView
+    from tiercache.data.dataset import DatasetView, PassDataset, SubDatasetView
     from tiercache.dist.row_loader import LocalRows
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Feature
     from tiercache.train.batches import BatchPipeline
+    from tiercache.train.cache import TierCache
     from tiercache.train.local_exchange import Exchange
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import GroupRows
@@ -68,11 +69,14 @@ class Evaluation:
         exchange: Exchange,
         pipeline: BatchPipeline,
         backend: Backend,
+        multiple: int = 1,
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
-        Raises BudgetError if the rows of a single sample exceed ``budget`` bytes on some rank.
+        multiple: a slice has a multiple of so many samples, unless its pass ends. Raises BudgetError if the rows of so
+        many samples exceed ``budget`` bytes on some rank.
         """
+        check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
         for source in passes.passes:
             with ranks.raise_on_all("beginning a pass of an evaluation"):
@@ -83,6 +87,14 @@ class Evaluation:
                 with ranks.raise_on_all("cutting a slice of an evaluation"):
                     own_last = cutter.cut(first, budget)
                 last = ranks.all_reduce_min([own_last])[0]
+                if last < source.samples:
+                    last -= (last - first) % multiple
+                if last == first:
+                    raise BudgetError(
+                        f"the rows of a batch of {multiple:,} samples from sample {first:,} of evaluation sub-dataset "
+                        f"{source.index} exceed eval_budget, {format_bytes(budget)}: raise eval_budget (and "
+                        "host_budget, which holds it), or evaluate smaller batches"
+                    )
                 with ranks.raise_on_all("reading the rows of an evaluation"):
                     if last < own_last:
                         cutter.end_at(first, last)
@@ -99,6 +111,28 @@ class Evaluation:
                 exchange.rest()  # first: it waits for what reads samples for it
                 view.end()
                 first = last
+
+
+class EvaluationBatches:
+    """The batches of a dataset under evaluation; see ``TierCache.evaluation_batches``."""
+
+    def __init__(self, cache: TierCache, passes: PassDataset, size: int, **options: Any) -> None:
+        """options: the arguments of ``Evaluation.batches``."""
+        check_size(size)
+        self._cache, self._passes, self._size, self._options = cache, passes, size, options
+
+    def __len__(self) -> int:
+        """Return the number of batches of each iteration."""
+        return sum(num_batches(one.samples, self._size) for one in self._passes.passes)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Batch]:
+        if not self._cache.is_restored:
+            self._cache.restore()
+        for part in self._cache.evaluate(self._passes, batch_size=self._size):
+            yield from part.batches(self._size, **self._options)
 
 
 class _SliceCutter:

@@ -8,6 +8,7 @@ trains a batch of the next pass.
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,12 @@ from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
 from tiercache.store.opening import check_pin
+from tiercache.train.batches import num_batches
 from tiercache.train.commit_state import FiniteCheck
 from tiercache.train.joint_optimizer import ScheduleCheck
 from tiercache.train.passes import Pass, check_epochs
 from tiercache.train.row_view import RowView
+from tiercache.train.trainers import check_clipping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,10 +88,12 @@ class PassLoop:
             check_epochs(epochs)
             rows.check_parameters()
             rows.state.check_optimizers()
+            check_clipping(rows.state.dense.objects.values())
         first, first_sample = self.restore()
         run = self._run = object()
         end = epochs * rows.schedule.num_passes
         if first >= end:
+            self._warn_of_end(first, epochs)
             return
         self._plans = None, None
         self._schedule_check.begin()
@@ -136,6 +141,35 @@ class PassLoop:
                 with suppress(StoreError):  # nobody sees the errors of a dropped iterator: the next call raises again
                     rows.stop()
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The pass and the sample with which a new loop would begin."""
+        if self._is_over and self.current is not None and self.current.is_trained:
+            return self.current.index + 1, 0
+        return self._rows.cursor
+
+    def passes_left(self, epochs: int) -> int:
+        """Return the number of passes that a new loop would yield."""
+        check_epochs(epochs)
+        return max(0, epochs * self._rows.schedule.num_passes - self.position[0])
+
+    def batches_left(self, epochs: int, size: int) -> int:
+        """Return the number of batches of ``size`` samples in the passes that a new loop would yield."""
+        first, sample = self.position
+        if not self.passes_left(epochs):
+            return 0
+        schedule, counts = self._rows.schedule, [one.samples for one in self._rows.source.passes]
+        before = schedule.epoch_of(first) * schedule.num_passes
+        done = [schedule.sub_dataset_of(index) for index in range(before, first)]
+        batches = [num_batches(count, size) for count in counts]
+        left = (epochs - schedule.epoch_of(first)) * sum(batches) - sum(batches[one] for one in done)
+        current = schedule.sub_dataset_of(first)
+        return left - batches[current] + num_batches(counts[current] - sample, size)
+
+    def is_last(self, current: Pass, epochs: int) -> bool:
+        """Return True for the last pass of a loop."""
+        return current.index + 1 == epochs * self._rows.schedule.num_passes
+
     def restore(self) -> tuple[int, int]:
         """End a loop and restore the last commit; returns its pass and sample."""
         self.finish()
@@ -154,7 +188,7 @@ class PassLoop:
         current = self.current
         if current is None:
             raise StateError("commit() was called outside a pass: each pass commits by itself when it ends")
-        if self._is_over and current.is_trained:
+        if self._is_over and current.is_trained and not current.ledger.is_stopped:
             self.finish()
             return
         if current.loaders.is_sampled:
@@ -200,19 +234,22 @@ class PassLoop:
         self._training_store.publish()
         return kept
 
-    def finish(self) -> None:
+    def finish(self, last: Pass | None = None) -> None:
         """Commit the last pass if the loop has ended before that was trained to its end; else do nothing.
 
-        If it still is not trained to its end, commit inside it after the trained batches, and raise StateError if the
-        loop did not do so itself. A batch that was yielded and not trained does not count.
+        last: do nothing either if it is not the current pass. A pass that was stopped is not committed. If it still is
+        not trained to its end, commit inside it after the trained batches, and raise StateError if the loop did not do
+        so itself. A batch that was yielded and not trained does not count.
         """
         current = self.current
-        if not self._is_over or current is None:
+        if not self._is_over or current is None or last not in {None, current}:
             return
         try:
-            if current.is_trained:
+            if self._is_stopped(current):
+                pass
+            elif current.is_trained:
                 self._end_pass(last=True)
-            elif current.samples_trained != self._committed_sample and not current.ledger.is_stopped:
+            elif current.samples_trained != self._committed_sample:
                 if current.samples_trained > current.start_sample:
                     self.commit()
                 with self._ranks.raise_on_all(_SWITCHING):
@@ -220,6 +257,13 @@ class PassLoop:
         finally:
             self.end()
             self._rows.stop()
+
+    def leave(self, last: Pass) -> None:
+        """Drop the last pass if its last batch was not trained when the loop was left: nothing more is committed."""
+        if self._is_over and self.current is last and not last.is_trained:
+            self._drop_passes(is_dropped=True)
+            with suppress(StoreError):  # as in `passes`
+                self._rows.stop()
 
     def end(self) -> None:
         """End the loop at any point, without a commit."""
@@ -264,6 +308,16 @@ class PassLoop:
             self._random = self._rows.state.dense.random_states()
 
     # -- inside -------------------------------------------------------------------------------------------
+
+    def _warn_of_end(self, first: int, epochs: int) -> None:
+        """Say that a loop has nothing to train: a script that ran before would end without a word."""
+        if epochs and self._ranks.rank == 0:
+            warnings.warn(
+                f"nothing is left to train: {first:,} passes are trained, {first // self._rows.schedule.num_passes:,} "
+                f"epochs, and epochs={epochs} counts those of earlier runs: ask for more epochs, or give the path of a "
+                "new store",
+                stacklevel=4,
+            )
 
     def _make(self, index: int, first_sample: int = 0) -> Pass:
         """Return a pass whose rows are not on the device yet."""

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from tiercache.errors import StateError
-from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, sample_order
+from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, num_batches, sample_order
 from tiercache.train.pass_ledger import PassLedger
 from tiercache.train.pass_loader import PassLoaders
 from tiercache.train.raw_samples import parts_of
+from tiercache.train.sized import SizedIterator
 from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -104,8 +105,10 @@ class Pass:
         shuffle: bool = False,
         prefetch: int | None = None,
         read_by: str = "rank",
-    ) -> Iterator[Batch]:
-        """Yield batches of ``size`` samples from where the pass stands; the last one may be smaller.
+    ) -> SizedIterator[Batch]:
+        """Return an iterator over batches of ``size`` samples from where the pass stands; the last may be smaller.
+
+        ``len`` of it is the number of its batches.
 
         The shuffle is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the remaining samples
         follow in the same order, in batches of any size.
@@ -137,7 +140,10 @@ class Pass:
             ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``read_by`` is unknown.
             Exception: errors of the reader and writer threads, with their cause.
         """
+        made = self._batches(size, shuffle=shuffle, prefetch=prefetch, read_by=read_by)
+        return SizedIterator(made, lambda: num_batches(self.num_samples - self.samples_done, size))
 
+    def _batches(self, size: int, *, shuffle: bool, prefetch: int | None, read_by: str) -> Generator[Batch, None, None]:
         def counted(batch: Batch) -> Batch:
             self.samples_done = batch.end
             self.ledger.make(batch.end)

@@ -105,6 +105,11 @@ class RankRows:
         self.state.dense.note_restored()
         return self.plans.cursor
 
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """The pass and the sample after the last commit."""
+        return self.plans.cursor
+
     def begin(self, end: int) -> None:
         """Begin with the next pass, up to ``end``; no other cache trains the store until ``stop``."""
         if self.store.mode != "a":

@@ -122,6 +122,11 @@ class ResidentRows:
 
     def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
         """Return the first pass that was not trained to its end, and its first sample."""
+        return self.cursor
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """The first pass that was not trained to its end, and its first sample."""
         return self.trained, 0
 
     def rows_of_pass(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:

@@ -184,7 +184,7 @@ def make_batch(
     end: int = 0,
     pooled: Mapping[str, Pooled] | None = None,
     collations: Any = None,
-    to_device: Callable[[NDArray[np.float32]], Array] | None = None,
+    to_device: Callable[[NDArray[Any]], Array] | None = None,
 ) -> Batch:
     """Return a batch on the device of ``rows``. ``ids`` replace the samples' local ids.
 
@@ -202,4 +202,5 @@ def make_batch(
         end=end,
         pooled=pooled or {},
         collations=collations,
+        columns={name: rows.backend.tensor(to_device(column)) for name, column in samples.columns.items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from tiercache.values.compiled import not_compiled, number_batch
 from tiercache.values.ids import NoTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 class Batch:
     """Samples of one pass, and the ids that modules look up.
 
-    ``label`` (N,) and ``dense`` (N, dense features) are float32 on the training device. Ids stay in host memory until
-    a module looks them up. Ids of raw keys that were found on a GPU are copied to the host when you read them.
+    ``label`` (N,) and ``dense`` (N, dense features) are float32 on the training device. A batch is also a mapping of
+    names: ``batch["price"]``, ``batch.keys()``, ``name in batch``; but ``len(batch)`` is N. Ids stay in host memory
+    until a module looks them up. Ids of raw keys that were found on a GPU are copied to the host when you read them.
     """
 
     label: torch.Tensor
@@ -47,6 +49,8 @@ class Batch:
 
     number: torch.Tensor | None = None
     """(N,) int64, all equal: the number by which compiled models find the batch."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Several labels and the columns that the schema keeps, by name: (N,) in their own dtypes, on the same device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", number_batch(self, self.number))
@@ -59,19 +63,63 @@ class Batch:
         """The features by name: the input of an `EmbeddingBag` or `Embedding` of one feature."""
         return _Features(self)
 
+    def keys(self) -> tuple[str, ...]:
+        """Return the names that ``batch[name]`` takes: features, dense columns, the label, and kept columns."""
+        return tuple(dict.fromkeys(name for name, _ in self._parts()))
+
+    def __getitem__(self, name: str) -> torch.Tensor | JaggedIds:
+        """Return a feature as in ``features``, or a column (N,); so a batch may be given as ``model(**batch)``.
+
+        Raises KeyError for an unknown name, and for one that several of them have.
+        """
+        found = [make for other, make in self._parts() if other == name]
+        if not found:
+            raise KeyError(f"the batch has no {name!r}: it has {', '.join(self.keys())}")
+        if found[1:]:
+            raise KeyError(
+                f"the batch has a feature and a column {name!r}: use batch.features[{name!r}], batch.dense or "
+                "batch.label"
+            )
+        return found[0]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def _parts(self) -> Iterator[tuple[str, Callable[[], torch.Tensor | JaggedIds]]]:
+        """Yield each name, and a function that returns what it names."""
+        features, schema = self.features, self.rows.schema
+        yield from ((name, partial(features.__getitem__, name)) for name in features)
+        if schema is not None:
+            dense = schema.dense if len(schema.dense) == self.dense.shape[-1] else ()
+            yield from ((one.column, partial(self.dense.select, 1, i)) for i, one in enumerate(dense))
+            if schema.label is not None and len(self.label) == self.num_samples:
+                yield schema.label, lambda: self.label
+        yield from ((name, partial(self.columns.__getitem__, name)) for name in self.columns)
+
     def __repr__(self) -> str:
         return f"Batch({self.num_samples} samples of {self.rows.name}: {', '.join([*self.ids, *self.pooled])})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with ``label`` and ``dense`` on ``device``. Ids move by themselves."""
-        label, dense = (one.to(device, non_blocking=non_blocking) for one in (self.label, self.dense))
-        return self if label is self.label and dense is self.dense else replace(self, label=label, dense=dense)
+        """Return the batch with ``label``, ``dense`` and kept columns on ``device``. Ids move by themselves."""
+        return self._mapped(lambda one: one.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Return the batch with ``label`` and ``dense`` in pinned memory, if there is a GPU."""
+        """Return the batch with ``label``, ``dense`` and kept columns in pinned memory, if there is a GPU."""
         if self.label.device.type != "cpu" or not torch.cuda.is_available():
             return self
-        return replace(self, label=self.label.pin_memory(), dense=self.dense.pin_memory())
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with tensors of samples changed, or itself if none is."""
+        label, dense = change(self.label), change(self.dense)
+        columns = {name: change(one) for name, one in self.columns.items()}
+        is_same = label is self.label and dense is self.dense
+        if is_same and all(one is self.columns[name] for name, one in columns.items()):
+            return self
+        return replace(self, label=label, dense=dense, columns=columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -79,7 +127,8 @@ class JaggedIds(NoTensor):
     """The local ids of one feature of a batch, in place of a plain model's tensor of keys.
 
     ``ids == key`` and ``ids != key`` are as for that tensor, on the training device: bool (N,), (N, length) for lists
-    of fixed length, (ids,) for ragged ones. Any other operation of a tensor raises TypeError.
+    of fixed length, (ids,) for ragged ones. ``shape`` and ``size`` are that tensor's, where one length is the same for
+    all samples. Any other operation of a tensor raises TypeError.
     """
 
     batch: Batch
@@ -99,6 +148,20 @@ class JaggedIds(NoTensor):
     def weights(self) -> NDArray[np.float32] | None:
         """A weight for each id: float32 (ids,); None if all are 1."""
         return self.batch.ids[self.feature].weights
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N,), or (N, length) for lists of fixed length. Raises AttributeError for ragged lists."""
+        schema, ids = self.batch.rows.schema, self.batch.ids.get(self.feature)
+        length = None if schema is None else schema.feature(self.feature).length
+        is_ragged = schema is not None and schema.feature(self.feature).hotness == "ragged"
+        if length is None and (is_ragged or (ids is not None and ids.offsets is not None)):
+            raise AttributeError(self._refusal(".shape of lists of any length"))
+        return torch.Size([self.batch.num_samples] if length is None else [self.batch.num_samples, length])
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Return ``shape``, or one number of it. Raises AttributeError for ragged lists."""
+        return self.shape if dim is None else self.shape[dim]
 
     def to(self, *_: object, **__: object) -> JaggedIds:
         """Return it unchanged: ids move by themselves."""

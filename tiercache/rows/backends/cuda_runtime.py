@@ -415,5 +415,7 @@ def open_runtime(index: int | None) -> CudaRuntime:
 
 TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32, np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64,
-    np.dtype(np.uint8): torch.uint8, np.dtype(np.uint64): torch.uint64,
+    np.dtype(np.uint8): torch.uint8, np.dtype(np.uint64): torch.uint64, np.dtype(np.bool_): torch.bool,
+    np.dtype(np.int8): torch.int8, np.dtype(np.int16): torch.int16, np.dtype(np.uint16): torch.uint16,
+    np.dtype(np.uint32): torch.uint32, np.dtype(np.float16): torch.float16, np.dtype(np.float64): torch.float64,
 }  # fmt: skip

@@ -1,0 +1,97 @@
+"""CacheFacts: tables, device and bytes of an open cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import StateError
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.dist.training_store import TrainingStore
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.train.batches import BatchPipeline
+    from tiercache.train.local_exchange import Exchange
+    from tiercache.train.rank_rows import RankRows
+    from tiercache.train.raw_keys import RawKeys
+    from tiercache.train.resident_rows import ResidentRows
+
+
+class CacheFacts:
+    """The read-only properties of a `TierCache`. None of them is collective."""
+
+    dataset: PassDataset
+    _opened: TrainingStore
+    _backend: Backend
+    _rows: RankRows | ResidentRows
+    _exchange: Exchange
+    _raw: RawKeys
+    _pipeline: BatchPipeline
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """All tables, whole, in the order of table ids."""
+        return tuple(table for group in self.groups for table in group.tables)
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The tables in groups of the same row layout."""
+        return group_tables(self.dataset.tables)
+
+    @property
+    def schema(self) -> Any:
+        """The schema of the dataset."""
+        return self.dataset.schema
+
+    @property
+    def sharding(self) -> ShardingPlan | None:
+        """The sharding of the tables; None for a plain store."""
+        return self._opened.sharding
+
+    @property
+    def is_restored(self) -> bool:
+        """False if a registered model is not the one that the last commit trained: ``restore`` makes it so."""
+        try:
+            self._rows.check_restored()
+        except StateError:
+            return False
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank's rows are trained."""
+        return self._backend.device
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
+        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.reader.index_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on the device besides ``device_bytes`` that stay from batch to batch, with prefetched batches."""
+        return self._backend.scratch_bytes + self._pipeline.device_bytes
+
+    @property
+    def pinned_batch_bytes(self) -> int:
+        """Bytes of pinned memory of prefetched batches, not in ``host_budget``; 0 on a CPU."""
+        return self._pipeline.host_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other ranks so far, for batches and steps."""
+        return self._exchange.bytes_sent
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes of host memory that are reserved for the rows of an evaluation."""
+        return self._rows.eval_bytes
+
+    @property
+    def host_bytes_peak(self) -> int:
+        """The most bytes of rows that the host has held so far."""
+        return self._rows.host_bytes_peak

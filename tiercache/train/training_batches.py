@@ -1,0 +1,85 @@
+"""TrainingBatches: the batches of all passes as one sized iterable, for trainers that know no passes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tiercache.train.batches import check_size
+from tiercache.train.passes import check_epochs
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping
+
+    from tiercache.train.cache import TierCache
+    from tiercache.train.pass_loop import PassLoop
+    from tiercache.train.passes import Pass
+    from tiercache.values.batch import Batch
+
+
+class TrainingBatches:
+    """The batches of all passes from the last commit to the end of an epoch; see ``TierCache.batches``.
+
+    Each iteration begins at the last commit, as a loop over ``passes`` does. One iteration at a time.
+    """
+
+    def __init__(self, cache: TierCache, loop: PassLoop, size: int, *, epochs: int, **options: Any) -> None:
+        """options: the arguments of ``Pass.batches``."""
+        check_epochs(epochs)
+        check_size(size)
+        self._cache, self._loop, self._size, self._epochs, self._options = cache, loop, size, epochs, options
+        self.current_pass: Pass | None = None
+        """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
+        self._total: int | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches that a new iteration yields, or that the current one yields in all."""
+        return self._loop.batches_left(self._epochs, self._size) if self._total is None else self._total
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._iterate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the store, its last commit, and the pass and the sample after which that commit stands.
+
+        Rows and registered objects are in the commit, so a checkpoint needs no more. It does not have what was trained
+        since.
+        """
+        pass_index, sample = self._loop.position
+        return self._cache.state_dict() | {"pass": pass_index, "sample": sample}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the next iteration begins where ``state`` was saved. Raises StateError if not.
+
+        You need not call this to resume: an iteration begins at the last commit by itself. To go back to an older
+        checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`).
+        """
+        self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
+
+    def _iterate(self) -> Generator[Batch, None, None]:
+        """Yield the batches. No name here is a batch's: while the next is made, it is the caller's alone.
+
+        Trainers take ``len`` batches and then ask for no more, so the loop over passes ends before the last batch is
+        yielded. Its pass is committed when this iteration ends, or else by ``close``, ``commit`` or another loop.
+        """
+        self._total, thread, last = len(self), threading.get_ident(), list[Any]()
+        try:
+            for current in self._cache.passes(self._epochs):
+                self.current_pass = current
+                made = current.batches(self._size, **self._options)
+                if not self._loop.is_last(current, self._epochs):
+                    yield from made
+                    continue
+                yield from itertools.islice(made, max(0, len(made) - 1))
+                last = list(made)
+            if last:
+                try:
+                    yield last.pop()
+                except GeneratorExit:
+                    if threading.get_ident() == thread:  # else a collection on a thread that must not wait
+                        self._loop.leave(current)
+                    raise
+                self._loop.finish(current)
+        finally:
+            self._total = None
