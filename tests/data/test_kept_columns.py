@@ -196,7 +196,7 @@ def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
     ("values", "dtype", "message"),
     [
         (pa.array(["x", "y", "z"]), None, "it holds string, but keep needs numbers or bools: keep a column of numbers"),
-        (pa.array([1, 2, 3], pa.timestamp("s")), None, r"it holds timestamp\[s\], but keep needs numbers or bools: ke"),
+        (pa.array([1, 2, 3], pa.timestamp("s")), None, r"it holds timestamp\[ms\], but keep needs numbers or bools: k"),
         (pa.array([[1], [2], [3]]), None, "holds list<.*>, but keep needs numbers or bools: give the column one value"),
         (pa.array([1, None, 3]), None, "row 1, column 'k': it is null, but int64 has no null: give it a value, or say"),
         (pa.array([True, None, True]), None, "row 1, column 'k': it is null, but bool has no null"),
@@ -243,7 +243,7 @@ def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> Non
         ('keep = ["k", "k"]\n[features.a]', "has the name of a column 'k' twice"),
         ('keep = [{column = "k", dtype = "int7"}]\n[features.a]', "keep has dtype = 'int7': it must be 'bool', 'int8'"),
         ('keep = [7]\n[features.a]', "keep has column = 7: it must be a text"),
-        ('keep = [{colum = "k"}]\n[features.a]', r"keep has the unknown key 'colum' \(did you mean 'column'\?\)"),
+        ('keep = [{column = "k", nam = "x"}]\n[features.a]', r"keep has the unknown key 'nam' \(did you mean 'name'"),
         ('label = {column = "y", columns = ["z"]}\n[features.a]', r"\[label\] has 'column' and 'columns': give"),
         ('label = {null = "drop"}\n[features.a]', r"\[label\] has no 'column': give the column of the label"),
     ],

@@ -5,61 +5,70 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch import nn
 
-from tests.stacks.test_lightning import CASE, EPOCHS, assert_same, rows_of
-from tests.train.cases import Net
-from tiercache.data.dataset import PassDataset
-from tiercache.train.cache import TierCache
+from tests.stacks.training import (
+    CASE,
+    MAX_NORM,
+    assert_same,
+    batches_of,
+    ended,
+    loss_of,
+    model_of,
+    opened,
+    optimizer_of,
+    plain,
+    scheduler_of,
+)
+from tiercache.errors import StateError
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-stacks")
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
 
-def trained(folder: Path, name: str, prepare: str, stop: int | None = None) -> dict[str, Any]:
-    """Train with or without Accelerate, to the end or to a commit inside a pass."""
-    accelerator: Any = accelerate.Accelerator(cpu=True) if prepare else None
-    data = PassDataset.open(folder / "passes")
-    with TierCache(folder / name, data, device_budget="1MiB", host_budget="64MiB", progress=False) as cache:
-        torch.manual_seed(1)
-        model: Any = Net(cache, CASE)
-        dense = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+def trained(
+    folder: Path, name: str, *, prepare: str = "after", stop: int | None = None, clip: str = "none"
+) -> dict[str, torch.Tensor]:
+    """Train in a flat loop to the end, or to a commit before batch ``stop``. clip: by the cache or by Accelerate."""
+    accelerator: Any = accelerate.Accelerator(cpu=True)
+    with opened(folder, name) as cache:
+        model: Any = model_of(cache)
         model = accelerator.prepare(model) if prepare == "before" else model
-        cache.register(model=model, optimizer=dense)
-        optimizer: Any = cache.optimizer
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
-        if prepare == "after":
-            cache.register(scheduler=scheduler)
-            model = accelerator.prepare(model)
-        if prepare:
-            optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
-        if prepare != "after":
-            cache.register(scheduler=scheduler)
-        for p in cache.passes(epochs=EPOCHS):
-            for number, batch in enumerate(p.batches(CASE.batch, shuffle=True)):
-                optimizer.zero_grad()
-                loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
-                if prepare:
-                    accelerator.backward(loss)
-                else:
-                    loss.backward()
+        optimizer, scheduler = optimizer_of(cache, model), scheduler_of(cache)
+        model = accelerator.prepare(model) if prepare == "after" else model
+        batches = batches_of(cache)
+        assert accelerator.prepare(batches) is batches
+        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+        for count, batch in enumerate(batches):
+            if count == stop:
+                cache.commit()
+                return {}
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                if clip == "cache":
+                    cache.clip_grad_norm_(MAX_NORM)
+                elif clip == "accelerator":
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 scheduler.step()
-                if p.index == stop and number == 1:
-                    cache.commit()
-                    return {}
-        inner = accelerator.unwrap_model(model) if prepare else model
-        weights = {key: value.clone() for key, value in inner.state_dict().items()}
-    return weights | rows_of(folder / name)
+                optimizer.zero_grad()
+        return ended(folder / name, accelerator.unwrap_model(model), cache)
 
 
 @pytest.mark.parametrize("prepare", ["before", "after"])
 def test_what_accelerate_prepared_ends_with_the_bits_of_a_plain_loop(tmp_path: Path, prepare: str) -> None:
     """The prepared objects may be registered, or those that they wrap; through a commit and a restart."""
     CASE.cut(tmp_path / "passes")
-    expected = trained(tmp_path, "plain.tc", "")
-    trained(tmp_path, "prepared.tc", prepare, stop=3)
-    assert_same(trained(tmp_path, "prepared.tc", prepare), expected)
+    trained(tmp_path, "prepared.tc", prepare=prepare, stop=10)
+    assert_same(trained(tmp_path, "prepared.tc", prepare=prepare), plain(tmp_path))
+
+
+def test_gradients_are_clipped_by_the_cache(tmp_path: Path) -> None:
+    """To the bits of a plain loop that clips; Accelerate's own clipping leaves rows out, and is refused."""
+    CASE.cut(tmp_path / "passes")
+    assert_same(trained(tmp_path, "clipped.tc", clip="cache"), plain(tmp_path, clips=True))
+    with pytest.raises(StateError, match=r"clip with cache.clip_grad_norm_\(max_norm\)"):
+        trained(tmp_path, "refused.tc", clip="accelerator")

@@ -1,4 +1,4 @@
-"""Lightning trains what a plain loop trains, to the same bits; it is stopped, and goes on from the last commit."""
+"""Lightning trains what a plain loop trains, to the same bits, without an adapter, and validates meanwhile."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
-import tiercache as tc
-from tests.train.cases import Case, Net, Spec, table
+from tests.stacks.training import (
+    CASE,
+    EPOCHS,
+    MAX_NORM,
+    STEPS,
+    assert_same,
+    batches_of,
+    ended,
+    loss_of,
+    model_of,
+    opened,
+    optimizer_of,
+    plain,
+    scheduler_of,
+)
+from tiercache.errors import StateError
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: make test-stacks")
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CASE = Case(
-    tables=(table("item", 4), table("user", 6)),
-    specs=(Spec(name="a", table="item"), Spec(name="b", table="user", hotness="ragged")),
-    num_samples=96, pass_rows=24, batch=8,
-)  # fmt: skip
-EPOCHS = 2
+    import tiercache as tc
 
 
 class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -29,83 +37,159 @@ class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def __init__(self, cache: tc.TierCache) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.net, self._cache = Net(cache, CASE), cache
+        self.net, self.cache = model_of(cache), cache
+        self.validated: list[tuple[int, float]] = []
 
     def training_step(self, batch: tc.Batch, _: int) -> torch.Tensor:
         """Return the loss."""
-        return nn.functional.binary_cross_entropy_with_logits(self.net(batch), batch.label)
+        return loss_of(self.net, batch)
+
+    def validation_step(self, batch: tc.Batch, _: int) -> None:
+        """Log the loss."""
+        self.log("val", loss_of(self.net, batch), batch_size=len(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Keep the mean loss."""
+        self.validated.append((self.trainer.global_step, float(self.trainer.callback_metrics["val"])))
 
     def configure_optimizers(self) -> Any:
         """Return optimizer and scheduler."""
-        self._cache.register(optimizer=torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5))
-        optimizer = self._cache.optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = {"scheduler": self.scheduler, "interval": "step"}
+        return {"optimizer": self.cache.optimizer, "lr_scheduler": scheduler}
+
+    def on_train_end(self) -> None:
+        """Keep what was trained of a pass that the trainer left."""
+        if self.cache.samples_of_pass:
+            self.cache.commit()
 
 
-def opened(folder: Path, name: str) -> tc.TierCache:
-    """Open the cache."""
-    data = tc.PassDataset.open(folder / "passes")
-    return tc.TierCache(folder / name, data, device_budget="1MiB", host_budget="64MiB", progress=False)
+class Clipped(Module):
+    """A module with the documented hook."""
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        """Clip rows and dense parameters by one norm."""
+        self.cache.clip_grad_norm_(gradient_clip_val)
 
 
-def by_lightning(folder: Path, name: str, max_steps: int = -1) -> dict[str, Any]:
-    """Train with a Trainer."""
-    from tiercache.train.lightning import PassesCallback, PassesDataModule
+def module_of(cache: tc.TierCache, kind: type[Module] = Module) -> Module:
+    """Return a module that the cache knows, with its optimizer and its scheduler."""
+    module = kind(cache)
+    optimizer_of(cache, module)
+    module.scheduler = scheduler_of(cache)
+    return module
 
+
+def trainer_of(folder: Path, **options: Any) -> Any:
+    """Return a trainer that shows nothing."""
+    arguments = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    arguments |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder}
+    return pl.Trainer(**{**arguments, **options})
+
+
+def weights_of(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a module under the names of its network."""
+    return {name.removeprefix("net."): value for name, value in found.items()}
+
+
+def fitted(folder: Path, name: str, *, kind: type[Module] = Module, generator: bool = False, **options: Any) -> Any:
+    """Train by ``Trainer.fit``; generator: with a loader without a length."""
     with opened(folder, name) as cache:
-        module = Module(cache)
-        trainer = pl.Trainer(
-            max_epochs=1, max_steps=max_steps, callbacks=[PassesCallback(cache)], accelerator="cpu", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        batches = PassesDataModule(cache, lambda p: p.batches(CASE.batch, shuffle=True), epochs=EPOCHS)
-        trainer.fit(module, datamodule=batches)
-        dense = {key: value.clone() for key, value in module.net.state_dict().items()}
-    return dense | rows_of(folder / name)
+        module = module_of(cache, kind)
+        loader = batches_of(cache)
+        if generator:
+            loader = (b for p in cache.passes(epochs=EPOCHS) for b in p.batches(CASE.batch, shuffle=True))
+        trainer_of(folder, **options).fit(module, loader)
+        return weights_of(ended(folder / name, module, cache))
 
 
-def by_hand(folder: Path, name: str) -> dict[str, Any]:
-    """Train with a loop."""
-    with opened(folder, name) as cache:
-        module = Module(cache)
-        made = module.configure_optimizers()
-        optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
-        cache.register(model=module, scheduler0=scheduler)
-        for p in cache.passes(epochs=EPOCHS):
-            for batch in p.batches(CASE.batch, shuffle=True):
-                optimizer.zero_grad()
-                module.training_step(batch, 0).backward()
-                optimizer.step()
-                scheduler.step()
-        dense = {key: value.clone() for key, value in module.net.state_dict().items()}
-    return dense | rows_of(folder / name)
-
-
-def rows_of(path: Path) -> dict[str, Any]:
-    """Return all rows of a store."""
-    with tc.Store.open(path, mode="r") as store:
-        return {
-            f"{one.name} {i}": torch.from_numpy(values)
-            for one in store.tables
-            for keys, fields in store.scan(one.name)
-            for i, values in enumerate((keys, *fields))
-        }
-
-
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compare bits."""
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
-
-
-def test_lightning_ends_with_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
-    """Though it fetches a batch ahead, and knows no passes; stopped inside a pass and behind one, it goes on."""
+@pytest.mark.parametrize("generator", [False, True])
+def test_fit_takes_batches_without_an_adapter(tmp_path: Path, generator: bool) -> None:
+    """Stopped inside a pass and after one, it resumes; so does a loader whose batches Lightning fetches ahead."""
     CASE.cut(tmp_path / "passes")
-    expected = by_hand(tmp_path, "hand.tc")
-    assert_same(by_lightning(tmp_path, "lightning.tc"), expected)
+    expected = plain(tmp_path)
+    assert_same(fitted(tmp_path, "fit.tc", generator=generator), expected)
     for steps in (7, 3, -1):
-        found = by_lightning(tmp_path, "stopped.tc", max_steps=steps)
+        found = fitted(tmp_path, "stopped.tc", generator=generator, max_steps=steps)
     assert_same(found, expected)
+
+
+def test_fit_validates_between_batches(tmp_path: Path) -> None:
+    """Before the first batch too, with the rows of each moment; training has the same bits."""
+    CASE.cut(tmp_path / "passes")
+    others = CASE.cut(tmp_path / "others")
+    with opened(tmp_path, "fit.tc") as cache:
+        module = module_of(cache)
+        loader, validation = batches_of(cache), cache.evaluation_batches(others, 10)
+        trainer_of(tmp_path, val_check_interval=9).fit(module, loader, validation)
+        with torch.no_grad():
+            losses = [float(loss_of(module.net, batch)) * len(batch) for batch in validation]
+        assert [step for step, _ in module.validated] == [0, 9, 18]
+        assert len({loss for _, loss in module.validated[1:]}) == 2
+        module.validated.clear()
+        trainer_of(tmp_path).validate(module, validation, verbose=False)
+        assert module.validated[0][1] == pytest.approx(sum(losses) / CASE.num_samples, rel=1e-5)
+        found = weights_of(ended(tmp_path / "fit.tc", module, cache))
+    assert_same(found, plain(tmp_path))
+
+
+def test_an_epoch_of_lightning_may_be_one_of_the_cache(tmp_path: Path) -> None:
+    """With a loader that is made anew for each."""
+    CASE.cut(tmp_path / "passes")
+
+    class Reloaded(Module):
+        """A module that makes its loader."""
+
+        def train_dataloader(self) -> Any:
+            """Return the batches up to the end of this epoch."""
+            return self.cache.batches(CASE.batch, epochs=self.current_epoch + 1, shuffle=True)
+
+    with opened(tmp_path, "fit.tc") as cache:
+        module = module_of(cache, Reloaded)
+        trainer = trainer_of(tmp_path, max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(module)
+        assert trainer.global_step == STEPS
+        found = weights_of(ended(tmp_path / "fit.tc", module, cache))
+    assert_same(found, plain(tmp_path))
+
+
+def test_gradients_are_clipped_by_the_hook(tmp_path: Path) -> None:
+    """To the bits of a plain loop that clips; the trainer's own clipping is refused with what to define."""
+    CASE.cut(tmp_path / "passes")
+    clipped = fitted(tmp_path, "clipped.tc", kind=Clipped, gradient_clip_val=MAX_NORM)
+    assert_same(clipped, plain(tmp_path, clips=True))
+    with pytest.raises(StateError, match=r"the trainer of Module has gradient_clip_val=0.05, .* call cache.clip_grad"):
+        fitted(tmp_path, "refused.tc", gradient_clip_val=MAX_NORM)
+
+
+class Killed(pl.Callback):  # type: ignore[name-defined, misc]
+    """Ends a training before its ninth batch, with two passes committed."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Wait for commits."""
+        module.cache.drain(staged=False)
+        if trainer.global_step == 8:
+            raise InterruptedError
+
+
+def test_a_checkpoint_of_lightning_names_the_commit_of_its_rows(tmp_path: Path) -> None:
+    """It is resumed at that commit, whatever was trained since, and refused at another."""
+    CASE.cut(tmp_path / "passes")
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    with pytest.raises(InterruptedError), opened(tmp_path, "fit.tc") as cache:  # noqa: PT012 - a with of two
+        trainer = trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saving, Killed()])
+        module = module_of(cache)
+        trainer.fit(module, batches_of(cache))
+    path = tmp_path / "step=8.ckpt"
+    (named,) = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert (named["pass"], named["sample"], named["batches"]) == (2, 0, 8)
+    with opened(tmp_path, "fit.tc") as cache:
+        module, loader, again = module_of(cache), batches_of(cache), trainer_of(tmp_path)
+        assert len(loader) == STEPS - 6
+        again.fit(module, loader, ckpt_path=path, weights_only=False)
+        assert again.global_step == 8 + STEPS - 6
+        found = weights_of(ended(tmp_path / "fit.tc", module, cache))
+    assert_same(found, plain(tmp_path))
+    with opened(tmp_path, "fit.tc") as cache:
+        module, loader = module_of(cache), cache.batches(CASE.batch, epochs=EPOCHS + 1)
+        with pytest.raises(StateError, match="roll the store back to it, or load the checkpoint of these rows"):
+            trainer_of(tmp_path).fit(module, loader, ckpt_path=path, weights_only=False)

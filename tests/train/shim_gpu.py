@@ -16,6 +16,7 @@ import torch
 
 from tests.train.shim_streams import Event, LateKernels
 from tiercache.rows.backends.base import CompleteEvent
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8}
+_NUMPY = {there: here.type for here, there in TORCH_DTYPES.items()}
 
 
 class ShimRuntime:

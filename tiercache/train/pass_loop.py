@@ -153,10 +153,10 @@ class PassLoop:
         check_epochs(epochs)
         return max(0, epochs * self._rows.schedule.num_passes - self.position[0])
 
-    def batches_left(self, epochs: int, size: int) -> int:
-        """Return the number of batches of ``size`` samples in the passes that a new loop would yield."""
-        first, sample = self.position
-        if not self.passes_left(epochs):
+    def batches_left(self, epochs: int, size: int, position: tuple[int, int] | None = None) -> int:
+        """Return the number of batches of ``size`` samples that a new loop would yield, or a loop from ``position``."""
+        first, sample = self.position if position is None else position
+        if first >= epochs * self._rows.schedule.num_passes:
             return 0
         schedule, counts = self._rows.schedule, [one.samples for one in self._rows.source.passes]
         before = schedule.epoch_of(first) * schedule.num_passes

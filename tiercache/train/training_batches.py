@@ -32,22 +32,35 @@ class TrainingBatches:
         self.current_pass: Pass | None = None
         """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
         self._total: int | None = None
+        self._before = 0
+        """Batches that were yielded before the state that was loaded."""
 
     def __len__(self) -> int:
-        """Return the number of batches that a new iteration yields, or that the current one yields in all."""
-        return self._loop.batches_left(self._epochs, self._size) if self._total is None else self._total
+        """Return the number of batches that a new iteration yields, or that the current one yields in all.
+
+        After ``load_state_dict`` it includes the batches before that state, as torchdata's StatefulDataLoader does.
+        """
+        return self._before + self._left() if self._total is None else self._total
+
+    def _left(self, position: tuple[int, int] | None = None) -> int:
+        return self._loop.batches_left(self._epochs, self._size, position)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._iterate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the store, its last commit, and the pass and the sample after which that commit stands.
+        """Return the store, its last commit, its pass and sample, and the number of batches that were yielded.
 
         Rows and registered objects are in the commit, so a checkpoint needs no more. It does not have what was trained
-        since.
+        since the commit: a training that loads it repeats that.
         """
-        pass_index, sample = self._loop.position
-        return self._cache.state_dict() | {"pass": pass_index, "sample": sample}
+        (pass_index, sample), current = self._loop.position, self.current_pass
+        done = (
+            0
+            if self._total is None or current is None
+            else self._total - self._left((current.index, current.samples_done))
+        )
+        return self._cache.state_dict() | {"pass": pass_index, "sample": sample, "batches": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the next iteration begins where ``state`` was saved. Raises StateError if not.
@@ -56,6 +69,7 @@ class TrainingBatches:
         checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`).
         """
         self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
+        self._before = int(state.get("batches", 0))
 
     def _iterate(self) -> Generator[Batch, None, None]:
         """Yield the batches. No name here is a batch's: while the next is made, it is the caller's alone.
@@ -82,4 +96,4 @@ class TrainingBatches:
                     raise
                 self._loop.finish(current)
         finally:
-            self._total = None
+            self._total, self._before = None, 0

@@ -82,6 +82,10 @@ class Batch:
             )
         return found[0]()
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return ``batch[name]``, or ``default`` for an unknown name."""
+        return self[name] if name in self.keys() else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
@@ -156,7 +160,7 @@ class JaggedIds(NoTensor):
         length = None if schema is None else schema.feature(self.feature).length
         is_ragged = schema is not None and schema.feature(self.feature).hotness == "ragged"
         if length is None and (is_ragged or (ids is not None and ids.offsets is not None)):
-            raise AttributeError(self._refusal(".shape of lists of any length"))
+            raise AttributeError(self._refusal(".shape"))
         return torch.Size([self.batch.num_samples] if length is None else [self.batch.num_samples, length])
 
     def size(self, dim: int | None = None) -> torch.Size | int:
