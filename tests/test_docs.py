@@ -70,6 +70,15 @@ def write_of_schema_page(folder: Path) -> None:
         pq.write_table(pa.table(data), folder / "flights" / f"month={month}" / "a.parquet")
     (folder / "ratings.csv").write_text("user,rating,genres\n7,4.5,Action|Drama\n8.0,3\n9,,Drama\n9,1,Drama,x\n")
     (folder / "day_0").write_text("\t".join(["1", *["3"] * 13, *["a0"] * 26]) + "\n")
+    bought = {
+        "user": [1, 2],
+        "item": [3, 4],
+        "session": [9, 9],
+        "seconds": [1.5, 2.0],
+        "clicked": [True, False],
+        "bought": [0, 1],
+    }
+    pq.write_table(pa.table(bought), folder / "purchases.parquet")
     (folder / "wordnet").mkdir()
     (folder / "wordnet" / "train.txt").write_text("dog\tis a\tanimal\ncat\tis a\tanimal\n")
     lists = {"user": [1, 2], "clicked": [0, 1], "history": [[5, 6], []], "ratings": [[0.5, 1.0], []]}
@@ -158,6 +167,7 @@ TOLD = {
     "flight_passes/": ("4 samples", "2 rows dropped without a label"),
     "rating_passes/": ("2 samples", "1 row skipped, 1 row padded, 1 row dropped without a label"),
     "criteo_passes/": ("1 sample",),
+    "purchase_passes/": ("2 samples",),
     "dlrm_passes/": ("1,000 samples",),
     "triple_passes/": ("2 samples",),
     "history_passes/": ("2 samples",),

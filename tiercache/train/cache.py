@@ -222,6 +222,10 @@ class TierCache(CacheFacts):
         """
         return self._check_stored("plan()").plans.passes(passes)
 
+    def store_plan(self, state_bytes: int = 0) -> StorePlan:
+        """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
+        return self._check_stored("store_plan()").plans.store_plan(state_bytes)
+
     # -- training -----------------------------------------------------------------------------------------
 
     def passes(self, epochs: int) -> SizedIterator[Pass]:
@@ -271,7 +275,8 @@ class TierCache(CacheFacts):
         loop takes the last batch and asks for no more, the last pass is committed by ``close``, ``commit`` or another
         loop; if you leave the loop before that batch is trained, nothing more is committed.
 
-        Raises ValueError for a size below 1 or a wrong number of epochs; iterations raise what the others raise.
+        Raises ValueError for a size below 1 or a wrong number of epochs, and DatasetError for a dataset of key sets
+        without samples; iterations raise what the others raise.
         """
         options = {"shuffle": shuffle, "prefetch": prefetch, "read_by": read_by}
         return TrainingBatches(self, self._loop, size, epochs=epochs, **options)
@@ -465,10 +470,6 @@ class TierCache(CacheFacts):
             self._parts.close(failed=failed)
 
     # -- inside -------------------------------------------------------------------------------------------
-
-    def store_plan(self, state_bytes: int = 0) -> StorePlan:
-        """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
-        return self._check_stored("store_plan()").plans.store_plan(state_bytes)
 
     def _lookup_source(self, trains: bool) -> tuple[Pass | None, int]:
         """Return the newest pass, for plain keys that are trained, and bytes for the rows of others."""

@@ -28,6 +28,9 @@ class TrainingBatches:
         """options: the arguments of ``Pass.batches``."""
         check_epochs(epochs)
         check_size(size)
+        for one in cache.dataset.passes:
+            if not one.has_samples:
+                one.check_samples()  # raises: a trainer would take a loader of length 0 for a finished one
         self._cache, self._loop, self._size, self._epochs, self._options = cache, loop, size, epochs, options
         self.current_pass: Pass | None = None
         """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
