@@ -6,8 +6,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tiercache as tc
 from tests.train.cases import (
@@ -16,7 +18,7 @@ from tests.train.cases import (
     result_of_resident,
 )
 from tests.train.test_fetch_ahead import CASE, STEPS, Plain, Training, opened, plain_on, store_of
-from tiercache.errors import BudgetError, StateError
+from tiercache.errors import BudgetError, DatasetError, StateError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -368,3 +370,86 @@ def test_slices_of_evaluation_batches_end_at_whole_batches(passes: tc.PassDatase
             assert [len(training.net(batch)) for batch in cache.evaluation_batches(others, 6)] == [6] * 15
         with pytest.raises(BudgetError, match="the rows of a batch of 90 samples from sample 0 of evaluation sub-da"):
             list(cache.evaluation_batches(others, 90))
+
+
+# -- one's own dataset ---------------------------------------------------------------------------------------
+
+
+class Keyed(nn.Module):
+    """A model of plain tensors of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.users, self.items, self.top = nn.Embedding(60, 4), nn.Embedding(60, 4), nn.Linear(4, 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.top(self.users(users) * self.items(items)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def samples_of(num_samples: int = 120) -> torch.utils.data.TensorDataset:
+    """Return users, items and labels."""
+    chance = np.random.default_rng(0)
+    users, items = (torch.from_numpy(np.sort(chance.integers(0, 60, num_samples))) for _ in range(2))
+    return torch.utils.data.TensorDataset(users, items, (users % 2).float())
+
+
+def recorded_loop(folder: Path, name: str, *, is_flat: bool, stop: int | None = None) -> dict[str, Any]:
+    """Train out of the dataset itself; return weights and rows."""
+    dataset = samples_of()
+    model = tc.convert(Keyed(), optimizer=tc.optim.Adagrad(learning_rate=0.1))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+    keys = tc.record_key_sets(
+        model, loader, folder / "keys", device_budget="3KiB", call=lambda net, batch: net(*batch[:2]), progress=False
+    )
+    assert len(keys) > 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tc.TierCache(
+        folder / name, keys, model=model, optimizer=optimizer, device_budget="64KiB", host_budget="16MiB",
+        progress=False,
+    ) as cache:  # fmt: skip
+        count = 0
+        if is_flat:
+            batches: Any = cache.batches(8, epochs=2, shuffle=True, dataset=dataset)
+            left = len(batches)
+        else:
+            batches = (one for p in cache.passes(epochs=2) for one in p.loader(dataset, 8, shuffle=True))
+        taken = iter(batches)
+        for count, (users, items, label) in enumerate(taken, 1):
+            nn.functional.binary_cross_entropy_with_logits(model(users, items), label).backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+            if count == stop:
+                cache.commit()
+                return {}
+            if is_flat and count == left:
+                break
+        assert not is_flat or count == left
+    with tc.Store.open(folder / name, mode="r") as store:
+        assert cursor_of(store) == (2 * len(keys), 0)
+        rows = {table.name: [part.tolist() for part in next(iter(store.scan(table.name)))[1]] for table in store.tables}
+    return rows | {name: value.tolist() for name, value in model.top.state_dict().items()}
+
+
+@pytest.mark.parametrize("stop", [None, 1, 7, 20])
+def test_a_flat_loop_takes_its_batches_out_of_ones_own_dataset(tmp_path: Path, stop: int | None) -> None:
+    """As the loaders of passes do, to the same bits, resumed too, by a trainer that takes ``len`` batches."""
+    expected = recorded_loop(tmp_path, "passes.tc", is_flat=False)
+    if stop is not None:
+        recorded_loop(tmp_path, "flat.tc", is_flat=True, stop=stop)
+    assert recorded_loop(tmp_path, "flat.tc", is_flat=True) == expected
+
+
+def test_a_flat_loop_without_samples_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """It would have no batches; so is a dataset whose samples were not recorded."""
+    keys = tc.write_key_sets(tmp_path / "keys", CASE.tables, [{"a": np.arange(4), "b": np.arange(4)}])
+    with tc.InMemoryCache(keys) as cache:
+        with pytest.raises(
+            DatasetError, match=r"has a key set and no samples: give the keys of each batch to Pass.batch"
+        ):
+            cache.batches(8, epochs=1)
+        with pytest.raises(DatasetError, match=r"make the dataset with tc.record_key_sets, or train"):
+            cache.batches(8, epochs=1, dataset=samples_of())
+    with tc.InMemoryCache(passes) as cache, pytest.raises(DatasetError, match=r"make the dataset with tc.record_key_"):
+        cache.batches(8, epochs=1, dataset=samples_of())

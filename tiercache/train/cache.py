@@ -264,22 +264,22 @@ class TierCache(CacheFacts):
         return EpochLoader(self, loader, epochs, **options)
 
     def batches(
-        self, size: int, *, epochs: int, shuffle: bool = False, prefetch: int | None = None, read_by: str = "rank"
+        self, size: int, *, epochs: int, shuffle: bool = False, dataset: Any = None, **options: Any
     ) -> TrainingBatches:
         """Return the batches of all passes up to the end of epoch ``epochs`` as one iterable with a length.
 
-        This is a loop over ``passes`` and ``Pass.batches``, whose arguments it takes, for trainers that want a loader.
-        The same rules hold: each iteration begins at the last commit, a pass counts only if its batches were trained,
-        and passes are committed when they end. No batch has samples of two passes. ``len`` is the number of batches
-        that are left, ``current_pass`` the pass of the newest batch, ``state_dict`` names the last commit. If your
-        loop takes the last batch and asks for no more, the last pass is committed by ``close``, ``commit`` or another
-        loop; if you leave the loop before that batch is trained, nothing more is committed.
+        This is a loop over ``passes`` and ``Pass.batches``, or ``Pass.loader`` if your ``dataset`` is given, for
+        trainers that want a loader; ``options`` are their other arguments. The same rules hold: each iteration begins
+        at the last commit, a pass counts only if its batches were trained, and passes are committed when they end. No
+        batch has samples of two passes. ``len`` is the number of batches that are left, ``current_pass`` the pass of
+        the newest batch, ``state_dict`` names the last commit. If your loop takes the last batch and asks for no more,
+        the last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
+        trained, nothing more is committed.
 
-        Raises ValueError for a size below 1 or a wrong number of epochs, and DatasetError for a dataset of key sets
-        without samples; iterations raise what the others raise.
+        Raises ValueError for a size below 1 or a wrong number of epochs, and DatasetError if the cache's dataset has
+        neither samples nor, with ``dataset``, what was recorded of it; iterations raise what the others raise.
         """
-        options = {"shuffle": shuffle, "prefetch": prefetch, "read_by": read_by}
-        return TrainingBatches(self, self._loop, size, epochs=epochs, **options)
+        return TrainingBatches(self, self._loop, size, epochs=epochs, shuffle=shuffle, dataset=dataset, **options)
 
     def restore(self) -> None:
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.

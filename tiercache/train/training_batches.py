@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tiercache.train.cache import TierCache
     from tiercache.train.pass_loop import PassLoop
     from tiercache.train.passes import Pass
-    from tiercache.values.batch import Batch
 
 
 class TrainingBatches:
@@ -24,14 +23,19 @@ class TrainingBatches:
     Each iteration begins at the last commit, as a loop over ``passes`` does. One iteration at a time.
     """
 
-    def __init__(self, cache: TierCache, loop: PassLoop, size: int, *, epochs: int, **options: Any) -> None:
-        """options: the arguments of ``Pass.batches``."""
+    def __init__(
+        self, cache: TierCache, loop: PassLoop, size: int, *, epochs: int, dataset: Any = None, **options: Any
+    ) -> None:
+        """options: the arguments of ``Pass.batches``, or of ``Pass.loader`` if there is a ``dataset``."""
         check_epochs(epochs)
         check_size(size)
-        for one in cache.dataset.passes:
-            if not one.has_samples:
-                one.check_samples()  # raises: a trainer would take a loader of length 0 for a finished one
-        self._cache, self._loop, self._size, self._epochs, self._options = cache, loop, size, epochs, options
+        for one in cache.dataset.passes:  # a trainer would take a loader of length 0 for one that has ended
+            if dataset is not None:
+                _ = one.recorded
+            elif not one.has_samples:
+                one.check_samples()
+        self._cache, self._loop, self._size, self._epochs = cache, loop, size, epochs
+        self._dataset, self._options = dataset, options
         self.current_pass: Pass | None = None
         """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
         self._total: int | None = None
@@ -48,7 +52,7 @@ class TrainingBatches:
     def _left(self, position: tuple[int, int] | None = None) -> int:
         return self._loop.batches_left(self._epochs, self._size, position)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self._iterate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +78,13 @@ class TrainingBatches:
         self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
         self._before = int(state.get("batches", 0))
 
-    def _iterate(self) -> Generator[Batch, None, None]:
+    def _made(self, current: Pass) -> Any:
+        """Return the batches of a pass, with a length."""
+        if self._dataset is None:
+            return current.batches(self._size, **self._options)
+        return current.loader(self._dataset, self._size, **self._options)
+
+    def _iterate(self) -> Generator[Any, None, None]:
         """Yield the batches. No name here is a batch's: while the next is made, it is the caller's alone.
 
         Trainers take ``len`` batches and then ask for no more, so the loop over passes ends before the last batch is
@@ -84,12 +94,13 @@ class TrainingBatches:
         try:
             for current in self._cache.passes(self._epochs):
                 self.current_pass = current
-                made = current.batches(self._size, **self._options)
+                made = self._made(current)
+                count, batches = len(made), iter(made)
                 if not self._loop.is_last(current, self._epochs):
-                    yield from made
+                    yield from batches
                     continue
-                yield from itertools.islice(made, max(0, len(made) - 1))
-                last = list(made)
+                yield from itertools.islice(batches, max(0, count - 1))
+                last = list(batches)
             if last:
                 try:
                     yield last.pop()
