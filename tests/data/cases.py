@@ -37,7 +37,7 @@ def plain_schema(**changes: Any) -> Schema:
 
 
 def rich_schema() -> Schema:
-    """Return a schema with every kind of feature, two groups, a shared table and weights."""
+    """Return a schema with every kind of feature, two groups, a shared table, weights and kept columns."""
     return Schema(
         label="y",
         dense=(tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")),
@@ -48,6 +48,7 @@ def rich_schema() -> Schema:
             tc.Feature(name="b", weights="b_w"),
         ),
         tables=(table("a"), table("b", dim=8), table("unused")),
+        keep=(tc.KeptColumn(column="group", dtype="int16"), tc.KeptColumn(column="y", name="raw_y", dtype="int64")),
     )
 
 
@@ -66,6 +67,7 @@ def rich_columns(num_samples: int, seed: int = 0) -> dict[str, Any]:
         "tags_w": [random.random(n, dtype=np.float32).tolist() for n in lengths],
         "b": random.integers(0, 2000, num_samples),
         "b_w": random.random(num_samples, dtype=np.float32),
+        "group": random.integers(-(1 << 15), 1 << 15, num_samples).astype(np.int16),
     }
 
 
@@ -93,6 +95,7 @@ def key_batch(schema: Schema, columns: dict[str, Any], low: int, high: int) -> R
         label=part[schema.label] if schema.label else None,
         dense=np.stack([part[d.column] for d in schema.dense], axis=1) if schema.dense else None,
         weights={f.name: part[f.weights] for f in schema.features if f.weights},
+        columns={one.name: part[one.column] for one in schema.kept},
     )
 
 

@@ -320,7 +320,12 @@ def test_the_state_of_a_flat_loop_is_that_of_the_last_commit(passes: tc.PassData
         with opened(passes, store) as cache:
             loader = Flat(cache).loader
             loader.load_state_dict(state)
+            assert state["batches"] == 6
+            assert len(loader) == STEPS  # as StatefulDataLoader's: with those before the state
+            assert len([*islice(loader, 3)]) == 3
             assert len(loader) == STEPS - 6
+            with pytest.raises(StateError, match="asked for the number of batches before it loaded that"):
+                loader.load_state_dict(state)
             with pytest.raises(StateError, match=r"the checkpoint was made at commit -1 of .* and the cache stands at"):
                 loader.load_state_dict(first)
 

@@ -18,7 +18,8 @@ def check_clipping(objects: Iterable[object]) -> None:
     for one in objects:
         hook = getattr(type(one), "configure_gradient_clipping", None)
         max_norm = getattr(getattr(one, "_trainer", None), "gradient_clip_val", None)
-        if max_norm and hook is not None and hook.__module__.split(".")[0] in {"lightning", "pytorch_lightning"}:
+        owner = str(getattr(hook, "__module__", "")).split(".")[0]
+        if max_norm and owner in {"lightning", "pytorch_lightning"}:
             raise StateError(
                 f"the trainer of {type(one).__name__} has gradient_clip_val={max_norm}, which does not add up the "
                 "gradients of a row: define configure_gradient_clipping(self, optimizer, gradient_clip_val, "

@@ -6,6 +6,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tiercache.errors import StateError
 from tiercache.train.batches import check_size
 from tiercache.train.passes import check_epochs
 
@@ -41,13 +42,18 @@ class TrainingBatches:
         self._total: int | None = None
         self._before = 0
         """Batches that were yielded before the state that was loaded."""
+        self._is_measured = False
+        """True if somebody was told a length without them."""
 
     def __len__(self) -> int:
         """Return the number of batches that a new iteration yields, or that the current one yields in all.
 
         After ``load_state_dict`` it includes the batches before that state, as torchdata's StatefulDataLoader does.
         """
-        return self._before + self._left() if self._total is None else self._total
+        if self._total is not None:
+            return self._total
+        self._is_measured = True
+        return self._before + self._left()
 
     def _left(self, position: tuple[int, int] | None = None) -> int:
         return self._loop.batches_left(self._epochs, self._size, position)
@@ -70,13 +76,21 @@ class TrainingBatches:
         return self._cache.state_dict() | {"pass": pass_index, "sample": sample, "batches": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the next iteration begins where ``state`` was saved. Raises StateError if not.
+        """Check that the next iteration begins at the commit of ``state``, and count its batches in the length.
 
         You need not call this to resume: an iteration begins at the last commit by itself. To go back to an older
-        checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`).
+        checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`). Raises StateError if the
+        store has another commit, or if the length was asked for before: a trainer would stop too early.
         """
         self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
-        self._before = int(state.get("batches", 0))
+        before = int(state.get("batches", 0))
+        if before and self._is_measured:
+            raise StateError(
+                f"the checkpoint was made after {before:,} batches, and the trainer asked for the number of batches "
+                "before it loaded that, so it would stop too early: train without the trainer's checkpoint "
+                "(ckpt_path), as the cache resumes from its last commit by itself"
+            )
+        self._before = before
 
     def _made(self, current: Pass) -> Any:
         """Return the batches of a pass, with a length."""
@@ -90,7 +104,7 @@ class TrainingBatches:
         Trainers take ``len`` batches and then ask for no more, so the loop over passes ends before the last batch is
         yielded. Its pass is committed when this iteration ends, or else by ``close``, ``commit`` or another loop.
         """
-        self._total, thread, last = len(self), threading.get_ident(), list[Any]()
+        self._total, thread, last = self._before + self._left(), threading.get_ident(), list[Any]()
         try:
             for current in self._cache.passes(self._epochs):
                 self.current_pass = current
