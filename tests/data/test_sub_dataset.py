@@ -50,7 +50,9 @@ def some_samples(num_samples: int, seed: int, schema: Schema = RICH) -> RawBatch
         weights = random.random(size, dtype=np.float32) if f.weights else None
         features[f.name] = FeatureKeys(random.integers(-50, 50, size), offsets, weights)
     label = random.random(num_samples, dtype=np.float32) if schema.label else None
-    return RawBatch(label, random.random((num_samples, len(schema.dense)), dtype=np.float32), features)
+    dense = random.random((num_samples, len(schema.dense)), dtype=np.float32)
+    columns = {one.name: random.integers(-99, 99, num_samples).astype(one.dtype) for one in schema.kept}
+    return RawBatch(label, dense, features, columns)
 
 
 def write(folder: Path, samples: RawBatch, schema: Schema = RICH) -> SubDataset:
@@ -64,6 +66,10 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
     if samples.label is not None and wanted.label is not None:
         np.testing.assert_array_equal(samples.label, wanted.label[indices])
     np.testing.assert_array_equal(samples.dense, wanted.dense[indices])
+    assert samples.columns.keys() == wanted.columns.keys()
+    for name, column in samples.columns.items():
+        assert column.dtype == wanted.columns[name].dtype
+        np.testing.assert_array_equal(column, wanted.columns[name][indices])
     for name, entry in samples.ids.items():
         source = wanted.features[name]
         keys = one.keys(schema.feature(name).table)[entry.ids]
@@ -152,7 +158,7 @@ def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     end = 0
     for name, entry in header.items():
         begin, last = entry["data_offsets"]
-        kind = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U64": "<u8"}[entry["dtype"]]
+        kind = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "F32": "<f4", "U64": "<u8"}[entry["dtype"]]
         array = np.frombuffer(data[8 + size + begin : 8 + size + last], kind).reshape(entry["shape"])
         assert begin == end
         end = last
@@ -160,6 +166,8 @@ def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, samples.label)
         if name == "offsets.tags":
             np.testing.assert_array_equal(array, samples.features["tags"].offsets)
+        if name == "column.group":
+            np.testing.assert_array_equal(array, samples.columns["group"])
     assert 8 + size + end == len(data)
 
 

@@ -313,8 +313,8 @@ def test_the_state_of_a_flat_loop_is_that_of_the_last_commit(passes: tc.PassData
                 training.train(batch)
                 if count == 6:
                     cache.commit()
+                    state = training.loader.state_dict()
                     break
-            state = training.loader.state_dict()
             assert (state["pass"], state["sample"]) == (1, 2 * CASE.batch)
             assert (first["pass"], first["sample"]) == (0, 0)
         with opened(passes, store) as cache:

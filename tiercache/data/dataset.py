@@ -228,8 +228,8 @@ class PassDataset:
 def _difference(old: Schema, new: Schema) -> str:
     for what, before, after in (
         ("label", (old.label, old.labels), (new.label, new.labels)),
-        ("kept columns", old.keep, new.keep),
         ("dense columns", old.dense, new.dense),
+        ("kept columns", old.keep, new.keep),
         ("features", [f.name for f in old.features], [f.name for f in new.features]),
         ("tables", {t.name for t in old.tables}, {t.name for t in new.tables}),
     ):
