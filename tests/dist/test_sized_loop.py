@@ -39,7 +39,7 @@ def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_poo
     """All at once, by as many batches as the length says, and resumed after a stop inside a pass."""
     CASE.cut(tmp_path / "passes")
     expected = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name="passes.tc", how="passes")[0]
-    rows = stored(tmp_path / "passes.tc")
+    rows = stored(tmp_path, "passes.tc")
     for name, hows in {"flat.tc": ["flat"], "sized.tc": ["sized"], "resumed.tc": ["left", "stopped", "sized"]}.items():
         for how in hows:
             stop = 6 if how == "left" else STEPS
@@ -50,7 +50,7 @@ def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_poo
         assert ended.keys() == expected.keys()
         for weight, value in expected.items():
             assert (value == ended[weight]).all(), weight
-        assert_same_rows(stored(tmp_path / name), rows)
+        assert_same_rows(stored(tmp_path, name), rows)
         with tc.Store.open(tmp_path / name, mode="r") as store:
             assert store.commit is not None
             assert store.commit.cursor.pass_index == 8
