@@ -324,6 +324,8 @@ def test_the_reference_writer_makes_the_same_files(tmp_path: Path) -> None:
         for low in range(0, SAMPLES, 100)
     ]  # fmt: skip
     assert write_dataset(tmp_path / "reference", dataset.schema, batches).digest == dataset.digest
+    with pytest.raises(DatasetError, match="the schema has no dtype for the kept column 'k_uint8': give it one"):
+        write_dataset(tmp_path / "other", keeping("k_uint8", "k_int64"), batches)
 
 
 def test_several_tables_and_a_shared_name_of_a_dense_column_keep_working() -> None:

@@ -344,3 +344,17 @@ def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> Non
     assert [*found] == ["a", "b"]
     with pytest.raises(ValueError, match="keys were given for 'idd'"):
         feature_keys(renamed, {"id": np.array([4, 2]), "idd": np.array([4, 2])}, None)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
+    """Of integers; texts and columns that are no features are refused with their names."""
+    frames = pytest.importorskip(library)
+    columns = {"a": [17, 42, 9999], "b": [3, 4, 5]}
+    count, found = feature_keys(SCHEMA, frames.DataFrame(columns), None)
+    assert count == 3
+    assert {name: one.keys.tolist() for name, one in found.items()} == columns
+    with pytest.raises(ValueError, match="the keys of feature 'a' are texts or objects: keys are int64"):
+        feature_keys(SCHEMA, frames.DataFrame(columns | {"a": ["x", "y", "z"]}), None)
+    with pytest.raises(ValueError, match="keys were given for 'c', and the features are a, b"):
+        feature_keys(SCHEMA, frames.DataFrame(columns | {"c": [1, 2, 3]}), None)

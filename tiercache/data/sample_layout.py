@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.data.array_file import ArrayLayout, ArraySpec
+from tiercache.errors import DatasetError
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ class SampleLayout:
 
     @cached_property
     def kept(self) -> tuple[ArraySpec, ...]:
-        """The names and dtypes of kept columns, with a shape for one sample."""
+        """The names and dtypes of kept columns, with a shape for one sample. Raises DatasetError without a dtype."""
+        for one in self.schema.kept:
+            if one.dtype is None:  # only an extraction fills it in
+                raise DatasetError(f"the schema has no dtype for the kept column {one.name!r}: give it one")
         return tuple(ArraySpec(column_array(one.name), np.dtype(one.dtype), (1,)) for one in self.schema.kept)
 
     @cached_property

@@ -46,7 +46,9 @@ def by_feature(
     columns: labels and dense features of the same samples, or None, which say how many there are.
     """
     names = [feature.name for feature in schema.features]
-    if _has(keys, "keys", "values", "to_dict"):  # a KeyedJaggedTensor
+    if _has(keys, "columns", "dtypes"):  # a data frame of pandas or Polars
+        keys = {str(name): keys[name] for name in keys.columns}
+    elif _has(keys, "keys", "values", "to_dict"):  # a KeyedJaggedTensor
         keys = keys.to_dict()
     elif isinstance(keys, torch.Tensor | np.ndarray) and not getattr(keys, "is_nested", False):
         if keys.ndim != 2 or keys.shape[1] != len(names):
