@@ -69,7 +69,7 @@ def assert_column(dataset: tc.PassDataset, name: str, expected: np.ndarray[Any, 
 
 
 def test_kept_columns_are_stored_in_their_own_dtype(tmp_path: Path) -> None:
-    """Of every dtype, over several files and passes; any reader of safetensors reads them."""
+    """This holds for every dtype, over several files and passes, and for any reader of safetensors."""
     columns = columns_of()
     schema = keeping(*(f"k_{dtype}" for dtype in DTYPES))
     files = write_parquet(tmp_path, columns, [0, 200, SAMPLES])

@@ -133,7 +133,7 @@ def test_fit_validates_between_batches(tmp_path: Path) -> None:
 
 
 def test_an_epoch_of_lightning_may_be_one_of_the_cache(tmp_path: Path) -> None:
-    """With a loader that is made anew for each."""
+    """Each epoch then has a loader of its own."""
     CASE.cut(tmp_path / "passes")
 
     class Reloaded(Module):

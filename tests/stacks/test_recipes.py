@@ -25,7 +25,7 @@ PACKAGES = {"Lightning": "lightning", "Transformers": "transformers", "Accelerat
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names with which every page begins, in a folder with two datasets."""
     monkeypatch.chdir(tmp_path)
-    # the folder ``kernels`` of this repository is no package of Transformers'
+    # Transformers takes the folder ``kernels`` of this repository for a package
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one and Path(one).resolve() != PAGE.parents[1]])
     (tmp_path / "clicks.toml").write_text(next(one.text for one in blocks(README) if one.language == "toml"))
     for seed, name in enumerate(("passes", "test")):
@@ -49,7 +49,7 @@ def test_every_stack_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("stack", PACKAGES)
 def test_a_recipe_trains_all_passes(names: dict[str, Any], stack: str) -> None:
-    """As it is on the page, and again with nothing left to train."""
+    """The code runs unchanged and commits the last pass."""
     pytest.importorskip(PACKAGES[stack], reason=f"{stack} is not installed: make test-stacks")
     exec(compile(RECIPES[stack], str(PAGE), "exec"), names)
     (path,) = [one for one in Path.cwd().iterdir() if one.suffix == ".tc"]

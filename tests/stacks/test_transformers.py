@@ -97,12 +97,12 @@ def fitted(folder: Path, name: str, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_trainer_ends_with_the_bits_of_a_plain_loop(folder: Path) -> None:
-    """It takes as many batches as the loader has, in one epoch of its own."""
+    """It takes all batches of the loader in a single epoch."""
     assert_same(fitted(folder, "all.tc"), plain(folder))
 
 
 def test_a_trainer_that_was_stopped_resumes_from_the_last_commit(folder: Path) -> None:
-    """Which is the end of a pass: it trains the batches that are left."""
+    """The last commit is the end of a pass, and the remaining batches are trained."""
     fitted(folder, "stopped.tc", max_steps=7)
     with opened(folder, "stopped.tc") as cache:
         model = model_of(cache)

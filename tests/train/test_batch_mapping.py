@@ -126,7 +126,7 @@ def test_a_name_that_a_batch_has_not_or_twice_says_so(tmp_path: Path) -> None:
 
 
 def test_raw_and_evaluated_batches_are_mappings_too(tmp_path: Path) -> None:
-    """Of what their loader gave; an evaluation has the kept columns."""
+    """They have what their loader gave; an evaluation also has the kept columns."""
     data, columns = data_of(tmp_path, labels=(), label="click"), columns_of()
     with tiered(tmp_path / "m.tc", data) as cache:
         for p in cache.passes(epochs=1):

@@ -348,7 +348,7 @@ def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
-    """Of integers; texts and columns that are no features are refused with their names."""
+    """Columns of texts, and columns that are not features, are refused with their names."""
     frames = pytest.importorskip(library)
     columns = {"a": [17, 42, 9999], "b": [3, 4, 5]}
     count, found = feature_keys(SCHEMA, frames.DataFrame(columns), None)

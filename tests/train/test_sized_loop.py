@@ -49,7 +49,7 @@ class Flat(Training):
         self.step(self.loader.current_pass, batch.end, batch)
 
     def run_flat(self, steps: int | None = None, *, commits: bool = False) -> None:
-        """Train up to so many batches, and leave the loop then. commits: commit before."""
+        """Train at most ``steps`` batches, then leave the loop. commits: commit before."""
         for count, batch in enumerate(self.loader, 1):
             self.train(batch)
             if count == steps:
@@ -174,7 +174,7 @@ def test_a_trainer_that_takes_as_many_batches_as_the_length_trains_all_passes(
 
 
 def test_a_flat_loop_of_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: Plain) -> None:
-    """It commits nothing, and goes on with the first pass that was not trained."""
+    """It commits nothing, and continues with the first pass that was not trained."""
     with tc.InMemoryCache(passes) as cache:
         training = Flat(cache)
         training.run_flat()
@@ -240,7 +240,7 @@ def test_a_flat_loop_that_trains_nothing_is_refused(passes: tc.PassDataset) -> N
 
 
 def test_the_last_batch_has_to_be_trained_too(passes: tc.PassDataset) -> None:
-    """A loop that takes it and goes on is refused; one that leaves there commits nothing more."""
+    """A loop that asks for one more is refused; a loop that is left there commits nothing more."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Flat(cache)
@@ -439,7 +439,7 @@ def recorded_loop(folder: Path, name: str, *, is_flat: bool, stop: int | None = 
 
 @pytest.mark.parametrize("stop", [None, 1, 7, 20])
 def test_a_flat_loop_takes_its_batches_out_of_ones_own_dataset(tmp_path: Path, stop: int | None) -> None:
-    """As the loaders of passes do, to the same bits, resumed too, by a trainer that takes ``len`` batches."""
+    """A trainer that takes ``len`` batches ends with the bits of a loop over loaders, also after a resume."""
     expected = recorded_loop(tmp_path, "passes.tc", is_flat=False)
     if stop is not None:
         recorded_loop(tmp_path, "flat.tc", is_flat=True, stop=stop)

@@ -73,8 +73,8 @@ class Evaluation:
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
-        multiple: a slice has a multiple of so many samples, unless its pass ends. Raises BudgetError if the rows of so
-        many samples exceed ``budget`` bytes on some rank.
+        multiple: the number of samples of a slice is a multiple of it, except at the end of a pass. Raises BudgetError
+        if the rows of ``multiple`` samples exceed ``budget`` bytes on some rank.
         """
         check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks

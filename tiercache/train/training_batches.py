@@ -43,7 +43,7 @@ class TrainingBatches:
         self._before = 0
         """Batches that were yielded before the state that was loaded."""
         self._is_measured = False
-        """True if somebody was told a length without them."""
+        """True if ``len`` was called before a state was loaded."""
 
     def __len__(self) -> int:
         """Return the number of batches that a new iteration yields, or that the current one yields in all.
