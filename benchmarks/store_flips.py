@@ -36,8 +36,7 @@ import numpy as np
 
 from benchmarks.machine import Goal, called, console, options_of
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, StoreError, Table, Uniform, Zeros, hash_keys
-from tiercache.store.engines.lmdb_records import HEAD_KEY, extents_of
-from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.engines.lmdb_map import HEAD_KEY, LmdbFile, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -171,10 +170,10 @@ def places(path: Path, engine: str) -> Places:
 def _tree_places(path: Path, found: Places) -> None:
     """Add the bytes of LMDB's trees that its newest root names, and those of their values."""
     file = LmdbFile(str(path / "data.mdb"))
-    newest, data = file.metas()[0], (path / "data.mdb").read_bytes()
-    entries = {v.offset + byte for v in file.values(newest) for byte in range(v.size)}
+    newest, data = file.transaction, (path / "data.mdb").read_bytes()
+    entries = {v.offset + byte for v in file.values() for byte in range(v.size)}
     file.close()
-    meta = newest.transaction % 2 * LMDB_PAGE
+    meta = newest % 2 * LMDB_PAGE
     for kind, root_at in (("free_list", meta + 80), ("tree", meta + 128)):
         waiting = [struct.unpack_from("<Q", data, root_at)[0]]
         while waiting:
@@ -198,7 +197,7 @@ def _tree_places(path: Path, found: Places) -> None:
 def _blob_places(path: Path, found: Places) -> None:
     """Add the bytes of blobs, padding between blocks too."""
     file = LmdbFile(str(path / "data.mdb"))
-    entries = {v.key.decode(): file.read(v) for v in file.values(file.metas()[0]) if v.key != HEAD_KEY.encode()}
+    entries = {v.key.decode(): file.read(v) for v in file.values() if v.key != HEAD_KEY.encode()}
     file.close()
     with Store.open(path, mode="r") as store:
         needs = [*store.history.needed.blobs()]

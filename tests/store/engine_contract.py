@@ -28,8 +28,8 @@ from tests.store.blobs import (
     serve,
     some_bytes,
 )
-from tiercache.store.engines.engine import PAGE_BYTES, Blob, BlobRows, ReadRequest
-from tiercache.store.files import paged
+from tiercache.store.engines.engine import Blob, BlobRows, ReadRequest
+from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiercache.store import Store
+from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import Blob
-from tiercache.store.engines.extents import Extents
-from tiercache.store.engines.lmdb_records import extents_of
-from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.engines.lmdb_map import LmdbFile, extents_of
 from tiercache.store.layout import ROWS, block_stride
 from tiercache.store.snapshot import BlobNeed
 
@@ -50,7 +49,7 @@ def byte_of(path: Path, name: str, share: float = 0.0) -> tuple[Path, int]:
 
 def _extents(path: Path) -> dict[str, Extents]:
     file = LmdbFile(str(path / "data.mdb"))
-    found = {value.key.decode(): file.read(value) for value in file.values(file.metas()[0])}
+    found = {value.key.decode(): file.read(value) for value in file.values()}
     file.close()
     return {name: extents_of(entry) for name, entry in found.items() if name != "head"}
 

@@ -16,7 +16,7 @@ from tiercache.store.bits import hash_keys, xxh64
 from tiercache.store.commit import Commit, Kept, RankList, State, head_of
 from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import Head
-from tiercache.store.engines.lmdb_records import Slot, entry_of
+from tiercache.store.engines.lmdb_map import Slot, entry_of
 from tiercache.store.key_map import KeyMapBuilder, map_entries
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout
 from tiercache.store.live import Live

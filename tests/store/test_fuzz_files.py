@@ -14,8 +14,8 @@ from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import CorruptStoreError, Store, StoreError
-from tiercache.store.engines.head_record import HeadRecord
-from tiercache.store.engines.lmdb_records import checksum_of
+from tiercache.store.engines.engine import HeadRecord
+from tiercache.store.engines.lmdb_map import checksum_of
 
 STEPS = 5
 PAGE_BYTES = 4096

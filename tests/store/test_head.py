@@ -14,8 +14,7 @@ from tests.files import flipped
 from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, some_bytes
 from tests.store.damage import assert_sentence
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError
-from tiercache.store.engines.lmdb_records import HEAD, Slot
-from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.engines.lmdb_map import HEAD, LmdbFile, Slot
 
 PAGE_BYTES, META_BYTES, SLOT_BYTES = 4096, 152, 52
 COMMITS = 3
@@ -107,7 +106,7 @@ def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callab
     path = tmp_path / "s.tc"
     made(path)
     file = LmdbFile(str(path / "data.mdb"))
-    values = list(file.values(file.metas()[0]))
+    values = list(file.values())
     file.close()
     places = {at for v in values for at in range(v.offset - len(v.key) - 8, v.offset + v.size)}
     pages = {v.offset // PAGE_BYTES * PAGE_BYTES for v in values}

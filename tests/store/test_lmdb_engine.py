@@ -18,9 +18,9 @@ from tests.store.big import publish as publish_big
 from tests.store.blobs import Content, bytes_of, check, drop_all, head_of, plain, publish, put, some_bytes
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, Store
-from tiercache.store.engines import extents, lmdb_engine, lmdb_records
+from tiercache.store.engines import block_file, lmdb_engine, lmdb_map
 from tiercache.store.engines.engine import Blob, ReadRequest, Stored
-from tiercache.store.engines.lmdb_records import Slot, extents_of
+from tiercache.store.engines.lmdb_map import Slot, extents_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 PAGE_BYTES = 4096
@@ -89,7 +89,7 @@ def read(path: Path) -> Any:
 
 def test_a_blob_in_many_runs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its writer and by readers, though its entry is longer than a page of LMDB; also when its front is dropped."""
-    monkeypatch.setattr(extents, "_SPLIT_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(block_file, "_SPLIT_BYTES", PAGE_BYTES)
     engine = LmdbEngine(tmp_path, create=True)
     small = put(engine, [plain(f"states/0.{i}", some_bytes(10, i)) for i in range(900)])
     drop_all(engine, small[::2])
@@ -199,7 +199,7 @@ def test_others_see_the_head_before_while_a_publish_is_looked_at(
     def looked(*place: Any) -> Any:
         with ThreadPoolExecutor(1) as other:
             seen.append(other.submit(engine.newest).result())
-        return lmdb_records.read_head(*place)
+        return lmdb_map.read_head(*place)
 
     monkeypatch.setattr(lmdb_engine, "read_head", looked)
     put(engine, [plain("states/0.1", some_bytes(5000))])
@@ -274,7 +274,7 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
     def denied(*_: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(lmdb_records, "open_file", denied)
+    monkeypatch.setattr(lmdb_map, "open_file", denied)
     with pytest.raises(StoreError, match=r"HEAD cannot be opened .*: give this user the right") as caught:
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert not isinstance(caught.value, CorruptStoreError)

@@ -15,8 +15,9 @@ from tests.store.blobs import Content, check, drop_all, head_of, plain, publish,
 from tests.store.damage import assert_sentence
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines import lmdb_engine
+from tiercache.store.engines.block_file import BlockFile
 from tiercache.store.engines.engine import ReadRequest
-from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.engines.lmdb_map import LmdbFile
 
 TB = 1 << 40
 
@@ -136,21 +137,25 @@ def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes, the sum of checksums that the head names is that of the entries."""
-    checksum_of, calls = lmdb_engine.checksum_of, 0
+    calls = 0
 
-    def interrupted(entry: bytes) -> int:
-        nonlocal calls
-        calls -= 1
-        if calls == 0:
-            raise KeyboardInterrupt
-        return checksum_of(entry)
+    def interrupted(call: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls -= 1
+            if calls == 0:
+                raise KeyboardInterrupt
+            return call(*arguments)
+
+        return counted
 
     engine = LmdbEngine(tmp_path, create=True)
     publish(engine, 0)
     for number in range(1, 9):
         blobs = put(engine, [plain(f"states/{number}.{i}", some_bytes(5000)) for i in range(4)])
         with monkeypatch.context() as patched:
-            patched.setattr(lmdb_engine, "checksum_of", interrupted)
+            for owner, name in ((lmdb_engine, "extents_of"), (lmdb_engine, "entry_of"), (BlockFile, "give")):
+                patched.setattr(owner, name, interrupted(getattr(owner, name)))
             calls = number
             with pytest.raises(KeyboardInterrupt):
                 engine.drop([*((one.blob.name, 4096) for one in blobs), *((one.blob.name, None) for one in blobs)])
@@ -210,7 +215,7 @@ def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypa
     engine.close()
     descents: list[bytes] = []
     near = LmdbFile.near
-    monkeypatch.setattr(LmdbFile, "near", lambda file, meta, key: descents.append(key) or near(file, meta, key))
+    monkeypatch.setattr(LmdbFile, "near", lambda file, key: descents.append(key) or near(file, key))
     engine = LmdbEngine(tmp_path, create=False, readonly=True)
     descents.clear()
     for one in kept:

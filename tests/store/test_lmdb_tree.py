@@ -7,7 +7,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from tiercache.store.engines.lmdb_tree import LmdbFile
+from tiercache.store.engines.lmdb_map import LmdbFile
 
 
 @pytest.mark.disk
@@ -26,17 +26,16 @@ def test_the_file_tells_where_lmdb_has_each_value(tmp_path: Path) -> None:
                 txn.delete(key)
             del values[key]
     file = LmdbFile(str(tmp_path / "data.mdb"))
-    meta = file.metas()[0]
-    found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values(meta)}
+    found = {value.key: os.pread(file.handle, value.size, value.offset) for value in file.values()}
     assert found == values
     assert list(found) == sorted(values)
-    assert {value.key: file.read(value) for value in file.values(meta)} == values
+    assert {value.key: file.read(value) for value in file.values()} == values
     for key, data in values.items():
-        value = file.find(meta, key)
+        value = file.find(key)
         assert value is not None
         assert file.read(value) == data
     for key in [*gone, b"", b"0", b"99999", b"00000\0", b"zzz"]:
-        assert file.find(meta, key) is None
+        assert file.find(key) is None
     file.close()
 
 
@@ -45,8 +44,7 @@ def test_an_empty_tree_has_no_value(tmp_path: Path) -> None:
     with lmdb.open(str(tmp_path), map_size=1 << 20) as environment:
         for is_deleted in (True, False):
             file = LmdbFile(str(tmp_path / "data.mdb"))
-            meta = file.metas()[0]
-            assert (file.find(meta, b"a"), list(file.values(meta))) == (None, [])
+            assert (file.find(b"a"), list(file.values())) == (None, [])
             file.close()
             with environment.begin(write=True) as txn:
                 txn.put(b"a", b"1")

@@ -25,8 +25,7 @@ from tiercache.store import (
     Zeros,
     hash_keys,
 )  # fmt: skip
-from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.extents import Extents
+from tiercache.store.engines.block_file import BlockFile, Extents
 from tiercache.store.files import PAGE_BYTES
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.row_codec import blocks_of

@@ -15,7 +15,7 @@ from zarr.storage import FsspecStore, LoggingStore, MemoryStore, ObjectStore, Wr
 from tests.store.blobs import Content, check, drop_all, head_of, layout_of, plain, publish, put, segment, some_bytes
 from tests.store.damage import assert_sentence
 from tests.store.test_object_store import of_epoch, sweep
-from tiercache.store.engines import zarr_garbage
+from tiercache.store.engines import zarr_inventory
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.records import encode
 from tiercache.store.store_errors import StoreError
@@ -146,7 +146,7 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.now, self.commits = obstore.store.MemoryStore(), 1e9, 0
         self.needed: list[Content] = []
-        monkeypatch.setattr(zarr_garbage, "time", SimpleNamespace(time=lambda: self.now))
+        monkeypatch.setattr(zarr_inventory, "time", SimpleNamespace(time=lambda: self.now))
 
     def run(self, *, killed: bool = False, commits: int = 2, **options: Any) -> None:
         """Publish some commits, each of which needs nothing of the ones before."""
@@ -159,7 +159,7 @@ class Runs:
             self.commits += 1
         check(engine, self.needed)
         if killed:
-            engine._writer.close()
+            engine._objects.close()
         else:
             engine.close()
 

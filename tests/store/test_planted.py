@@ -44,7 +44,7 @@ LMDB_FREED_EARLY = FREED_EARLY.replace(
         for low, count in gone:
             os.pwrite(self._engine._file._handle, bytes(count), low)
 """,
-).replace("def planted", "from tiercache.store.engines.lmdb_records import extents_of\ndef planted")
+).replace("def planted", "from tiercache.store.engines.lmdb_map import extents_of\ndef planted")
 ZARR_UNSYNCED = """
 def planted(self, keys):
     files, folders = whole(self, keys)

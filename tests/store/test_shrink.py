@@ -16,7 +16,7 @@ from tests.store.test_block_file import aligned, bytes_of, put
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store.engines import block_file as module
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.lmdb_records import extents_of, read_map
+from tiercache.store.engines.lmdb_map import extents_of, read_map
 from tiercache.store.files import PAGE_BYTES, punch_hole
 
 pytestmark = pytest.mark.disk

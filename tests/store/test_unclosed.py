@@ -104,10 +104,10 @@ def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
 
 
 def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) -> None:
-    """As the lock of the ranks of a training does."""
+    """Nobody has to close them."""
     before = held()
-    WriterLock(tmp_path, "ranks.lock")
-    WriterLock(tmp_path, "ranks.lock").release()
+    WriterLock(tmp_path)
+    WriterLock(tmp_path).release()
     Lease.take(tmp_path / "leases", 4)
     assert leased_commits(tmp_path / "leases") == set()
     assert held() == before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.files import flip
 from tests.store.blobs import bytes_of, check, layout_of, put, segment
 from tiercache.store.engines.engine import ReadRequest
-from tiercache.store.engines.zarr_codec import Codec, ShardingCodec, sealed
+from tiercache.store.engines.zarr_codec import ShardingCodec, sealed
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.engines.zarr_layout import Place, cut
 from tiercache.store.engines.zarr_objects import Objects
@@ -107,7 +107,7 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
 
 def test_what_points_beyond_a_chunk_is_an_error() -> None:
     """An index with a right checksum and wrong places, and compressed bytes of another length."""
-    shards = ShardingCodec(codec=Codec("blosc", 4), row_bytes=8, chunk_rows=8, inner_rows=4)
+    shards = ShardingCodec(compression="blosc", item_bytes=4, row_bytes=8, chunk_rows=8, inner_rows=4)
     rows = np.arange(64, dtype=np.uint8)
     shard = np.frombuffer(shards.encode(rows), np.uint8)
     index = shards.index_of(shard[-shards.index_bytes :])
@@ -118,18 +118,18 @@ def test_what_points_beyond_a_chunk_is_an_error() -> None:
         with pytest.raises(BlockReadError, match="points beyond its end"):
             shards.index_of(np.frombuffer(sealed(entries), np.uint8))
     for kind in KINDS:
-        codec = Codec(kind, 4)
-        other = np.frombuffer(codec.encode(rows), np.uint8)
+        codec = ShardingCodec(compression=kind, item_bytes=4, row_bytes=8, chunk_rows=8, inner_rows=4)
+        other = np.frombuffer(codec.pack(rows), np.uint8)
         for size in (0, 32, 128):
             with pytest.raises(BlockReadError, match="cannot be decompressed"):
-                codec.decode(other, np.empty(size, np.uint8))
+                codec.unpack(other, np.empty(size, np.uint8))
         for size in (4, 64, 252, 256, 260, 65_536, 70_000, 1 << 20):
             out, data = np.empty(size, np.uint8), np.arange(size, dtype=np.uint8)
-            codec.decode(np.frombuffer(codec.encode(data), np.uint8), out)
+            codec.unpack(np.frombuffer(codec.pack(data), np.uint8), out)
             assert out.tobytes() == data.tobytes()
         noise = np.frombuffer(sealed(bytes(range(40))), np.uint8)
         with pytest.raises(BlockReadError, match="cannot be decompressed"):
-            codec.decode(noise, np.empty(64, np.uint8))
+            codec.unpack(noise, np.empty(64, np.uint8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +137,6 @@ def test_what_points_beyond_a_chunk_is_an_error() -> None:
 @given(rows=st.integers(1, 64), row_bytes=st.sampled_from([4, 8, 260]), seed=st.integers(0, 100))
 def test_no_shard_is_longer_than_the_most_that_one_has(kind: str, rows: int, row_bytes: int, seed: int) -> None:
     """Also of noise, which does not become shorter."""
-    shards = ShardingCodec(codec=Codec(kind, 4), row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
+    shards = ShardingCodec(compression=kind, item_bytes=4, row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
     noise = np.random.default_rng(seed).integers(0, 256, rows * row_bytes, dtype=np.uint8)
     assert len(shards.encode(noise)) <= shards.most_bytes

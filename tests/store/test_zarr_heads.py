@@ -9,9 +9,8 @@ import pytest
 from tests.files import flip
 from tests.store.blobs import check, drop_all, head_of, layout_of, plain, publish, put, segment, some_bytes
 from tests.store.test_zarr_engine import DAMAGES, made, spoil
-from tiercache.store.engines import zarr_chunks, zarr_objects
-from tiercache.store.engines.engine import Head
-from tiercache.store.engines.head_record import HeadRecord
+from tiercache.store.engines import zarr_chunks, zarr_engine, zarr_objects
+from tiercache.store.engines.engine import Head, HeadRecord
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.records import encode
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
@@ -220,7 +219,7 @@ def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.
         yield
 
     engine = ZarrEngine(tmp_path, create=True)
-    monkeypatch.setattr(zarr_chunks, "check_room", room)
+    monkeypatch.setattr(zarr_engine, "check_room", room)
     free = 1 << 20
     blobs = [one.blob for one in segment(layout_of([10]), 1)]
     with pytest.raises(StoreFullError, match=r"1,048,576 of them kept free for records, but the file system of"):

@@ -37,8 +37,15 @@ class StoreDirectory:
 
         Raises NotAStoreError and FormatVersionError.
         """
-        if not self.path_exists():
-            return False
+        try:
+            if "\0" in str(self.path):
+                raise ValueError("a NUL ends the name of a file")
+            if not self.path.exists():
+                return False
+        except (OSError, ValueError) as error:
+            raise NotAStoreError(
+                f"{str(self.path)[:200]!r} is no path of a store ({reason(error)}): give another"
+            ) from error
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
         names = {entry.name for entry in self.path.iterdir()}
@@ -49,24 +56,12 @@ class StoreDirectory:
             )
         if MARKER in names:
             self._check_marker()
-            return True
-        if names and LOCK not in names:
+        elif names and LOCK not in names:
             raise NotAStoreError(
                 f"{self.path} is a directory without {MARKER} that holds {min(names)!r}, not a store: "
                 "give the path of a store, or one that is free"
             )
-        return False
-
-    def path_exists(self) -> bool:
-        """Return whether there is anything at the path. Raises NotAStoreError for what can be no path."""
-        try:
-            if "\0" in str(self.path):
-                raise ValueError("a NUL ends the name of a file")
-            return self.path.exists()
-        except (OSError, ValueError) as error:
-            raise NotAStoreError(
-                f"{str(self.path)[:200]!r} is no path of a store ({reason(error)}): give another"
-            ) from error
+        return MARKER in names
 
     def missing(self) -> StoreMissingError:
         """Return the error of a store that is not here and may not be made."""
@@ -78,8 +73,9 @@ class StoreDirectory:
         """Make the directory, durably, with those above it. Raises NotAStoreError, and StoreFullError."""
         place = self.path.absolute()
         made = [path for path in (place, *place.parents) if not path.exists()]
+        above = next(path for path in (place, *place.parents) if path.exists())
         try:
-            with room_for(_EMPTY_BYTES, self._above(), f"the store at {self.path}"):
+            with room_for(_EMPTY_BYTES, above, f"the store at {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 check_room(self.path, _EMPTY_BYTES)  # LMDB's map of its readers would be SIGBUS
         except (FileExistsError, NotADirectoryError) as error:
@@ -118,25 +114,14 @@ class StoreDirectory:
         """Return what the marker says. Raises NotAStoreError."""
         path = self.path / MARKER
         try:
-            marker: Any = json.loads(self._marker())
+            marker: Any = json.loads(read_whole(str(path))[:65536])
+        except OSError as error:
+            raise NotAStoreError(f"{path} cannot be read ({reason(error)}): restore the store from a copy") from error
         except (ValueError, RecursionError) as error:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict):
             raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
         return marker
-
-    def _marker(self) -> bytes:
-        """Return the bytes of the marker. Raises NotAStoreError."""
-        path = self.path / MARKER
-        try:
-            return read_whole(str(path))[:65536]
-        except OSError as error:
-            raise NotAStoreError(f"{path} cannot be read ({reason(error)}): restore the store from a copy") from error
-
-    def _above(self) -> Path:
-        """Return the nearest directory that is there: this one, or one above it."""
-        place = self.path.absolute()
-        return next(path for path in (place, *place.parents) if path.exists())
 
     def _check_marker(self) -> None:
         marker = self.marker()

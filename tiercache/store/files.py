@@ -21,7 +21,7 @@ import numpy as np
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -116,27 +116,22 @@ def full_disk(
     )
 
 
-def unwritable(
-    place: Path | str, error: OSError, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0
-) -> StoreError:
-    """Return the error of ``place`` that could not take ``needed_bytes`` more, and keep ``kept_bytes`` free.
+@contextmanager
+def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0) -> Iterator[None]:
+    """Raise StoreError in place of an OSError of ``place``, which was to take ``needed_bytes``, ``kept_bytes`` free.
 
     ``place`` is a path that exists, or an object store in the words of a message.
     """
-    if error.errno not in FULL:
-        return StoreError(f"{place} cannot be written ({error}): fix that and open the store again")
-    if isinstance(place, str):
-        return StoreFullError(needed_bytes=needed_bytes, limit=f"{place} is full ({error})", advice="free some")
-    return full_disk(place, error, needed_bytes, kept_bytes=kept_bytes)
-
-
-@contextmanager
-def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0) -> Iterator[None]:
-    """Raise the error of ``unwritable`` in place of an OSError."""
     try:
         yield
     except OSError as error:
-        raise unwritable(place, error, needed_bytes, kept_bytes=kept_bytes) from error
+        if error.errno not in FULL:
+            raise StoreError(f"{place} cannot be written ({error}): fix that and open the store again") from error
+        if isinstance(place, Path):
+            raise full_disk(place, error, needed_bytes, kept_bytes=kept_bytes) from error
+        raise StoreFullError(
+            needed_bytes=needed_bytes, limit=f"{place} is full ({error})", advice="free some"
+        ) from error
 
 
 @contextmanager
@@ -240,16 +235,14 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int, size: int) -> bool:
+def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int, size: int) -> None:
     """Write bytes from byte ``at`` of a file on, whole pages past the page cache and what is beside them through it.
 
     They stand in ``buffer``, which is of ``huge_pages``, where they stand in the pages of the file: from byte
-    ``at % PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Returns False where that cannot be
-    written to so. Raises OSError.
+    ``at % PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Raises OSError.
     """
     lead = at % PAGE_BYTES
     base, low, high = at - lead, paged(lead), (lead + size) // PAGE_BYTES * PAGE_BYTES
-    could = True
     if direct is None or high - low < _DIRECT_BYTES:
         low = high = lead
     else:
@@ -263,10 +256,9 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            high, could = done, False
+            high = done
     write_cached(handle, buffer[lead:low].data, base + lead)
     write_cached(handle, buffer[high : lead + size].data, base + high)
-    return could
 
 
 def write_cached(handle: int, data: memoryview, offset: int) -> None:
@@ -330,6 +322,9 @@ def read_cached(handle: int, out: memoryview, offset: int, done: int = 0) -> int
     return done
 
 
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what stands in the place of a file may have no end
+
+
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a file, and nothing else that may be in its place. Raises OSError."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -339,6 +334,18 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def open_direct(path: str | os.PathLike[str], flags: int) -> int | None:
+    """Open what is there past the page cache; None where system or file system cannot. Raises OSError."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
 
 
 def _file_bytes(handle: int) -> int:
@@ -354,7 +361,6 @@ class RangeReader:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._direct = getattr(os, "O_DIRECT", 0)
 
     def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
         """Return the bytes [start, stop) of each (path, start, stop, size of the file).
@@ -362,61 +368,46 @@ class RangeReader:
         They stand in memory that this thread's next call uses again. A size below 0 is any. Raises BlockReadError for
         a file that is not there or has another size.
         """
-        direct = self.reads_direct(stop - start for _, start, stop, _ in ranges)
+        # What is read with a long range is as cold as that; a short one alone may be in the page cache.
+        direct = any(stop - start >= _DIRECT_BYTES for _, start, stop, _ in ranges)
         pages = self._buffer(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
         found = []
         for path, start, stop, size in ranges:
             low = start - start % PAGE_BYTES
             part, pages = pages[: paged(stop - low)], pages[paged(stop - low) :]
-            self._read(path, low, start, stop, size, part, direct=direct)
+            try:
+                _read_range(path, start, stop, size, part, direct=direct)
+            except FileNotFoundError:
+                raise BlockReadError(f"is missing, as there is no {path}") from None
+            except OSError as error:
+                raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
             found.append(part[start - low : stop - low])
         return found
-
-    def reads_direct(self, num_bytes: Iterable[int]) -> bool:
-        """Whether ranges of these bytes, read together, are read past the page cache, as far as is known.
-
-        What goes with a long range is as cold as that; alone, the page cache may have it.
-        """
-        return self._direct != 0 and any(size >= _DIRECT_BYTES for size in num_bytes)
-
-    def _read(
-        self, path: str, low: int, start: int, stop: int, size: int, part: NDArray[np.uint8], *, direct: bool
-    ) -> None:
-        """Fill whole pages of memory with those of a file from ``low`` on, at least the bytes [start, stop)."""
-        try:
-            handle = self._open(path, direct=direct)
-            try:
-                if (seen := _file_bytes(handle)) != size and size >= 0:
-                    raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
-                done = read_direct(handle, [part.data], low) if direct else start - low
-                if done < stop - low:
-                    fcntl.fcntl(handle, fcntl.F_SETFL, 0)
-                    if hasattr(os, "posix_fadvise"):  # nothing beside the range is read
-                        os.posix_fadvise(handle, low + done, stop - low - done, os.POSIX_FADV_RANDOM)
-                    if (done := read_cached(handle, part[: stop - low].data, low, done)) < stop - low:
-                        raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
-            finally:
-                os.close(handle)
-        except FileNotFoundError:
-            raise BlockReadError(f"is missing, as there is no {path}") from None
-        except OSError as error:
-            raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
-
-    def _open(self, path: str, *, direct: bool) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what stands in the place of a file may have no end
-        try:
-            return os.open(path, flags | (self._direct if direct else 0))
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            self._direct = 0  # the file system has none
-            return os.open(path, flags)
 
     def _buffer(self, num_bytes: int) -> NDArray[np.uint8]:
         reused: NDArray[np.uint8] | None = getattr(self._local, "buffer", None)
         if reused is None or reused.size < num_bytes:
             reused = self._local.buffer = huge_pages(max(num_bytes, HUGE_BYTES))
         return reused
+
+
+def _read_range(path: str, start: int, stop: int, size: int, pages: NDArray[np.uint8], *, direct: bool) -> None:
+    """Fill whole pages of memory with those of a file from that of ``start`` on, at least the bytes [start, stop)."""
+    low = start - start % PAGE_BYTES
+    past_cache = open_direct(path, os.O_RDONLY) if direct else None
+    handle = os.open(path, _READ_FLAGS) if past_cache is None else past_cache
+    try:
+        if (seen := _file_bytes(handle)) != size and size >= 0:
+            raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
+        done = start - low if past_cache is None else read_direct(handle, [pages.data], low)
+        if done < stop - low:
+            fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+            if hasattr(os, "posix_fadvise"):  # nothing beside the range is read
+                os.posix_fadvise(handle, low + done, stop - low - done, os.POSIX_FADV_RANDOM)
+            if (done := read_cached(handle, pages[: stop - low].data, low, done)) < stop - low:
+                raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
+    finally:
+        os.close(handle)
 
 
 class ScratchFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -29,10 +28,9 @@ IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 class WriterLock:
     """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
 
-    def __init__(self, directory: Path, name: str = LOCK) -> None:
-        """``name`` is the file's: another one is for what is no store itself, and is made of stores.
+    def __init__(self, directory: Path) -> None:
+        """Lock ``writer.lock``, and the marker as soon as it is there: nobody takes that for stale and deletes it.
 
-        A store's marker is locked with it, as soon as it is there: nobody takes that for stale and deletes it.
         Raises StoreInUseError, StoreFullError and StoreError.
         """
         self._directory = directory
@@ -44,13 +42,18 @@ class WriterLock:
                 self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
             except OSError as error:
                 raise self._unusable(directory, error) from error
-            self._take(name, os.O_RDWR | os.O_CREAT)
-            if not os.fstat(self._handles[name]).st_size:
+            self._take(LOCK, os.O_RDWR | os.O_CREAT)
+            handle = self._handles[LOCK]
+            if not os.fstat(handle).st_size:
                 with suppress(PermissionError):  # of a folder that may be searched and not listed
                     sync(directory)  # what is without a marker is taken for a store's creation only where this file is
-            if name == LOCK:
-                self.take_marker()
-            self._name_holder(self._handles[name])
+            self.take_marker()
+            os.ftruncate(handle, 0)
+            try:
+                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)  # it only serves a message
+            except OSError as error:  # a store opens where the disk is full, too
+                if error.errno not in FULL:
+                    raise
         except BaseException:
             self.release()
             raise
@@ -98,7 +101,20 @@ class WriterLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise self._refused(error) from error
+            if error.errno not in IN_USE:
+                raise StoreError(
+                    f"the file system of {self._directory} does not lock files ({reason(error)}), so nothing would "
+                    "stop a second writer: put the store on one that has flock, or open it with mode='r'"
+                ) from error
+            holder = os.pread(self._handles[LOCK], 32, 0)
+            pid = int(holder) if holder.strip().isdigit() else None
+            who = f"process {pid}" if pid else "another process"
+            own = " (this process)" if pid == os.getpid() else ""
+            raise StoreInUseError(
+                f"the store at {self._directory} is being written by {who}{own} and may have one writer: close it "
+                "there, or open it here with mode='r'",
+                pid=pid,
+            ) from error
 
     def _unusable(self, path: Path, error: OSError) -> StoreError:
         """Return the error of a file or folder that cannot be opened."""
@@ -106,32 +122,6 @@ class WriterLock:
             f"the lock of the store at {self._directory} cannot be opened ({reason(error)}): mend {path}, or open the "
             "store with mode='r'"
         )
-
-    def _refused(self, error: OSError) -> StoreError:
-        """Return the error of a file that was not locked."""
-        if error.errno not in IN_USE:
-            return StoreError(
-                f"the file system of {self._directory} does not lock files ({reason(error)}), so nothing would stop a "
-                "second writer: put the store on one that has flock, or open it with mode='r'"
-            )
-        holder = os.pread(next(self._handles[name] for name in self._handles if name), 32, 0)
-        pid = int(holder) if holder.strip().isdigit() else None
-        who = f"process {pid}" if pid else "another process"
-        own = " (this process)" if pid == os.getpid() else ""
-        return StoreInUseError(
-            f"the store at {self._directory} is being written by {who}{own} and may have one writer: close it there, "
-            "or open it here with mode='r'",
-            pid=pid,
-        )
-
-    def _name_holder(self, handle: int) -> None:
-        """Write this process's id into the file: it only serves a message."""
-        os.ftruncate(handle, 0)
-        try:
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:  # a store opens where the disk is full, too
-            if error.errno not in FULL:
-                raise
 
 
 class UseCount:
@@ -186,9 +176,7 @@ class Lease:
     """A shared lock on the file of a commit, until ``release``."""
 
     def __init__(self, path: Path, handle: int) -> None:
-        """Only ``take`` calls this."""
-        self._path = path
-        self._handle: int | None = handle
+        self._path, self._handle = path, handle
         _open_locks.add(self)
 
     @classmethod
@@ -215,8 +203,8 @@ class Lease:
 
     def release(self) -> None:
         """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
-        if self._handle is not None:
-            with contextlib.suppress(OSError):
+        if self._handle >= 0:
+            with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
                     self._path.unlink()
@@ -224,9 +212,9 @@ class Lease:
 
     def drop(self) -> None:
         """Close the file, and leave it to whoever else has it open."""
-        if self._handle is not None:
+        if self._handle >= 0:
             os.close(self._handle)
-            self._handle = None
+            self._handle = -1
 
 
 def leased_commits(folder: Path) -> set[int]:
@@ -247,7 +235,7 @@ def leased_commits(folder: Path) -> set[int]:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(OSError):  # of another user, in a folder where only they may delete it
+            with suppress(OSError):  # of another user, in a folder where only they may delete it
                 path.unlink()
         except OSError:
             found.add(int(name))

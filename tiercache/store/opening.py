@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,27 +182,23 @@ def newest_record(path: Path) -> CommitRecord | None:
 def located(
     path: str | os.PathLike[str] | None, engine: str | Engine | None, mode: str, store_budget: int | None
 ) -> tuple[Path | None, str | Engine | None]:
-    """Return where a store is, or what names it, and its engine: for a URL an instance. Raises as ``Store.open``."""
+    """Return where a store is, or what names it, and its engine: for the URL of an object store an instance.
+
+    Raises as ``Store.open``.
+    """
     if path is None:
         return None, engine
-    if is_url(path):
-        return Path(path), engine_at(os.fspath(path), engine, mode, store_budget)
-    return store_path(path), engine
+    if not is_url(path):
+        return store_path(path), engine
+    if engine is None or isinstance(engine, str):
+        url = os.fspath(path)
+        if engine not in {None, "zarr"}:
+            raise ValueError(f"{url} is on an object store, which engine {engine!r} cannot use: leave engine out")
+        from tiercache.store.engines.zarr_engine import ZarrEngine
+        from tiercache.store.engines.zarr_objects import object_store
 
-
-def engine_at(url: str, engine: str | Engine | None, mode: str, store_budget: int | None) -> Engine:
-    """Return what keeps the store at the URL of an object store; ``engine`` where it is an instance already.
-
-    Raises ValueError and StoreError.
-    """
-    if engine is not None and not isinstance(engine, str):
-        return engine
-    if engine not in {None, "zarr"}:
-        raise ValueError(f"{url} is on an object store, which engine {engine!r} cannot use: leave engine out")
-    from tiercache.store.engines.zarr_engine import ZarrEngine
-    from tiercache.store.engines.zarr_objects import object_store
-
-    return ZarrEngine(object_store(url), create=mode == "a", readonly=mode == "r", store_budget=store_budget)
+        engine = ZarrEngine(object_store(url), create=mode == "a", readonly=mode == "r", store_budget=store_budget)
+    return Path(path), engine
 
 
 def _open_path(
@@ -222,28 +218,23 @@ def _open_path(
     if not found:
         _check_compression(tables, engine or _default(tables))
         directory.create()
-    lock = WriterLock(path) if mode == "a" else None
-    opened: Engine | None = None
-    try:
+    with ExitStack() as undo:
+        lock = _locked(path, mode, undo)
         found = directory.find()  # another process may have made it before the lock was ours
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
             _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", store_budget=store_budget, lock=lock)
+        undo.callback(opened.close)
         head = opened.newest()
         if not found and head is not None and not before_commits(head):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
-        known = _tables_of(opened, tables, f"the store at {path}", fresh=not found)
+        known = _tables_of(opened, tables, label_of(path), fresh=not found)
         if not found:
             directory.finish(kind)
             if lock is not None:
                 lock.take_marker()
-    except BaseException:
-        if opened is not None:
-            opened.close()
-        if lock is not None:
-            lock.release()
-        raise
+        undo.pop_all()
     return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), path=path, lock=lock)
 
 
@@ -251,19 +242,23 @@ def open_folder(
     path: Path, tables: tuple[Table, ...], engine: str, mode: str, store_budget: int | None, *, create: bool
 ) -> Opened:
     """Open the engine of a rank, which has a marker; ``create``: make it."""
-    lock = WriterLock(path) if mode == "a" else None
-    opened: Engine | None = None
-    try:
+    with ExitStack() as undo:
+        lock = _locked(path, mode, undo)
         opened = _engine(engine)(path, create=create, readonly=mode == "r", store_budget=store_budget, lock=lock)
+        undo.callback(opened.close)
         if create:
             _tables_of(opened, tables, label_of(path), fresh=True)
-    except BaseException:
-        if opened is not None:
-            opened.close()
-        if lock is not None:
-            lock.release()
-        raise
+        undo.pop_all()
     return Opened(engine=opened, tables=tables, uses=UseCount(label_of(path)), path=path, lock=lock)
+
+
+def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
+    """Take the right to write if that is what ``mode`` asks for; ``undo`` gives it up."""
+    if mode != "a":
+        return None
+    lock = WriterLock(path)
+    undo.callback(lock.release)
+    return lock
 
 
 def _default(tables: tuple[Table, ...] | None) -> str:
@@ -325,22 +320,21 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
             engine.put([Blob(head.name, head.size)], [(0, 0, np.frombuffer(data, np.uint8))])
             engine.publish(head, before)
         return requested
-    if before is None:
-        raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
     for _ in range(_TRIES):
+        if before is None:
+            raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
         try:
             stored = tables_at(engine, before, store)
-            break
         except CorruptStoreError:
             now = engine.newest()  # a writer may have gone on meanwhile
             if now is None or now == before:
                 raise
             before = now
-    else:
-        raise StoreError(f"{store} goes on faster than it can be read: open it again")
-    if requested is not None:
-        compare_tables(stored, requested, store)
-    return stored
+        else:
+            if requested is not None:
+                compare_tables(stored, requested, store)
+            return stored
+    raise StoreError(f"{store} goes on faster than it can be read: open it again")
 
 
 def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: str) -> None:

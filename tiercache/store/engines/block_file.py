@@ -10,36 +10,38 @@ import errno
 import mmap
 import os
 import threading
+from bisect import bisect_left, bisect_right
+from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tiercache.store.engines.extents import ExtentAllocator, Extents, joined
 from tiercache.store.engines.write_queue import WriteQueue
 from tiercache.store.files import (
     FULL,
     PAGE_BYTES,
     ROOM_FOR_RECORDS,
     check_room,
+    open_direct,
     open_file,
     paged,
     punch_hole,
     read_cached,
     read_direct,
-    unwritable,
     writing,
 )
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.extents import Run
-
-
+Run = tuple[int, int]
+"""The first byte of a run of whole pages, and its bytes."""
+_SPLIT_BYTES = 1 << 20
+"""A run this long may always hold a part of a larger blob; smaller blobs split over shorter runs."""
 _DIRECT_BYTES = 64 << 10
 """Shorter parts, and those that do not begin at a page of memory, are gathered; shorter ranges are read as usual."""
 _MOST_GROWTH = 64 << 20
@@ -47,26 +49,151 @@ _READ_BYTES = 1 << 30
 """One read of Linux returns less than 2 GiB."""
 
 
+class ExtentAllocator:
+    """Free runs of [0, ``end``), apart from each other and in order.
+
+    Room comes from the run that goes on where the last room ended, else from the first one that is large enough:
+    what is written together stands together, and what is freed together is a hole that its like fits into again.
+    """
+
+    def __init__(self, taken: Iterable[Run] = (), end: int = 0) -> None:
+        """Make all of [0, ``end``) free but ``taken``, which may lie beyond. Raises ValueError where they overlap."""
+        self.end = 0
+        """End of the space, in bytes."""
+        self._low, self._high = list[int](), list[int]()
+        self._next = -1
+        for low, num_bytes in sorted(taken):
+            if low < self.end:
+                raise ValueError(f"runs overlap at byte {low:,}")
+            self.grow(low - self.end)
+            self.end += num_bytes
+        self.grow(max(0, end - self.end))
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Beginning and end of each run."""
+        return list(zip(self._low, self._high, strict=True))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the run that touches the end."""
+        return self._high[-1] - self._low[-1] if self._high and self._high[-1] == self.end else 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Move the end; what is new is free."""
+        self.end += num_bytes
+        self.give(self.end - num_bytes, num_bytes)
+
+    def cut_tail(self) -> None:
+        """Move the end to where the run that touches it begins."""
+        if self.tail_bytes:
+            self.end = self._low.pop()
+            self._high.pop()
+
+    def take(self, num_bytes: int) -> list[Run]:
+        """Take so many bytes in one run or, where none is large enough, in several; fewer where no more are free.
+
+        Of those, runs are left that are short beside the bytes: what is read together stands together.
+        """
+        i = bisect_left(self._low, self._next)
+        if i == len(self._low) or self._low[i] != self._next or self._high[i] - self._next < num_bytes:
+            i = next((i for i, low in enumerate(self._low) if self._high[i] - low >= num_bytes), -1)
+        if i >= 0:
+            return [self._take(i, num_bytes)] if num_bytes else []
+        found, least, i = list[Run](), min(_SPLIT_BYTES, paged(num_bytes // 8)), 0
+        while num_bytes and i < len(self._low):
+            if (size := min(num_bytes, self._high[i] - self._low[i])) < min(least, num_bytes):
+                i += 1
+                continue
+            found.append(self._take(i, size))
+            num_bytes -= size
+        return found
+
+    def _take(self, i: int, num_bytes: int) -> Run:
+        """Take the first bytes of a run."""
+        low = self._low[i]
+        self._next = self._low[i] = low + num_bytes
+        if self._low[i] == self._high[i]:
+            del self._low[i], self._high[i]
+        return low, num_bytes
+
+    def give(self, low: int, num_bytes: int) -> None:
+        """Free bytes that were taken."""
+        high = low + num_bytes
+        if low == high:
+            return
+        i = bisect_left(self._low, low)
+        assert i == 0 or self._high[i - 1] <= low, f"bytes {low} to {high} are free already"
+        assert i == len(self._low) or high <= self._low[i], f"bytes {low} to {high} are free already"
+        if i < len(self._low) and self._low[i] == high:
+            self._low[i] = low
+        else:
+            self._low.insert(i, low)
+            self._high.insert(i, high)
+        if i > 0 and self._high[i - 1] == low:
+            self._high[i - 1] = self._high[i]
+            del self._low[i], self._high[i]
+
+
+class Extents:
+    """The runs of the file that hold a blob. Immutable."""
+
+    __slots__ = ("_starts", "dropped", "runs", "size")
+
+    def __init__(self, size: int, dropped: int, runs: tuple[Run, ...]) -> None:
+        """``runs`` have its bytes from ``dropped`` on, and zeros to the end of its last page."""
+        self.size, self.dropped, self.runs = size, dropped, runs
+        self._starts = [*accumulate((count for _, count in runs), initial=dropped)]
+
+    def pieces(self, offset: int, num_bytes: int) -> Iterator[Run]:
+        """Yield the bytes of the file that some bytes of the blob, none dropped, are."""
+        i = bisect_right(self._starts, offset) - 1
+        while num_bytes:
+            low, inside = self.runs[i][0], offset - self._starts[i]
+            count = min(num_bytes, self.runs[i][1] - inside)
+            yield low + inside, count
+            offset, num_bytes, i = offset + count, num_bytes - count, i + 1
+
+    def drop(self, upto: int) -> tuple[Extents, list[Run]]:
+        """Return it without the whole pages that end before a byte, and where these are."""
+        dropped = self.size if upto >= self.size else upto - upto % PAGE_BYTES
+        gone = min(paged(dropped), self._starts[-1]) - self.dropped
+        if gone <= 0:
+            return self, []
+        rest = self.pieces(self.dropped + gone, self._starts[-1] - self.dropped - gone)
+        return Extents(self.size, dropped, tuple(rest)), [*self.pieces(self.dropped, gone)]
+
+    def whole_bytes(self, file_bytes: int) -> int:
+        """Return its size, or the bytes before those that a file of so many bytes lacks."""
+        for start, (low, count) in zip(self._starts, self.runs, strict=False):
+            if low + min(count, self.size - start) > file_bytes:
+                return start + max(0, file_bytes - low)
+        return self.size
+
+
 class BlockFile:
     """The file and what of it is free. All that writes, and ``space``, is for one thread at a time."""
 
-    def __init__(
-        self, path: Path, *, readonly: bool, store_budget: int | None, is_read: Callable[[], bool] = bool
-    ) -> None:
-        """Open it, or make it; ``store_budget`` bounds it (None: the file system does). Raises OSError.
-
-        ``is_read`` tells whether it is being read, which writes leave room for.
-        """
+    def __init__(self, path: Path, *, readonly: bool, store_budget: int | None, create: bool = True) -> None:
+        """Open it, or ``create`` it; ``store_budget`` bounds it (None: the file system does). Raises OSError."""
         self.path, self._store_budget = path, store_budget
         self.space = ExtentAllocator()
         """Nothing is free until the owner says what is."""
-        self._handle = open_file(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
+        access = os.O_RDONLY if readonly else os.O_RDWR
+        self._handle = open_file(path, access | (os.O_CREAT if create and not readonly else 0))
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
         self._sparse = not readonly and self.taken_bytes < self.size
         """True if free runs may have holes, which take disk space again when they are written."""
-        self._direct = self._second = self._open_direct(readonly=readonly)
-        self._queue = WriteQueue(self._write, is_read)
+        self._direct: int | None = None
+        """The file, open past the page cache; None where system or file system cannot."""
+        with suppress(OSError):
+            self._direct = open_direct(path, access)
+        self._handles = [self._handle] if self._direct is None else [self._handle, self._direct]
+        self._dirty = self._unsynced = False
+        """True if something was written since the last sync; if a sync failed, after which success proves nothing."""
+        self._reads, self._count = 0, threading.Lock()
+        self._queue = WriteQueue(self._write, lambda: self._reads > 0)
         self.flush = self._queue.flush
         """Return when all that was put is written. Raises StoreFullError and StoreError."""
         self._ends = threading.local()
@@ -74,10 +201,9 @@ class BlockFile:
     def close(self) -> None:
         """Close the file."""
         self._queue.close()
-        os.close(self._handle)
-        if self._second is not None:
-            os.close(self._second)
-        self._handle, self._direct, self._second = -1, None, None  # else another file's number, later
+        while self._handles:
+            os.close(self._handles.pop())
+        self._handle, self._direct = -1, None  # else another file's number, later
 
     @property
     def size(self) -> int:
@@ -89,19 +215,17 @@ class BlockFile:
         """Bytes that the file system keeps for the file."""
         return os.fstat(self._handle).st_blocks * 512
 
-    def occupy(self, low: NDArray[np.int64], size: NDArray[np.int64]) -> None:
+    def occupy(self, runs: Iterable[Run]) -> None:
         """Make all free but these runs, which may lie beyond the end of a file that was cut short.
 
         Raises CorruptStoreError where they overlap.
         """
-        order = np.argsort(low)
-        low, high = low[order], (low + size)[order]
-        if np.any(low[1:] < high[:-1]):
-            raise CorruptStoreError(f"blobs overlap in {self.path}: restore the store from a copy")
-        end = max(self.size // PAGE_BYTES * PAGE_BYTES, int(high[-1]) if high.size else 0)
-        begin, stop = np.append(0, high), np.append(low, end)
-        free = begin < stop
-        self.space = ExtentAllocator(end, begin[free].tolist(), stop[free].tolist())
+        try:
+            self.space = ExtentAllocator(runs, self.size // PAGE_BYTES * PAGE_BYTES)
+        except ValueError as error:
+            raise CorruptStoreError(f"blobs overlap in {self.path}: restore the store from a copy") from error
+
+    # -- reading -----------------------------------------------------------------------------------------
 
     def read(self, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with bytes of a blob. Raises BlockReadError.
@@ -112,20 +236,44 @@ class BlockFile:
             raise BlockReadError(f"ends at byte {extents.size:,} of {offset + out.size:,}")
         if offset < extents.dropped and out.size:
             raise BlockReadError(f"lacks its first {extents.dropped:,} bytes")
-        for low, count in extents.pieces(offset, out.size):
-            for at in range(0, count, _READ_BYTES):
-                self._read(low + at, out[at : min(count, at + _READ_BYTES)])
-            out = out[count:]
-
-    def _read(self, offset: int, out: NDArray[np.uint8]) -> None:
-        direct = self._direct_for(offset, out) if out.size >= _DIRECT_BYTES else None
-        done = 0 if direct is None else self._read_direct(direct, offset, out)
+        with self._count:
+            self._reads += 1
         try:
-            done = read_cached(self._handle, out.data, offset, done)
+            for low, count in extents.pieces(offset, out.size):
+                for at in range(0, count, _READ_BYTES):
+                    self._read(low + at, out[at : min(count, at + _READ_BYTES)])
+                out = out[count:]
         except OSError as error:
             raise BlockReadError(f"cannot be read ({error})") from error
-        if done < out.size:
+        finally:
+            with self._count:
+                self._reads -= 1
+
+    def _read(self, offset: int, out: NDArray[np.uint8]) -> None:
+        is_long = out.size >= _DIRECT_BYTES and (_address(out) - offset) % PAGE_BYTES == 0
+        direct = self._direct if is_long else None
+        done = 0 if direct is None else self._read_direct(direct, offset, out)
+        if read_cached(self._handle, out.data, offset, done) < out.size:
             raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
+
+    def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
+        """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
+        head = -offset % PAGE_BYTES
+        inner = (out.size - head) // PAGE_BYTES * PAGE_BYTES
+        tail = out.size - head - inner
+        if not hasattr(self._ends, "view"):
+            self._ends.view = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
+        first, last = self._ends.view[:PAGE_BYTES], self._ends.view[PAGE_BYTES:]
+        views = [*([first] if head else []), out[head : head + inner].data, *([last] if tail else [])]
+        count = read_direct(handle, views, offset + head - (PAGE_BYTES if head else 0))
+        count -= PAGE_BYTES - head if head else 0
+        if head and count > 0:
+            out[:head].data[:] = first[PAGE_BYTES - head :]
+        if tail and count > head + inner:
+            out[head + inner :].data[:] = last[:tail]
+        return max(0, min(count, out.size))
+
+    # -- writing -----------------------------------------------------------------------------------------
 
     def take(self, sizes: Sequence[int]) -> list[Extents]:
         """Take room for blobs of so many bytes, for all of them or none. Raises StoreFullError and StoreError."""
@@ -134,14 +282,8 @@ class BlockFile:
                 f"{self.path} ends at byte {self.size:,}, before the end of blobs that it has: restore the store from "
                 "a copy"
             )
-        runs, found = self._take(sum(map(paged, sizes))), list[Extents]()
-        room, start = Extents(1 << 62, 0, tuple(runs)), 0
-        for size in sizes:
-            found.append(Extents(size, 0, tuple(room.pieces(start, paged(size)))))
-            start += paged(size)
-        return found
-
-    def _take(self, num_bytes: int) -> list[Run]:
+        self._dirty = True
+        num_bytes = sum(map(paged, sizes))
         runs = self.space.take(num_bytes)
         lacking = num_bytes - sum(count for _, count in runs)
         try:
@@ -153,7 +295,11 @@ class BlockFile:
         except BaseException:
             self.give(runs)
             raise
-        return joined(runs)
+        room, start, found = Extents(num_bytes, 0, tuple(_joined(runs))), 0, list[Extents]()
+        for size in sizes:
+            found.append(Extents(size, 0, tuple(room.pieces(start, paged(size)))))
+            start += paged(size)
+        return found
 
     def write(self, extents: Extents, offset: int, data: NDArray[np.uint8], *, stable: bool) -> None:
         """Write bytes from a page of a blob on, zeros to the end of their last page; in the file after ``flush``.
@@ -172,9 +318,14 @@ class BlockFile:
             self.flush()
 
     def sync(self) -> None:
-        """Return when all that was put and flushed is durable. Raises StoreError."""
-        with writing(self.path):
-            os.fdatasync(self._handle)
+        """Return when all that was put and flushed is durable. Raises StoreError, and again once it did."""
+        if self._unsynced:
+            raise StoreError(f"{self.path} could not be synced: fix that and open the store again")
+        if self._dirty:
+            self._unsynced = True
+            with writing(self.path):
+                os.fdatasync(self._handle)
+            self._unsynced = self._dirty = False
 
     def give(self, runs: Iterable[Run]) -> None:
         """Free runs; what lies beyond the end of the file is no room."""
@@ -211,42 +362,6 @@ class BlockFile:
                     return
                 self._sparse = True
 
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _open_direct(self, *, readonly: bool) -> int | None:
-        """Open the file a second time, past the page cache; None where system or file system cannot."""
-        try:
-            return os.open(self.path, os.O_CLOEXEC | os.O_DIRECT | (os.O_RDONLY if readonly else os.O_RDWR))
-        except (OSError, AttributeError):
-            return None
-
-    def _direct_for(self, offset: int, out: NDArray[np.uint8]) -> int | None:
-        """Return what to read from past the page cache, or None."""
-        return self._direct if (_address(out) - offset) % PAGE_BYTES == 0 else None
-
-    def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
-        """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
-        head = -offset % PAGE_BYTES
-        inner = (out.size - head) // PAGE_BYTES * PAGE_BYTES
-        if not hasattr(self._ends, "view"):
-            self._ends.view = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
-        ends: memoryview = self._ends.view
-        views = [ends[:PAGE_BYTES]] if head else []
-        views.append(out[head : head + inner].data)
-        tail = out.size - head - inner
-        if tail:
-            views.append(ends[PAGE_BYTES:])
-        try:
-            count = read_direct(handle, views, offset + head - (PAGE_BYTES if head else 0))
-        except OSError as error:
-            raise BlockReadError(f"cannot be read ({error})") from error
-        count -= PAGE_BYTES - head if head else 0
-        if head and count > 0:
-            out[:head] = np.frombuffer(ends, np.uint8)[PAGE_BYTES - head : PAGE_BYTES]
-        if tail and count > head + inner:
-            out[head + inner :] = np.frombuffer(ends, np.uint8)[PAGE_BYTES : PAGE_BYTES + tail]
-        return max(0, min(count, out.size))
-
     def _fill_holes(self, runs: Sequence[Run], num_bytes: int) -> None:
         """Have room for runs that may be holes: a full disk must show before it is written to."""
         lacking = self.size - self.taken_bytes
@@ -269,17 +384,18 @@ class BlockFile:
                 advice="raise store_budget",
             )
         ample = max(least, min(self.space.end // 32 // PAGE_BYTES * PAGE_BYTES, _MOST_GROWTH, most or _MOST_GROWTH))
-        for growth in (ample, least):
-            try:
-                check_room(self.path, growth + ROOM_FOR_RECORDS)  # those are written after the blocks
-                os.posix_fallocate(self._handle, self.space.end, growth)
-            except OSError as error:
-                os.ftruncate(self._handle, self.space.end)
-                if error.errno not in FULL or growth == least:
-                    raise unwritable(self.path, error, num_bytes, kept_bytes=ROOM_FOR_RECORDS) from error
-            else:
-                self.space.grow(growth)
-                return
+        with writing(self.path, num_bytes, kept_bytes=ROOM_FOR_RECORDS):
+            for growth in (ample, least):
+                try:
+                    check_room(self.path, growth + ROOM_FOR_RECORDS)  # those are written after the blocks
+                    os.posix_fallocate(self._handle, self.space.end, growth)
+                except OSError as error:
+                    os.ftruncate(self._handle, self.space.end)
+                    if error.errno not in FULL or growth == least:
+                        raise
+                else:
+                    self.space.grow(growth)
+                    return
 
     def _write(self, views: list[memoryview], offset: int) -> int:
         """Write whole pages at a page; returns how many bytes of them were written. Several threads may be here."""
@@ -295,6 +411,17 @@ class BlockFile:
             if count < PAGE_BYTES:
                 raise OSError(errno.EIO, "it took less than a page")
         return count // PAGE_BYTES * PAGE_BYTES
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Return runs, those as one of which one begins where the one before ends."""
+    found = list[Run]()
+    for low, count in runs:
+        if found and sum(found[-1]) == low:
+            found[-1] = found[-1][0], found[-1][1] + count
+        else:
+            found.append((low, count))
+    return found
 
 
 def _address(array: NDArray[np.uint8]) -> int:

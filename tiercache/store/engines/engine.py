@@ -1,16 +1,24 @@
-"""The seam between the store and its engines: seven verbs over immutable, named blobs, and counters of bytes."""
+"""The seam between the store and its engines: seven verbs over immutable, named blobs, and counters of bytes.
+
+What engines share is here too: the checks of a put, and the record of a head.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
+from tiercache.store.files import PAGE_BYTES, paged
+from tiercache.store.records import checked_digest, decode, encode, whole
+from tiercache.store.store_errors import CorruptStoreError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.layout import SegmentLayout
@@ -19,8 +27,6 @@ if TYPE_CHECKING:
     Part = tuple[int, int, NDArray[Any]]
     """The index of a blob being put, the byte of it at which the data begins, and contiguous data."""
 
-PAGE_BYTES = 4096
-"""Parts begin at multiples of it; the blocks of a segment do in each of its blobs."""
 WRITE_BYTES = 64 << 20
 """Default limit on the bytes of copied parts that are not written yet."""
 
@@ -139,6 +145,85 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give up every resource; a second time does nothing. No read is under way."""
+
+
+class HeadRecord(NamedTuple):
+    """A head as it is stored: the value of LMDB's key "head", and the objects below ``heads`` of the Zarr engine."""
+
+    number: int
+    """Counts heads, from 1; 0 where there is none."""
+    head: Head | None
+    """None after a writer took over an object store in which nothing was published."""
+    before: str = ""
+    """The digest of the one before; of the first one what the engine says."""
+    blobs: int = 0
+    """In LMDB's map."""
+    checksums: int = 0
+    """The sum of those of the entries of LMDB's map."""
+    writer: str = ""
+    """A name that no other writer has, on object stores."""
+
+    def to_bytes(self) -> bytes:
+        """Return the record."""
+        head = {} if self.head is None else self.head._asdict()
+        others = {"blobs": self.blobs, "checksums": self.checksums, "writer": self.writer}
+        values = {"number": self.number, "before": self.before} | head
+        return encode("head", values | {name: value for name, value in others.items() if value}, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> HeadRecord:
+        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
+        values, head = decode("head", data, name)[0], None
+        try:
+            number, blobs, checksums = (whole(values.get(key, 0), key) for key in ("number", "blobs", "checksums"))
+            if "name" in values:
+                head = Head(str(values["name"]), whole(values["size"], "size"), checked_digest(values["digest"]))
+            before = checked_digest(values["before"]) if values["before"] else ""
+            return cls(number, head, before, blobs, checksums, str(values.get("writer", "")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+
+def check_names(blobs: Sequence[Blob], names: Container[str], label: str) -> None:
+    """Raise ValueError unless the names of ``blobs`` are new; ``names`` are those of the store."""
+    new = set[str]()
+    for blob in blobs:
+        if blob.name in names or blob.name in new:
+            raise ValueError(f"{label} has a blob {blob.name!r} already: put it under another name")
+        if blob.size < 0:
+            raise ValueError(f"blob {blob.name!r} has a size of {blob.size} bytes: it must not be negative")
+        new.add(blob.name)
+
+
+def checked_parts(
+    blobs: Sequence[Blob], parts: Iterable[Part], label: str
+) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    """Yield parts with their data as bytes, without a copy; raises ValueError unless they fill every page once."""
+    filled: list[list[tuple[int, int]]] = [[] for _ in blobs]
+
+    def wrong(index: int, found: str) -> ValueError:
+        name, size, *_ = blobs[index]
+        return ValueError(
+            f"blob {name!r} of {label} has {size:,} bytes and {found}: let each part begin at a multiple of "
+            f"{PAGE_BYTES} and the next one where its last page ends"
+        )
+
+    for index, offset, data in parts:
+        if not 0 <= index < len(blobs):
+            raise ValueError(f"a part is of blob {index}, but {len(blobs)} blobs are put: number them from 0")
+        if offset % PAGE_BYTES or offset < 0 or offset + data.nbytes > blobs[index].size:
+            raise wrong(index, f"a part of bytes {offset:,} to {offset + data.nbytes:,}")
+        if data.nbytes:
+            filled[index].append((offset, offset + paged(data.nbytes)))
+        yield index, offset, data.reshape(-1).view(np.uint8)
+    for index, runs in enumerate(filled):
+        end = 0
+        for low, high in sorted(runs):
+            if low != end:
+                raise wrong(index, "parts that leave a gap or overlap")
+            end = high
+        if end != paged(blobs[index].size):
+            raise wrong(index, "parts that leave a gap or overlap")
 
 
 class Counters:

@@ -1,22 +1,8 @@
 """Blobs as runs of pages of one file, the map of them in an LMDB environment beside it; the only module with LMDB.
 
-``data.mdb`` has under the name of each blob its entry, all numbers little-endian:
-
-    size: int64 | dropped: int64 | (first byte in blocks.bin: int64, bytes: int64) of each run | CRC32C: uint32
-
-The runs are multiples of 4,096 that have the blob from byte ``dropped`` on, and zeros to the end of its last page; the
-CRC is of the name and all before it. Under "head" stands a record of kind "head": the number of the publish, name, size
-and digest of the head, the digest of the head before ("0" * 64 for the first), the number of blobs and the sum of their
-CRCs. ``HEAD`` has two slots, at 0 and 4,096: ``tc head`` and a line feed, number: uint64,
-digest: 32 bytes, CRC32C of these: uint32.
-
-**A publish**: blocks.bin is synced; one transaction sets head and entries; slot (number mod 2) is overwritten and
-synced. LMDB's pages have no checksum, so what it shows counts only if it is the head that HEAD names or the next one,
-whose digest before HEAD names; else it is damage. The slot that is whole with the larger number counts. What is dropped
-is free at once, and its entry follows with the next publish: a crash before leaves entries that say too much, and the
-store drops them again. The older slot must not count from then on: so a drop first has HEAD name the newest head, and
-puts the same into the other slot, of which nobody needs to wait until it is on the disk: it counts where the first
-one rots, not where a crash tears it.
+docs/format/lmdb.md describes the files and the order of a publish: blocks.bin is synced; one transaction sets head and
+entries; HEAD is overwritten and synced. What is dropped is free at once, and its entry follows with the next publish.
+So before a drop HEAD names the newest head, in both slots: no slot that counts names what may be written over.
 
 Only who writes uses LMDB, and begins with a fresh copy of what was checked: so no damaged list of free pages makes it
 write over live ones. Who reads looks for the entry of a blob when it is first read, in LMDB's pages.
@@ -33,18 +19,14 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import numpy as np
 
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.engine import WRITE_BYTES, Stored
-from tiercache.store.engines.head_record import HeadRecord
-from tiercache.store.engines.lmdb_records import (
+from tiercache.store.engines.engine import WRITE_BYTES, HeadRecord, Stored, check_names, checked_parts
+from tiercache.store.engines.lmdb_map import (
     DATA,
     HEAD,
     HEAD_KEY,
     NOTHING,
-    EntryArrays,
-    MissingEntryError,
     Slot,
     checksum_of,
     entry_of,
@@ -53,7 +35,6 @@ from tiercache.store.engines.lmdb_records import (
     read_head,
     read_map,
 )
-from tiercache.store.engines.parts import PartCheck
 from tiercache.store.files import (
     FULL,
     ROOM_FOR_RECORDS,
@@ -108,21 +89,19 @@ class LmdbEngine:
         """
         path = self.path = local_path(path, "a store of engine 'lmdb'")
         self.label = f"the store at {path}"
-        self._readonly, self._unsynced, self._written, self._settled = readonly, False, False, False
+        self.lease_folder: Path | None = path / "leases"
+        self._readonly, self._settled = readonly, False
         self._unknown = False
         """True if the last publish may or may not be durable: nothing is written or freed after that."""
-        self.lease_folder: Path | None = path / "leases"
         self._env: lmdb.Environment | None = None
-        self._files = ExitStack()
-        """Closes the file of blobs."""
-        self._reads, self._count = 0, threading.Lock()
+        self._resources = ExitStack()
         self._changed = set[str]()
         """Names of blobs whose entries the next publish sets or deletes."""
         self._changing = threading.Lock()
         """Held while entries are set or copied."""
-        self._lock = lock
-        if not readonly and lock is None:
-            self._lock = WriterLock(path)
+        self._lock = WriterLock(path) if lock is None and not readonly else lock
+        if self._lock is not None:
+            self._resources.callback(self._lock.release)
         try:
             if create and not (path / HEAD).exists():
                 self._create()
@@ -135,10 +114,8 @@ class LmdbEngine:
             self._slot, self._record = read_head(path, self.label)
             self._open_blocks(create=create, store_budget=store_budget)
             if not readonly:
-                self._slot, self._record, self._entries, arrays = read_map(path, self.label)
-                self._file.occupy(arrays.low_R, arrays.bytes_R)
-            self._checksums: int | None = None
-            """The sum of the entries' checksums; None where it is to be counted."""
+                self._slot, self._record, self._entries = read_map(path, self.label)
+                self._file.occupy(run for entry in self._entries.values() for run in extents_of(entry).runs)
         except BaseException:
             self.close()
             raise
@@ -148,46 +125,41 @@ class LmdbEngine:
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Write blobs where the file is free."""
         self._settle()
-        check = PartCheck(blobs, self._entries, self.label)
+        check_names(blobs, self._entries, self.label)
         for blob in blobs:
             if not blob.name.isascii() or not 0 < len(blob.name) <= _KEY_BYTES or blob.name == HEAD_KEY:
                 raise ValueError(
                     f"a blob of {self.label} cannot be named {blob.name[:99]!r}: let a name be 1 to {_KEY_BYTES} "
                     f"characters of ASCII, and not {HEAD_KEY!r}"
                 )
-        self._written = True
         rooms = self._file.take([blob.size for blob in blobs])
         try:
             unchecked = 0
-            for part in parts:
-                index, offset, data = check.take(part)
+            for index, offset, data in checked_parts(blobs, parts, self.label):
                 unchecked += data.nbytes
                 if unchecked >= _CHECKED_BYTES:
                     self._check_writable()
                     unchecked = 0
                 self._file.write(rooms[index], offset, data, stable=stable)
-            check.finish()
             self._check_writable()
             self._file.flush()
         except BaseException:
             self._file.discard(rooms)
             raise
         added = {blob.name: entry_of(blob.name, room) for blob, room in zip(blobs, rooms, strict=True)}
-        self._change(added.keys(), added)
+        self._change({*added}, added)
 
     def read(self, request: ReadRequest) -> None:
         """Read from the file where the blob is."""
         (name, *_), offset, out = request
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._find(name)
-        with self._count:
-            self._reads += 1
-        try:
-            self._file.read(extents_of(entry), offset, out)
-        finally:
-            with self._count:
-                self._reads -= 1
+            if not self._readonly:
+                raise BlockReadError("is missing")
+            found = read_entries(self.path, name)
+            self._entries |= found
+            entry = found[name]
+        self._file.read(extents_of(entry), offset, out)
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free runs of the file; what is free may leave it, as its end or as holes."""
@@ -211,11 +183,9 @@ class LmdbEngine:
         else:
             with self._changing:
                 entries = dict(self._entries)
-        arrays, file_bytes = EntryArrays.of(entries), self._file.size
-        sizes = arrays.size_N.tolist()
-        if np.any(arrays.low_R + arrays.bytes_R > file_bytes):
-            sizes = [extents_of(entry).whole_bytes(file_bytes) for entry in entries.values()]
-        return dict(zip(entries, map(Stored, sizes, arrays.dropped_N.tolist()), strict=True))
+        file_bytes = self._file.size
+        extents = {name: extents_of(entry) for name, entry in entries.items()}
+        return {name: Stored(one.whole_bytes(file_bytes), one.dropped) for name, one in extents.items()}
 
     # -- the head ----------------------------------------------------------------------------------------
 
@@ -238,15 +208,11 @@ class LmdbEngine:
             )
         if head.name not in self._entries:
             raise ValueError(f"{self.label} has no blob {head.name!r}: put it before it is published")
-        if self._unsynced:  # where that failed once, later success says nothing of what was lost
-            raise StoreError(f"{self.path / BLOCKS} could not be synced: fix that and open the store again")
-        if self._written:
-            self._unsynced = True
-            self._file.sync()
-            self._unsynced = self._written = False
-            self._check_head()
-        number, digest = (0, NOTHING) if self._record is None else Slot.of(self._record)
-        record = HeadRecord(number + 1, head, digest, len(self._entries), self._sum())
+        self._file.sync()
+        self._check_head()
+        number, digest = Slot.of(self._record)
+        checksums = sum(map(checksum_of, self._entries.values()))
+        record = HeadRecord(number + 1, head, digest, len(self._entries), checksums)
         try:
             if self._env is None or not self._transact(self._env, record, self._changed):
                 self._replace(record)
@@ -259,10 +225,8 @@ class LmdbEngine:
 
     def close(self) -> None:
         """Close environment and file, and give up the right to write."""
-        self._files.close()
         self._close_environment()
-        if self._lock is not None:
-            self._lock.release()
+        self._resources.close()
 
     # -- LMDB --------------------------------------------------------------------------------------------
 
@@ -365,12 +329,8 @@ class LmdbEngine:
     def _open_blocks(self, *, create: bool, store_budget: int | None) -> None:
         path = self.path / BLOCKS
         try:
-            if not create and not path.exists():
-                raise FileNotFoundError(path)
-            self._file = BlockFile(
-                path, readonly=self._readonly, store_budget=store_budget, is_read=lambda: self._reads > 0
-            )
-            self._files.callback(self._file.close)
+            self._file = BlockFile(path, readonly=self._readonly, store_budget=store_budget, create=create)
+            self._resources.callback(self._file.close)
         except OSError as error:
             if error.errno in FULL:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
@@ -378,31 +338,13 @@ class LmdbEngine:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _find(self, name: str) -> bytes:
-        """Return the entry of a blob. Raises BlockReadError."""
-        if not self._readonly:
-            raise BlockReadError("is missing")
-        try:
-            found = read_entries(self.path, name)
-        except MissingEntryError:
-            raise BlockReadError("is missing") from None
-        self._entries |= found
-        return found[name]
-
     def _change(self, names: AbstractSet[str], entries: Mapping[str, bytes]) -> None:
-        """Set the entries of blobs, or delete them; the sum is counted again where an interrupt ends this early."""
+        """Set the entries of blobs, or delete them."""
         with self._changing:
-            checksums, self._checksums = self._sum(), None
             self._changed |= names
-            for name in names & self._entries.keys():
-                checksums -= checksum_of(self._entries.pop(name))
+            for name in names - entries.keys():
+                self._entries.pop(name, None)
             self._entries |= entries
-            self._checksums = checksums + sum(map(checksum_of, entries.values()))
-
-    def _sum(self) -> int:
-        if self._checksums is None:
-            self._checksums = sum(map(checksum_of, self._entries.values()))
-        return self._checksums
 
     def _settle(self) -> None:
         """Before anything is written over or freed: have HEAD name the newest head, which is durable then.
@@ -421,7 +363,7 @@ class LmdbEngine:
 
     def _name_head(self) -> None:
         """Have HEAD name the newest head, if it does not yet."""
-        if self._record is None or Slot.of(self._record) == self._slot:
+        if Slot.of(self._record) == self._slot:
             return
         self._check_head()
         with writing(self.path / HEAD):
@@ -441,7 +383,7 @@ class LmdbEngine:
         self._check_writable()
         seen = Slot.read(self.path)
         # An interrupt may come after HEAD is written and before that is noted.
-        if seen != self._slot and (self._record is None or seen != Slot.of(self._record)):
+        if seen not in {self._slot, Slot.of(self._record)}:
             raise StoreError(
                 f"{self.path / HEAD} names publish {seen.number}, and this process wrote {self._slot.number}: "
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "

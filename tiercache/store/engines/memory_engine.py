@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.engines.engine import PAGE_BYTES, WRITE_BYTES, Stored
-from tiercache.store.engines.parts import PartCheck
+from tiercache.store.engines.engine import WRITE_BYTES, Stored, check_names, checked_parts
+from tiercache.store.files import PAGE_BYTES
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class MemoryEngine:
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Keep copies of all blobs, or of none."""
-        check, added = PartCheck(blobs, self.blobs, self.label), sum(blob.size for blob in blobs)
+        check_names(blobs, self.blobs, self.label)
         with self._lock:
             stored = sum(blob.data.size for blob in self.blobs.values())
+        added = sum(blob.size for blob in blobs)
         if self.capacity_bytes is not None and stored + added > self.capacity_bytes:
             raise StoreFullError(
                 needed_bytes=added,
@@ -63,10 +64,8 @@ class MemoryEngine:
                 advice="raise capacity_bytes",
             )
         copies = [np.zeros(blob.size, np.uint8) for blob in blobs]
-        for part in parts:
-            index, offset, data = check.take(part)
+        for index, offset, data in checked_parts(blobs, parts, self.label):
             copies[index][offset : offset + data.size] = data
-        check.finish()
         with self._lock:
             self.blobs |= {blob.name: BlobBytes(0, data) for blob, data in zip(blobs, copies, strict=True)}
 

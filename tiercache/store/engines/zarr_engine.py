@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.engines.engine import Stored
-from tiercache.store.engines.parts import PartCheck
-from tiercache.store.engines.zarr_chunks import ChunkReader, ChunkWriter, DiskWriter, RemoteWriter
-from tiercache.store.engines.zarr_garbage import Garbage, Hole
+from tiercache.store.engines.engine import WRITE_BYTES, Stored, check_names, checked_parts
+from tiercache.store.engines.zarr_chunks import ChunkWriter, RemoteWriter, read_plain, read_rows
 from tiercache.store.engines.zarr_heads import Heads
-from tiercache.store.engines.zarr_inventory import FOLDERS, Held, Inventory, blobs_of, epoch_of, held_of, is_tables
-from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, split
+from tiercache.store.engines.zarr_inventory import (
+    FOLDERS,
+    Garbage,
+    Held,
+    Inventory,
+    blobs_of,
+    epoch_of,
+    held_of,
+    is_tables,
+)
+from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_places, split
 from tiercache.store.engines.zarr_objects import CONCURRENCY, Objects
-from tiercache.store.files import ROOM_FOR_RECORDS, writing
+from tiercache.store.files import ROOM_FOR_RECORDS, check_room, writing
 from tiercache.store.locks import WriterLock
 from tiercache.store.store_errors import BlockReadError, StoreFullError
 
@@ -35,6 +42,9 @@ _SMALL_BYTES = 64 << 10
 
 class ZarrEngine:
     """A Zarr store, on a local disk or an object store. One writer at a time; never used across a fork."""
+
+    memory_bytes = WRITE_BYTES
+    """On an object store chunks are gathered in twice as much beside."""
 
     def __init__(
         self,
@@ -58,8 +68,7 @@ class ZarrEngine:
         if concurrency < 1:
             raise ValueError(f"{concurrency} requests in flight are too few: allow at least 1")
         self._objects, self._store_budget = Objects(store, concurrency), store_budget
-        root = self._objects.root
-        self.label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
+        self.label, root = self._objects.label, self._objects.root
         self.lease_folder: Path | None = None if root is None else root / "leases"
         if root is not None and create:
             root.mkdir(parents=True, exist_ok=True)
@@ -68,32 +77,18 @@ class ZarrEngine:
             self._lock = WriterLock(root)
         if self._lock is not None:
             self._objects.check = self._lock.check
-        self._writer: ChunkWriter = (
-            RemoteWriter(self._objects, self.label, concurrency) if root is None else DiskWriter(self._objects, root)
-        )
-        self._reader, self._garbage = ChunkReader(self._objects), Garbage(self._objects, self._writer, keep_for)
+        self._writer = RemoteWriter(self._objects) if root is None else ChunkWriter(self._objects)
+        self._garbage = Garbage(self._objects, keep_for)
         self._held: Inventory | None = None
         """The blobs, once the writer has looked for them."""
         self.epoch, self._closed = 0, False
         try:
-            self._heads = Heads(self._objects, self._writer, self.label)
+            self._heads = Heads(self._objects)
             if not readonly:
                 self._take_over()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def memory_bytes(self) -> int:
-        """The most bytes of parts in memory; one field of one block may have more, alone.
-
-        On an object store chunks are gathered in twice as much beside.
-        """
-        return self._writer.buffers.most_bytes
-
-    @memory_bytes.setter
-    def memory_bytes(self, memory_bytes: int) -> None:
-        self._writer.buffers.most_bytes = memory_bytes
 
     # -- blobs -------------------------------------------------------------------------------------------
 
@@ -101,24 +96,22 @@ class ZarrEngine:
         """Write blobs from copies of their parts, several objects at a time."""
         self._heads.check_writer()
         held = self._inventory()
-        check = PartCheck(blobs, held, self.label)
-        arrays = [arrays_of(blob) for blob in blobs]
+        check_names(blobs, held, self.label)
+        arrays = [None if blob.of is None else arrays_of(blob, blob.of) for blob in blobs]
         self._check_room(blobs)
         added = {blob.name: held_of(blob, one) for blob, one in zip(blobs, arrays, strict=True)}
         keys = {blob.name: b"" for blob in blobs if not blob.size and not blob.of} | self._nodes(blobs, arrays)
-        with writing(self._writer.place):
+        with writing(self._objects.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
         held.add(added)
-        made, self._writer.stable = {*keys}, stable
+        made, self._writer.stable, self._writer.buffers.most_bytes = {*keys}, stable, self.memory_bytes
         try:
             for key, node in keys.items():
                 self._writer.put_object(key, node)
-            for part in parts:
+            for index, offset, data in checked_parts(blobs, parts, self.label):
                 self._objects.check()
-                index, offset, data = check.take(part)
                 if data.size:
                     made |= self._put_part(blobs[index], arrays[index], offset, data)
-            check.finish()
             self._writer.finish()
         except BaseException:
             self._writer.abandon()
@@ -132,14 +125,14 @@ class ZarrEngine:
         blob, offset, out = request
         if offset + out.size > blob.size:
             raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
+        if blob.of is None:
+            read_plain(self._objects, blob, offset, out)
+            return
         try:
-            arrays = arrays_of(blob)
+            arrays = arrays_of(blob, blob.of)
         except ValueError as error:  # sizes and memory go by what the layout says
             raise BlockReadError(f"is not what its layout says ({error})") from error
-        if blob.of is None:
-            self._reader.read_objects(arrays, offset, out)
-        else:
-            self._reader.read_rows(arrays, blob.of, offset, out)
+        read_rows(self._objects, arrays, blob.of.layout, offset, out)
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Delete arrays and objects, chunks of fronts, and on a local disk the pages of fronts in other chunks.
@@ -147,13 +140,15 @@ class ZarrEngine:
         The front of a plain blob stays on the disk until the blob is dropped whole.
         """
         self._heads.check_writer()
-        held, whole, names, holes = self._inventory(), list[str](), list[str](), list[Hole]()
+        held, whole = self._inventory(), list[str]()
+        names, holes = list[str](), list[tuple[str, int]]()
         for name, upto in blobs:
             if upto is None:
                 whole.append(name)
             else:
-                chunks, pages = held.drop_front(name, upto, punch=not self.epoch)
-                names, holes = names + chunks, holes + pages
+                chunks, pages = held.drop_front(name, upto)
+                names += chunks
+                holes += pages
         names += held.remove(whole)
         dead, folders = {*names}, tuple(name for name in names if name[-1] == "/")
         self._heads.dirty = {key for key in self._heads.dirty if key not in dead and not key.startswith(folders)}
@@ -191,7 +186,8 @@ class ZarrEngine:
                 self._garbage.wait()
                 self._garbage.list()
             self._garbage.wait()
-            self._writer.close()
+            self._writer.abandon()
+            self._objects.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -237,35 +233,31 @@ class ZarrEngine:
                 )
         needed = sum(blob.size for blob in blobs if blob.of is None or blob.of.group.compression is None)
         kept = ROOM_FOR_RECORDS if needed > ROOM_FOR_RECORDS or any(blob.of for blob in blobs) else 0
-        try:
-            self._writer.check_room(needed, kept)
-        except StoreFullError:
-            self._garbage.wait()  # what is being deleted may make the room
-            self._writer.check_room(needed, kept)
+        self._garbage.wait()  # what is being deleted may make the room
+        if self._objects.root is not None:
+            with writing(self._objects.root, needed, kept_bytes=kept):
+                check_room(self._objects.root, needed + kept)
 
-    def _nodes(self, blobs: Sequence[Blob], arrays: Sequence[Arrays]) -> dict[str, bytes]:
+    def _nodes(self, blobs: Sequence[Blob], arrays: Sequence[Arrays | None]) -> dict[str, bytes]:
         """Return the objects that describe arrays, and groups that have no blob yet."""
         found: dict[str, bytes] = {}
         for blob, one in zip(blobs, arrays, strict=True):
-            if blob.of is not None:
-                is_new = blob.name.rpartition("/")[0] not in self._inventory().folders
-                found |= {key: node for key, node in nodes_of(blob, one).items() if is_new or key.count("/") == 4}
+            if blob.of is not None and one is not None:
+                is_new = blob.name.rpartition("/")[0] + "/" not in self._inventory().folders
+                nodes = nodes_of(blob, blob.of, one)
+                found |= {key: node for key, node in nodes.items() if is_new or key.count("/") == 4}
         return found
 
-    def _put_part(self, blob: Blob, arrays: Arrays, offset: int, data: NDArray[np.uint8]) -> set[str]:
+    def _put_part(self, blob: Blob, arrays: Arrays | None, offset: int, data: NDArray[np.uint8]) -> set[str]:
         """Write a part, and return the objects that it is in."""
-        keys: set[str] = set()
-        if blob.of is None:
-            at, (array,) = 0, arrays.arrays
-            while at < data.size:
-                size = min(data.size - at, arrays.step - (offset + at) % arrays.step)
-                piece, place = data[at : at + size], array.place(offset + at, offset + at + size)
-                if size == place.used_bytes and size <= _SMALL_BYTES:
+        keys = set[str]()
+        if blob.of is None or arrays is None:
+            for place, piece in plain_places(blob, offset, data):
+                if piece.size == place.used_bytes <= _SMALL_BYTES:
                     self._writer.put_object(place.key, piece.tobytes())
                 else:
                     self._writer.put(place, partial(np.copyto, src=piece))
                 keys.add(place.key)
-                at += size
             return keys
         first, last = arrays.rows_at(offset, arrays.step)
         if offset % arrays.step or data.size != (last - first) * arrays.row_bytes:

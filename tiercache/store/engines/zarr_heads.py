@@ -11,7 +11,7 @@ import contextlib
 import secrets
 from typing import TYPE_CHECKING
 
-from tiercache.store.engines.head_record import HeadRecord
+from tiercache.store.engines.engine import HeadRecord
 from tiercache.store.engines.zarr_objects import PROBES
 from tiercache.store.files import writing
 from tiercache.store.records import digest
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tiercache.store.engines.engine import Head
-    from tiercache.store.engines.zarr_chunks import ChunkWriter
     from tiercache.store.engines.zarr_objects import Objects
 
 HEADS = "heads"
@@ -35,9 +34,9 @@ _EMPTY_LOOKS = 3
 class Heads:
     """Reads and publishes heads, and knows whether this process may still write."""
 
-    def __init__(self, objects: Objects, writer: ChunkWriter, label: str) -> None:
+    def __init__(self, objects: Objects) -> None:
         """Read the newest head. Raises CorruptStoreError."""
-        self._objects, self._writer, self._label = objects, writer, label
+        self._objects, self._label = objects, objects.label
         self.epoch = 0
         """On an object store, the number of the head with which this writer took over."""
         self.dirty: set[str] = set()
@@ -49,7 +48,7 @@ class Heads:
         which a later success does not prove that nothing was lost."""
         self._own = self._newest()
         if not self._own.number and objects.names("commits"):
-            raise CorruptStoreError(f"the head of {label} is missing: restore the store from a copy")
+            raise CorruptStoreError(f"the head of {self._label} is missing: restore the store from a copy")
 
     @property
     def writes(self) -> bool:
@@ -74,7 +73,7 @@ class Heads:
         """Become the writer; return whether nobody has written before. Raises StoreError."""
         before, self._next = self._own, self._own.number + 1
         if self._objects.root is None:
-            with writing(self._writer.place):
+            with writing(self._objects.place):
                 problem = self._objects.overwrites()
             if problem:
                 raise StoreError(
@@ -104,7 +103,7 @@ class Heads:
             else:
                 self._check_newest()
                 begun = True
-                with writing(self._writer.place):
+                with writing(self._objects.place):
                     self._objects.publish(_key(fresh.number), fresh.to_bytes())
                 self._sync([_key(fresh.number)])
                 self._own = fresh
@@ -139,7 +138,7 @@ class Heads:
     def _create(self, head: HeadRecord) -> None:
         """Publish a head whose number no other writer has taken; a writer that was overtaken is at its end."""
         self._unknown = True
-        with writing(self._writer.place):
+        with writing(self._objects.place):
             # A number that was taken is free again when the writer after it has deleted that head: then there is a
             # greater one.
             if self._objects.create(_key(head.number), head.to_bytes()):
@@ -158,9 +157,7 @@ class Heads:
         """Take back a head that is not durable; where that fails only an opening finds out whether it stands."""
         self._unknown = True
         with contextlib.suppress(OSError):
-            self._objects.delete([_key(head.number)])
-            with contextlib.suppress(FileNotFoundError):  # no head ever was there
-                self._objects.sync(self._objects.path(HEADS))
+            self._objects.withdraw(_key(head.number))
             self._unknown = False
 
     def _lost(self) -> StoreError:
@@ -170,7 +167,8 @@ class Heads:
         if self._unsynced:
             raise StoreError(f"{self._label} could not be synced: fix that and open the store again")
         self._unsynced = True
-        self._writer.sync(keys)
+        with writing(self._objects.place):
+            self._objects.sync(keys)
         self._unsynced = False
 
     def _check_newest(self) -> None:

@@ -1,23 +1,34 @@
-"""Blobs of a Zarr store by the names of its objects, and what a writer holds of them."""
+"""Blobs of a Zarr store by the names of its objects, and the objects that no commit needs any more."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.store.engines.engine import PAGE_BYTES, Blob
-from tiercache.store.engines.zarr_garbage import Hole
-from tiercache.store.engines.zarr_layout import NODE, Arrays, Shape, arrays_in, arrays_of
+from tiercache.store.engines.zarr_layout import NODE, Arrays, Shape, arrays_in, plain_keys
+from tiercache.store.files import PAGE_BYTES
+from tiercache.store.records import decode, encode
+from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
 
+    from tiercache.store.engines.engine import Blob
+    from tiercache.store.engines.zarr_objects import Objects
+
+Hole = tuple[str, int]
+"""The name of a file, and bytes at its front that nobody needs."""
 FOLDERS = ("commits", "ranks", "segments", "states")
 """The folders of blobs: all other objects are the engine's own, or nobody's."""
 _GROUP = 2
 """Folders of a segment's blob that goes with a group."""
 TABLES = "tables"
 """The blob that is in none; of a writer with an epoch its name ends with that."""
+FREE = "free"
+"""The folder of the objects that list garbage, one per writer."""
 
 
 class Held(NamedTuple):
@@ -29,6 +40,7 @@ class Held(NamedTuple):
     names: tuple[str, ...]
     """Names of its objects, and of the folders of its arrays, which end with a slash."""
     arrays: Arrays | None
+    """None if it is in none, or if nothing describes them."""
 
 
 class Inventory(dict[str, Held]):
@@ -42,49 +54,41 @@ class Inventory(dict[str, Held]):
     def add(self, blobs: Mapping[str, Held]) -> None:
         """Add blobs."""
         self.update(blobs)
-        self.folders.update(folder for name in blobs for folder in _folders(name))
+        self.folders.update(folder for name in blobs for folder in _folders_of(name))
 
     def remove(self, blobs: Iterable[str]) -> list[str]:
         """Remove blobs, and return the objects and folders that nobody needs any more."""
         gone = {blob: held for blob in blobs if (held := self.pop(blob, None)) is not None}
-        left = Counter(folder for name in gone for folder in _folders(name))
+        left = Counter(folder for name in gone for folder in _folders_of(name))
         self.folders.subtract(left)
         empty = [folder for folder in left if not self.folders[folder]]
         for folder in empty:
             del self.folders[folder]
-        names = [name for held in gone.values() for name in held.names] + [f"{folder}/" for folder in empty]
-        return [name for name in names if not any(f"{f}/" != name and name.startswith(f"{f}/") for f in empty)]
+        names = [name for held in gone.values() for name in held.names] + empty
+        return [name for name in names if not any(folder != name and name.startswith(folder) for folder in empty)]
 
-    def drop_front(self, name: str, upto: int, *, punch: bool) -> tuple[list[str], list[Hole]]:
-        """Note that the front of a blob is dropped; return chunks that end there, and the pages of other files."""
+    def drop_front(self, name: str, upto: int) -> tuple[list[str], list[Hole]]:
+        """Note that the front of a blob is dropped; return chunks that end there, and the pages of other files.
+
+        One that is in no arrays goes whole.
+        """
         held, names, holes = self.get(name), list[str](), list[Hole]()
-        if held is None or upto <= held.dropped:
+        if held is None or held.arrays is None or upto <= held.dropped:
             return names, holes
         self[name] = held._replace(dropped=min(upto, held.size))
-        for array in held.arrays.arrays if held.arrays is not None else ():
-            if held.arrays is None or array.suffix is None:
-                continue  # a plain blob goes whole
-            first, live = held.arrays.live(held.dropped), held.arrays.live(upto)
+        first, live = held.arrays.live(held.dropped), held.arrays.live(upto)
+        for array in held.arrays.arrays:
             dead = array.num_chunks if upto >= held.size else live // array.chunk_blocks
             names += [array.key(chunk) for chunk in range(first // array.chunk_blocks, dead)]
             size = live % array.chunk_blocks * array.block_rows * array.row_bytes // PAGE_BYTES * PAGE_BYTES
-            if punch and dead < array.num_chunks and array.shards is None and size:
-                holes.append(Hole(array.key(dead), size))
+            if dead < array.num_chunks and array.shards is None and size:
+                holes.append((array.key(dead), size))
         return names, holes
 
 
-def _folders(name: str) -> list[str]:
-    """Return the folders of a segment's blob that go with their last blob."""
-    parts = name.split("/")
-    return ["/".join(parts[:n]) for n in range(2, len(parts))]
-
-
-def held_of(blob: Blob, arrays: Arrays) -> Held:
+def held_of(blob: Blob, arrays: Arrays | None) -> Held:
     """Return a blob that was put whole."""
-    names = [f"{array.folder}/" for array in arrays.arrays]
-    if blob.of is None:
-        (array,) = arrays.arrays
-        names = [array.key(i) for i in range(max(1, array.num_chunks))]
+    names = plain_keys(blob) if arrays is None else [f"{array.folder}/" for array in arrays.arrays]
     return Held(blob.size, 0, tuple(names), arrays)
 
 
@@ -96,18 +100,22 @@ def blobs_of(
     ``sizes`` are those of objects; empty folders end in a slash. ``known`` are blobs that were seen before; of each
     group of others ``read`` returns an object that describes one array, and so all.
     """
-    keys: dict[str, list[str]] = defaultdict(list)
-    bare: dict[str, list[str]] = defaultdict(list)
+    keys, bare = defaultdict[str, list[str]](list), set[str]()
     for key in sizes:
-        if key.count("/") != 1 or not key.endswith(NODE):
-            (bare if _is_bare(key) else keys)[_blob_of(key, sizes)].append(key)
+        describes = key.endswith(NODE)
+        if describes and key.count("/") == 1:
+            continue  # the folder of all segments
+        if (describes or key[-1] == "/") and key.count("/") < 4:
+            bare.add(_blob_of(key, sizes))
+        else:
+            keys[_blob_of(key, sizes)].append(key)
     # What describes a group or segment, or was left of it, is a blob only if there is no other.
-    used = {folder for name in keys for folder in _folders(name)}
-    found = {name: Held(0, 0, (), None) for name in bare if name not in keys and name.rpartition("/")[0] not in used}
-    grouped = {name: name.rpartition("/")[0] for name in keys if len(_folders(name)) == _GROUP}
+    used = {folder for name in keys for folder in _folders_of(name)}
+    found = {name: Held(0, 0, (), None) for name in bare - keys.keys() if _folder_of(name) not in used}
+    grouped = {name for name in keys if len(_folders_of(name)) == _GROUP}
     nodes = {
-        group: key
-        for name, group in grouped.items()
+        _folder_of(name): key
+        for name in grouped
         if name not in known or known[name].arrays is None
         for key in keys[name]
         if key.endswith(NODE)
@@ -115,15 +123,14 @@ def blobs_of(
     shapes = dict(zip(nodes, map(Shape.of_node, read([*nodes.values()])), strict=True))
     for name, objects in keys.items():
         if name in grouped:
-            arrays, shape = known[name].arrays if name in known else None, shapes.get(grouped[name])
+            arrays, shape = known[name].arrays if name in known else None, shapes.get(_folder_of(name))
             if arrays is None and shape is not None:
                 arrays = arrays_in(name, shape)
             size, dropped = (0, 0) if arrays is None else arrays.stored(sizes)
             folders = sorted({"/".join(key.split("/")[:4]) + "/" for key in objects})
             found[name] = Held(size, dropped, tuple(folders), arrays)
         else:
-            size = sum(sizes[key] for key in objects)
-            found[name] = Held(size, 0, tuple(objects), arrays_of(Blob(name, size)))
+            found[name] = Held(sum(sizes[key] for key in objects), 0, tuple(objects), None)
     return found
 
 
@@ -139,9 +146,14 @@ def _blob_of(key: str, keys: Container[str]) -> str:
     return name if is_part else key
 
 
-def _is_bare(key: str) -> bool:
-    """Return whether an object describes a segment or group, or a folder of one is empty."""
-    return (key.endswith(NODE) and key.count("/") < 4) or (key[-1] == "/" and key.count("/") < 4)
+def _folders_of(key: str, first: int = 2) -> list[str]:
+    """Return the folders that something is in, each with a slash; those of a blob are its segment's and its group's."""
+    parts = key.split("/")
+    return ["/".join(parts[:n]) + "/" for n in range(first, len(parts))]
+
+
+def _folder_of(name: str) -> str:
+    return name.rpartition("/")[0] + "/"
 
 
 def is_tables(key: str) -> bool:
@@ -154,3 +166,98 @@ def epoch_of(key: str) -> int:
     word = key.split("/")[1] if "/" in key else key
     epoch = word.partition("-")[2].partition(".")[0]
     return int(epoch) if epoch.isdecimal() else 0
+
+
+class Garbage:
+    """Objects, and folders, which end in a slash, to be deleted on a thread; on an object store once nobody reads them.
+
+    For one thread at a time, but ``in`` and ``wait``.
+    """
+
+    def __init__(self, objects: Objects, keep_for: float) -> None:
+        """On an object store, delete after ``keep_for`` seconds, by the clock of the machine that noted a name."""
+        self._objects, self._keep_for = objects, keep_for
+        self._since: dict[str, float] = {}
+        """On an object store, the seconds since 1970 when a name was noted."""
+        self._before: dict[str, float] = {}
+        """Those of the writers before this one: they say since when, and never what is garbage."""
+        self._epoch = 0
+        self._listed: set[str] | None = None
+        """The names in the list of this writer; None if it has none."""
+        self._deleting: Future[None] | None = None
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether an object is garbage, by itself or with a folder that it is in."""
+        return bool(self._since) and any(name in self._since for name in (key, *_folders_of(key, 1)))
+
+    def join(self, epoch: int) -> None:
+        """Read since when names are garbage by the lists of the writers before this one, which has an epoch.
+
+        A list that cannot be read costs nothing but time: its names are garbage from when they are dropped again.
+        """
+        self._epoch, now = epoch, time.time()
+        with contextlib.suppress(OSError):
+            keys = [f"{FREE}/{name}" for name in self._objects.names(FREE)]
+            for key, data in zip(keys, self._objects.get_all(keys), strict=True):
+                with contextlib.suppress(CorruptStoreError, KeyError, TypeError, ValueError, OverflowError):
+                    listed = decode(FREE, data or b"", key)[0]["since"]
+                    times = {str(name): float(since) for since, names in listed for name in names}
+                    for name, since in times.items():  # by a clock that was ahead: since now
+                        self._before[name] = min(since, now, self._before.get(name, now))
+
+    def delete(self, names: Iterable[str], holes: Sequence[Hole] = ()) -> None:
+        """Delete names and punch holes; what cannot be deleted is left to the next opening."""
+        self.wait()
+        due = list(names)
+        if self._epoch:
+            now = time.time()
+            for name in due:
+                times = [self._before[one] for one in (name, *_folders_of(name, 1)) if one in self._before]
+                self._since.setdefault(name, min(times, default=now))
+            due, holes = [name for name, since in self._since.items() if since + self._keep_for <= now], ()
+            for name in due:
+                del self._since[name]
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                for hole in holes:
+                    self._objects.punch(*hole)
+                self._objects.delete(due)
+
+        if due or holes:
+            self._deleting = self._objects.threads.submit(run)
+
+    def give_back(self, names: Iterable[str]) -> None:
+        """Delete at once what is in the way of names that are put again. Raises OSError."""
+        self.wait()
+        own = {*names}
+        around = own | {folder for name in own for folder in _folders_of(name.rstrip("/"), 1)}
+        inside = tuple(name for name in own if name[-1] == "/")
+        found = [one for one in self._since if one in around or one.startswith(inside)]
+        self._objects.delete(found)
+        for name in found:
+            del self._since[name]
+
+    def wait(self) -> None:
+        """Return when nothing is being deleted."""
+        if (deleting := self._deleting) is not None:
+            deleting.exception()
+
+    def list(self, *, again: bool = True) -> None:
+        """On an object store, list what is not deleted for the writers after this one, and delete the lists before it.
+
+        Not ``again``: unless this writer has a list.
+        """
+        if not self._epoch or (not again and self._listed is not None):
+            return
+        by_time = defaultdict[float, list[str]](list)
+        for name, since in self._since.items():
+            by_time[since].append(name)
+        since_all = sorted([since, sorted(names)] for since, names in by_time.items())
+        with contextlib.suppress(OSError):
+            if since_all and self._since.keys() != self._listed:
+                self._objects.put(f"{FREE}/{self._epoch}", encode(FREE, {"since": since_all}, {}))
+            last = self._epoch - bool(since_all)
+            lists = [name for name in self._objects.names(FREE) if name.isdecimal() and int(name) <= last]
+            self._objects.delete([f"{FREE}/{name}" for name in lists])
+            self._listed = {*self._since}

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, Codec, ShardingCodec
+from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, ShardingCodec
 from tiercache.store.files import paged
 from tiercache.store.layout import compressed_rows
 from tiercache.store.records import whole
@@ -100,13 +100,27 @@ class Place(NamedTuple):
     """Bytes of the object that are put: the end of the last chunk of an array is padding."""
 
 
+def plain_keys(blob: Blob) -> list[str]:
+    """Return the names of the objects of a blob that is in no arrays."""
+    return [blob.name, *(f"{blob.name}.{part}" for part in range(1, -(-blob.size // PART_BYTES)))]
+
+
+def plain_places(blob: Blob, offset: int, data: NDArray[np.uint8]) -> Iterator[tuple[Place, NDArray[np.uint8]]]:
+    """Yield the objects that have bytes from ``offset`` on of a blob in no arrays, and the parts of ``data``."""
+    while data.size:
+        part, begin = divmod(offset, PART_BYTES)
+        size, whole_bytes = min(data.size, PART_BYTES - begin), min(PART_BYTES, blob.size - offset + begin)
+        key = f"{blob.name}.{part}" if part else blob.name
+        yield Place(key, begin, size, whole_bytes, whole_bytes), data[:size]
+        offset, data = offset + size, data[size:]
+
+
 class Array(NamedTuple):
-    """One array of a blob, or the objects of a plain blob as an array of bytes."""
+    """One array of a blob."""
 
     folder: str
-    """Folder of the chunks; for a plain blob, its name."""
-    suffix: str | None
-    """Suffix of the chunk names; None for a plain blob."""
+    suffix: str
+    """Of the names of chunks."""
     rows: int
     row_bytes: int
     block_rows: int
@@ -126,28 +140,24 @@ class Array(NamedTuple):
 
     def key(self, chunk: int) -> str:
         """Return the name of a chunk's object."""
-        if self.suffix is None:
-            return f"{self.folder}.{chunk}" if chunk else self.folder
         return f"{self.folder}/c.{chunk}{self.suffix}"
 
     def place(self, first: int, last: int) -> Place:
         """Return the place of rows [first, last), which are in one chunk."""
-        step = self.chunk_blocks * self.block_rows
-        chunk = first // step
-        used = min(self.chunk_rows, self.rows - chunk * step) * self.row_bytes
+        chunk, begin = divmod(first, self.chunk_blocks * self.block_rows)
         return Place(
             self.key(chunk),
-            (first - chunk * step) * self.row_bytes,
+            begin * self.row_bytes,
             (last - first) * self.row_bytes,
-            used if self.suffix is None else self.chunk_rows * self.row_bytes,
-            used,
+            self.chunk_rows * self.row_bytes,
+            min(self.chunk_rows, self.rows - first + begin) * self.row_bytes,
         )
 
-    def is_whole(self, chunk: int, size: int) -> bool:
-        """Return whether an object can be this chunk by its size."""
+    def is_whole(self, size: int) -> bool:
+        """Return whether an object can be a chunk by its size."""
         if self.shards is not None:
             return size >= self.shards.index_bytes
-        return size == self.place(chunk * self.chunk_blocks * self.block_rows, self.rows).whole_bytes
+        return size == self.chunk_rows * self.row_bytes
 
 
 class Arrays(NamedTuple):
@@ -180,7 +190,7 @@ class Arrays(NamedTuple):
         """Return (size, dropped) of the blob by the objects that are there, with their sizes."""
         size, dropped = self.size, 0
         for array in self.arrays:
-            there = [array.is_whole(i, sizes.get(array.key(i), -1)) for i in range(array.num_chunks)]
+            there = [array.is_whole(sizes.get(array.key(i), -1)) for i in range(array.num_chunks)]
             first = there.index(True) if True in there else len(there)
             end = there.index(False, first) if False in there[first:] else len(there)
             bounds = [min(self.size, i * array.chunk_blocks * self.step) for i in (first, end)]
@@ -188,12 +198,9 @@ class Arrays(NamedTuple):
         return max(size, dropped), dropped
 
 
-def arrays_of(blob: Blob) -> Arrays:
-    """Return the arrays of a blob. Raises ValueError if its size is not that of its layout."""
-    if blob.of is None:
-        rows = min(blob.size, PART_BYTES) or 1
-        return Arrays((Array(blob.name, None, blob.size, 1, PART_BYTES, rows),), blob.size, PART_BYTES)
-    found = arrays_in(blob.name, Shape.of(blob.of))
+def arrays_of(blob: Blob, of: BlobRows) -> Arrays:
+    """Return the arrays of a segment's blob. Raises ValueError if its size is not that of its layout."""
+    found = arrays_in(blob.name, Shape.of(of))
     if found.size != blob.size:
         raise ValueError(f"blob {blob.name!r} has {blob.size:,} bytes, but those of its layout are {found.size:,}")
     return found
@@ -216,7 +223,7 @@ def _array(shape: Shape, folder: str, suffix: str, row_bytes: int) -> Array:
     if shape.compression is not None:
         chunk_rows, inner_rows = cut(shape)
         shards = ShardingCodec(
-            codec=Codec(shape.compression, 4 if suffix else row_bytes), row_bytes=row_bytes,
+            compression=shape.compression, item_bytes=4 if suffix else row_bytes, row_bytes=row_bytes,
             chunk_rows=chunk_rows, inner_rows=inner_rows if suffix else chunk_rows,
         )  # fmt: skip
         return Array(folder, suffix, shape.rows, row_bytes, shape.block_rows, chunk_rows, shards)
@@ -225,10 +232,9 @@ def _array(shape: Shape, folder: str, suffix: str, row_bytes: int) -> Array:
     return Array(folder, suffix, shape.rows, row_bytes, shape.block_rows, chunk_rows)
 
 
-def nodes_of(blob: Blob, arrays: Arrays) -> dict[str, bytes]:
+def nodes_of(blob: Blob, of: BlobRows, arrays: Arrays) -> dict[str, bytes]:
     """Return the objects that describe the arrays of a blob, and their groups, to any reader of Zarr."""
-    assert blob.of is not None
-    group, layout = blob.of
+    group, layout = of
     folder, _, kind = blob.name.rpartition("/")
     names = [table.name for table in group.tables]
     about = {
@@ -240,7 +246,7 @@ def nodes_of(blob: Blob, arrays: Arrays) -> dict[str, bytes]:
         ],
     }
     found = {f"{folder.rpartition('/')[0]}/{NODE}": group_node(), f"{folder}/{NODE}": group_node(about)}
-    shape = Shape.of(blob.of)
+    shape = Shape.of(of)
     for i, array in enumerate(arrays.arrays):
         if kind in _NUMBERS:
             dtype, _, nothing = _NUMBERS[kind]

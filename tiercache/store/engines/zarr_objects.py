@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from tiercache.store.files import RangeReader, local_path, punch_hole, read_whol
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
     from numpy.typing import NDArray
     from zarr.abc.store import ByteRequest
@@ -41,6 +42,8 @@ _PROBES = 3
 """Attempts: a writer that opens the store at the same time may delete a probe as a leftover."""
 LEFTOVER = ".partial"
 """Suffix of files that are not complete."""
+_THREADS = 4
+"""On a local disk."""
 _UNSIZED = -1
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
@@ -83,7 +86,7 @@ def object_store(url: str) -> Store:
 class Objects:
     """Named bytes in a Zarr store, from any thread; every call returns when it is done. All raise OSError."""
 
-    def __init__(self, store: Store | Path, concurrency: int = CONCURRENCY) -> None:
+    def __init__(self, store: Store | Path | str, concurrency: int = CONCURRENCY) -> None:
         """Use a path, a ``LocalStore`` as its path, or any other Zarr store with so many requests in flight."""
         self.root: Path | None = None
         """The folder of the files; None on an object store."""
@@ -93,10 +96,21 @@ class Objects:
             self.root = local_path(store, "a store of engine 'zarr'", "give a store object of Zarr for it")
         else:
             self.store: Store = store
+        self.label = f"the store in {store}" if self.root is None else f"the store at {self.root}"
+        """The store in the words of a message."""
+        self.place: Path | str = self.root or self.label
+        """What is full where an object has no room."""
+        threads = concurrency if self.root is None else _THREADS
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
+        """For what is done while the caller goes on: these write, sync and delete."""
         self.check: Callable[[], None] = lambda: None
         """Called before anything is written, changed or deleted on a local disk; raises StoreError to prevent it."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
         self._slots = asyncio.Semaphore(concurrency)
+
+    def close(self) -> None:
+        """End the threads, once what is under way has ended."""
+        self.threads.shutdown()
 
     def unreadable(self, what: str, error: OSError) -> StoreError:
         """Return the error of objects that cannot be read: on a local disk damage, and elsewhere none."""
@@ -108,25 +122,26 @@ class Objects:
         """Return where the file of an object is, on a local disk."""
         return f"{self.root}/{key}"
 
-    def folder_of(self, key: str) -> None:
-        """Make the folder of a file."""
-        self.check()
-        Path(self.path(key)).parent.mkdir(parents=True, exist_ok=True)
-
     # -- writing -----------------------------------------------------------------------------------------
+
+    def make(self, key: str, make: Callable[[str], T]) -> T:
+        """Call ``make`` with the path of a file, and again with a folder for it if it has none."""
+        self.check()
+        path = self.path(key)
+        try:
+            return make(path)
+        except FileNotFoundError:
+            self.check()
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            return make(path)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object that nobody reads yet; ``data`` never changes from then on."""
         if self.root is None:
             array = np.frombuffer(data, np.uint8)
-            self._remote(self.store.set(key, self._prototype.buffer.from_array_like(array)))
-            return
-        self.check()
-        try:
-            write_whole(self.path(key), data)
-        except FileNotFoundError:
-            self.folder_of(key)
-            write_whole(self.path(key), data)
+            self._together([self.store.set(key, self._prototype.buffer.from_array_like(array))])
+        else:
+            self.make(key, lambda path: write_whole(path, data))
 
     def publish(self, key: str, data: bytes) -> None:
         """Write a file that is whole or not there, whenever the power goes; durable when its folder is synced."""
@@ -143,13 +158,19 @@ class Objects:
                 Path(self.path(draft)).unlink(missing_ok=True)
             raise
 
+    def withdraw(self, key: str) -> None:
+        """Delete, durably, a file that ``publish`` may have written."""
+        self.delete([key])
+        with contextlib.suppress(FileNotFoundError):  # no file ever was there
+            sync(self.path(key.rpartition("/")[0]))
+
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless there is one, on an object store; return whether this one is there.
 
         ``data`` must be what nobody else writes. The store decides between writers (a conditional put), as
         ``overwrites`` finds out.
         """
-        self._remote(self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data)))
+        self._together([self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data))])
         return self.get(key) == data
 
     def overwrites(self) -> str:
@@ -177,7 +198,7 @@ class Objects:
         if self.root is None:
             names = list(names)
             keys = [name for name in names if name[-1] != "/"]
-            for found in self._together([self._keys(name) for name in names if name[-1] == "/"]):
+            for found in self._together([_all(self.store.list_prefix(name)) for name in names if name[-1] == "/"]):
                 keys += found
             self._together([self.store.delete(key) for key in keys])
             return
@@ -210,26 +231,26 @@ class Objects:
         if self.root is None:
             found = self._together([self.store.get(key, self._prototype) for key in keys])
             return [None if one is None else bytes(one.to_bytes()) for one in found]
-        return [self._file(key) for key in keys]
-
-    def _file(self, key: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
-            return read_whole(self.path(key))
-        return None
+        files: list[bytes | None] = [None] * len(keys)
+        for i, key in enumerate(keys):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+                files[i] = read_whole(self.path(key))
+        return files
 
     def ends(self, keys: Sequence[str], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return the last bytes of objects, so many of each: fewer if it has fewer. Raises BlockReadError."""
-        if self.root is not None:
-            return [self._end(self.path(key), size) for key, size in zip(keys, sizes, strict=True)]
-        return self._parts(keys, [SuffixByteRequest(size) for size in sizes])
-
-    def _end(self, path: str, size: int) -> NDArray[np.uint8]:
-        try:
-            return np.frombuffer(read_whole(path, size), np.uint8)
-        except (FileNotFoundError, NotADirectoryError):
-            raise BlockReadError(f"is missing, as there is no {path}") from None
-        except OSError as error:
-            raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
+        if self.root is None:
+            return self._parts(keys, [SuffixByteRequest(size) for size in sizes])
+        found = []
+        for key, size in zip(keys, sizes, strict=True):
+            path = self.path(key)
+            try:
+                found.append(np.frombuffer(read_whole(path, size), np.uint8))
+            except (FileNotFoundError, NotADirectoryError):
+                raise BlockReadError(f"is missing, as there is no {path}") from None
+            except OSError as error:
+                raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
+        return found
 
     def ranges(self, places: Sequence[Place]) -> list[NDArray[np.uint8]]:
         """Return the bytes of objects, until this thread's next call. Raises BlockReadError."""
@@ -256,8 +277,8 @@ class Objects:
     def names(self, folder: str) -> list[str]:
         """Return the names of everything directly below a folder, without that; of "", what is in no folder too."""
         if self.root is None:
-            names = self._remote(self._keys(folder + "/") if folder else self._roots())
-            return [name.removeprefix(folder + "/") for name in names]
+            listed = self.store.list_prefix(folder + "/") if folder else self.store.list_dir("")
+            return [name.removeprefix(folder + "/") for name in self._together([_all(listed)])[0]]
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path(folder))  # noqa: PTH208
         return []
@@ -281,18 +302,12 @@ class Objects:
     async def _sizes(self, prefix: str) -> dict[str, int]:
         if isinstance(self.store, ObjectStore):  # says sizes at once
             return {one["path"]: one["size"] async for one in self.store._list(prefix)}
-        return dict.fromkeys(await self._keys(prefix), _UNSIZED)
+        return dict.fromkeys(await _all(self.store.list_prefix(prefix)), _UNSIZED)
 
     async def _size(self, key: str) -> int:
         with contextlib.suppress(FileNotFoundError):
             return await self.store.getsize(key)
         return _UNSIZED
-
-    async def _roots(self) -> list[str]:
-        return [name async for name in self.store.list_dir("")]
-
-    async def _keys(self, prefix: str) -> list[str]:
-        return [key async for key in self.store.list_prefix(prefix)]
 
     # -- durability --------------------------------------------------------------------------------------
 
@@ -311,15 +326,16 @@ class Objects:
                 folder = folder.rpartition("/")[0]
         return [self.path(key) for key in files], [self.path(folder) for folder in sorted(folders)]
 
-    @staticmethod
-    def sync(path: str, *, data_only: bool = False) -> None:
-        """Return when the bytes of a file, or the names in a folder, are durable."""
-        sync(path, data_only=data_only)
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when objects are durable, with their names and folders."""
+        files, folders = self.durable_paths(keys)
+        for paths, data_only in ((files, True), (folders, False)):
+            jobs = [self.threads.submit(sync, path, data_only=data_only) for path in paths]
+            wait(jobs)
+            for job in jobs:
+                job.result()
 
     # -- requests ----------------------------------------------------------------------------------------
-
-    def _remote(self, request: Coroutine[Any, Any, T]) -> T:
-        return self._together([request])[0]
 
     def _together(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Return the answers to requests that are in flight together, when all have come; errors are OSErrors."""
@@ -338,6 +354,10 @@ class Objects:
             if isinstance(answer, BaseException):
                 raise OSError(f"{type(answer).__name__}: {answer}") from answer
         return answers  # type: ignore[return-value]
+
+
+async def _all(names: AsyncIterator[str]) -> list[str]:
+    return [name async for name in names]
 
 
 def _walk(root: str, folder: str) -> dict[str, int]:
