@@ -246,7 +246,7 @@ def test_a_take_that_fails_takes_nothing(tmp_path: Path) -> None:
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=1 << 20)) as file:
         rooms = [file.take([200_000])[0] for _ in range(4)]
         file.give(run for room in rooms[::2] for run in room.runs)
-        free = file.space.runs
+        free = [*file.space.runs]
         with pytest.raises(
             StoreFullError, match=r"needs 905,216 more bytes but .* may hold 1,048,576: raise store_budget"
         ):

@@ -8,8 +8,7 @@ from zarr.storage import MemoryStore
 
 import tiercache.store as stores
 from tests.store.engine_contract import EngineContract
-from tiercache.store.engines.engine import Engine
-from tiercache.store.engines.memory_engine import MemoryEngine
+from tiercache.store.engines.engine import Engine, MemoryEngine
 
 
 class TestMemoryEngine(EngineContract):

@@ -38,8 +38,7 @@ from tiercache.store import (
 )
 from tiercache.store.commit import CommitRecord, RankList, head_of
 from tiercache.store.directory import StoreDirectory
-from tiercache.store.engines.engine import Head
-from tiercache.store.engines.memory_engine import BlobBytes
+from tiercache.store.engines.engine import BlobBytes, Head
 from tiercache.store.paged import PagedArrays
 from tiercache.store.records import encode
 from tiercache.store.recovery import tables_at

@@ -10,8 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.store import test_engines as engines
 from tests.store.machine import StoreMachine
 from tiercache.store import Engine, MemoryEngine, StoreError
-from tiercache.store.engines.engine import Head
-from tiercache.store.engines.memory_engine import BlobBytes
+from tiercache.store.engines.engine import BlobBytes, Head
 
 CONTRACTS = {"memory": engines.TestMemoryEngine, "lmdb": engines.TestLmdbEngine, "zarr": engines.TestZarrEngine}
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.files import flip
 from tests.store.blobs import bytes_of, check, layout_of, put, segment
 from tiercache.store.engines.engine import ReadRequest
-from tiercache.store.engines.zarr_codec import ShardingCodec, sealed
 from tiercache.store.engines.zarr_engine import ZarrEngine
-from tiercache.store.engines.zarr_layout import Place, cut
+from tiercache.store.engines.zarr_layout import Place, ShardingCodec, cut, sealed
 from tiercache.store.engines.zarr_objects import Objects
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.store_errors import BlockReadError

@@ -18,8 +18,7 @@ from tiercache.store import Cursor, Store, StoreError, Table
 from tiercache.store.commit import CommitRecord
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.directory import StoreDirectory
-from tiercache.store.engines.engine import Head
-from tiercache.store.engines.memory_engine import MemoryEngine
+from tiercache.store.engines.engine import Head, MemoryEngine
 from tiercache.store.locks import WriterLock
 from tiercache.store.opening import RankPlace, label_of, open_engine, store_path
 from tiercache.store.recovery import record_at

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from tiercache.store.bulk_load import load_rows
     from tiercache.store.changes import Difference, differences
     from tiercache.store.commit import Commit, Cursor
-    from tiercache.store.engines.engine import Counters, Engine
+    from tiercache.store.engines.engine import Counters, Engine, MemoryEngine
     from tiercache.store.engines.lmdb_engine import LmdbEngine
-    from tiercache.store.engines.memory_engine import MemoryEngine
     from tiercache.store.engines.zarr_engine import ZarrEngine
     from tiercache.store.forget import Forgotten, forget
     from tiercache.store.initializer import Constant, Normal, Uniform, Zeros, initializer_code
@@ -78,7 +77,7 @@ _HOME = {
     "info": "inspect",
     "verify": "inspect",
     "LmdbEngine": "engines.lmdb_engine",
-    "MemoryEngine": "engines.memory_engine",
+    "MemoryEngine": "engines.engine",
     "SGD": "optimizer",
     "Adagrad": "optimizer",
     "Adam": "optimizer",

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.commit import Commit, Kept, RankList, State, before_commits, head_of
-from tiercache.store.engines.engine import Blob
+from tiercache.store.engines.engine import Blob, Publisher
 from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
-from tiercache.store.publisher import Publisher
 from tiercache.store.recovery import check_blobs, kept_commits
 from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts

@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from tiercache.store.commit import CommitRecord
     from tiercache.store.engines.engine import Counters, Engine, Head
     from tiercache.store.shards.sharding import ShardingPlan
+
+
+T = TypeVar("T")
 
 
 def store_path(path: str | os.PathLike[str]) -> Path:
@@ -66,7 +69,6 @@ class Opened:
     engine: Engine
     tables: tuple[Table, ...]
     """Whole ones, also of a rank that has a slice of their columns."""
-    uses: UseCount
     path: Path | None = None
     lock: WriterLock | None = None
     """Of one that is open for writing."""
@@ -74,17 +76,19 @@ class Opened:
     """Set of a rank."""
     ranks: list[Opened] = field(default_factory=list)
     """The engines of all ranks, for a store of several; that of rank 0 is the store's own."""
+    uses: UseCount = field(init=False)
     _loader: CommitLoader | None = None
+
+    def __post_init__(self) -> None:
+        self.uses = UseCount(label_of(self.path))
 
     def loader(self, counters: Counters) -> CommitLoader:
         """Return what loads its commits; the first caller's ``counters`` count that."""
         if self._loader is None:
             place = self.place
-            rank, commits = (0, None) if place is None else (place.rank, place.commits)
-            groups = groups_of_rank(self.tables, None if place is None else place.sharding, rank)
-            self._loader = CommitLoader(
-                self.engine, groups, label_of(self.path), counters, self.uses, rank=rank, commits=commits
-            )
+            rank, sharding, commits = (0, None, None) if place is None else (place.rank, place.sharding, place.commits)
+            groups, label = groups_of_rank(self.tables, sharding, rank), label_of(self.path)
+            self._loader = CommitLoader(self.engine, groups, label, counters, self.uses, rank=rank, commits=commits)
         return self._loader
 
     def explain(self, error: CorruptStoreError) -> StoreError:
@@ -153,7 +157,10 @@ def open_engine(
     if requested is not None:
         group_tables(requested)
     if engine is not None and not isinstance(engine, str):
-        return _open_instance(engine, requested, mode, path)
+        store, fresh = label_of(path), engine.newest() is None
+        if fresh and (tables is None or mode == "r"):
+            raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
+        return Opened(engine=engine, tables=_tables_of(engine, requested, store, fresh=fresh), path=path)
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
     return _open_path(path, requested, engine, mode, store_budget)
@@ -164,19 +171,28 @@ def newest_record(path: Path) -> CommitRecord | None:
 
     Raises what ``Store.open`` raises for reading.
     """
+    try:
+        opened = open_engine(path, None, None, "r", None)
+    except StoreMissingError:
+        return None
+    with closing(opened):
+        return _at_newest(opened.engine, label_of(path), record_at)
+
+
+def _at_newest(engine: Engine, store: str, read: Callable[[Engine, Head, str], T]) -> T | None:
+    """Return what ``read`` finds at the newest head; again if a writer has gone on meanwhile. None before the first."""
+    head = engine.newest()
     for _ in range(_TRIES):
-        try:
-            opened = open_engine(path, None, None, "r", None)
-        except StoreMissingError:
+        if head is None:
             return None
-        with closing(opened):
-            head = opened.engine.newest()
-            try:
-                return None if head is None else record_at(opened.engine, head, label_of(path))
-            except CorruptStoreError:
-                if not opened.moved_since(head):
-                    raise
-    raise StoreError(f"{label_of(path)} goes on faster than it can be read: open it again")
+        try:
+            return read(engine, head, store)
+        except CorruptStoreError:
+            now = engine.newest()
+            if now in {None, head}:
+                raise
+            head = now
+    raise StoreError(f"{store} goes on faster than it can be read: open it again")
 
 
 def located(
@@ -213,15 +229,15 @@ def _open_path(
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
     found = directory.find()
-    if not found and (mode == "r" or tables is None):
-        raise directory.missing()
     if not found:
-        _check_compression(tables, engine or _default(tables))
+        if mode == "r" or tables is None:
+            raise directory.missing()
+        _new_engine(engine, tables)
         directory.create()
     with ExitStack() as undo:
         lock = _locked(path, mode, undo)
         found = directory.find()  # another process may have made it before the lock was ours
-        kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
+        kind = directory.engine(tuple(ENGINES), engine) if found else _new_engine(engine, tables or ())
         if not found:
             _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", store_budget=store_budget, lock=lock)
@@ -235,7 +251,7 @@ def _open_path(
             if lock is not None:
                 lock.take_marker()
         undo.pop_all()
-    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), path=path, lock=lock)
+    return Opened(engine=opened, tables=known, path=path, lock=lock)
 
 
 def open_folder(
@@ -249,7 +265,7 @@ def open_folder(
         if create:
             _tables_of(opened, tables, label_of(path), fresh=True)
         undo.pop_all()
-    return Opened(engine=opened, tables=tables, uses=UseCount(label_of(path)), path=path, lock=lock)
+    return Opened(engine=opened, tables=tables, path=path, lock=lock)
 
 
 def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
@@ -261,20 +277,19 @@ def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
     return lock
 
 
-def _default(tables: tuple[Table, ...] | None) -> str:
-    """Return the engine of a new store: the first, or the first that can compress where a table asks for it."""
-    asked = any(table.compression for table in tables or ())
-    return next(kind for kind in ENGINES if kind in COMPRESSING or not asked)
+def _new_engine(engine: str | None, tables: Iterable[Table]) -> str:
+    """Return the engine of a new store: if none is given the first, or the first that can compress if a table asks.
 
-
-def _check_compression(tables: tuple[Table, ...] | None, kind: str) -> None:
-    """Raise ValueError where a table is to be compressed and the engine of a new store cannot do that."""
-    for table in tables or ():
-        if table.compression and kind not in COMPRESSING:
-            raise ValueError(
-                f"table {table.name!r} asks for compression {table.compression!r}, and engine {kind!r} has none: "
-                f"give engine={COMPRESSING[0]!r}, or leave the compression of the table out"
-            )
+    Raises ValueError if a table asks for compression that the engine does not have.
+    """
+    asking = next((table for table in tables if table.compression), None)
+    kind = engine or next(kind for kind in ENGINES if kind in COMPRESSING or asking is None)
+    if asking is not None and kind not in COMPRESSING:
+        raise ValueError(
+            f"table {asking.name!r} asks for compression {asking.compression!r}, and engine {kind!r} has none: "
+            f"give engine={COMPRESSING[0]!r}, or leave the compression of the table out"
+        )
+    return kind
 
 
 def _check_alone(path: Path, kind: str) -> None:
@@ -298,21 +313,11 @@ def _engine(kind: str) -> Callable[..., Engine]:
     return LmdbEngine
 
 
-def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, path: Path | None) -> Opened:
-    """Open the store that ``engine`` holds, or make one of it where it is empty."""
-    head, store = engine.newest(), label_of(path)
-    fresh = head is None
-    if fresh and (tables is None or mode == "r"):
-        raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
-    known = _tables_of(engine, tables, store, fresh=fresh)
-    return Opened(engine=engine, tables=known, uses=UseCount(store), path=path)
-
-
 def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, *, fresh: bool) -> tuple[Table, ...]:
     """Return the tables of the store, and write those of a fresh one."""
-    before = engine.newest()
     if fresh:
         assert requested is not None
+        before = engine.newest()
         data = encode("tables", {"tables": [table.to_record() for table in requested]}, {})
         head = head_of(f"{TABLES}-{engine.epoch}" if engine.epoch else TABLES, data)
         if head != before:  # an interrupted creation may have come so far
@@ -320,21 +325,12 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
             engine.put([Blob(head.name, head.size)], [(0, 0, np.frombuffer(data, np.uint8))])
             engine.publish(head, before)
         return requested
-    for _ in range(_TRIES):
-        if before is None:
-            raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
-        try:
-            stored = tables_at(engine, before, store)
-        except CorruptStoreError:
-            now = engine.newest()  # a writer may have gone on meanwhile
-            if now is None or now == before:
-                raise
-            before = now
-        else:
-            if requested is not None:
-                compare_tables(stored, requested, store)
-            return stored
-    raise StoreError(f"{store} goes on faster than it can be read: open it again")
+    stored = _at_newest(engine, store, tables_at)
+    if stored is None:
+        raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
+    if requested is not None:
+        compare_tables(stored, requested, store)
+    return stored
 
 
 def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: str) -> None:

@@ -60,7 +60,8 @@ class ExtentAllocator:
         """Make all of [0, ``end``) free but ``taken``, which may lie beyond. Raises ValueError where they overlap."""
         self.end = 0
         """End of the space, in bytes."""
-        self._low, self._high = list[int](), list[int]()
+        self.runs = list[tuple[int, int]]()
+        """Beginning and end of each run."""
         self._next = -1
         for low, num_bytes in sorted(taken):
             if low < self.end:
@@ -70,14 +71,10 @@ class ExtentAllocator:
         self.grow(max(0, end - self.end))
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Beginning and end of each run."""
-        return list(zip(self._low, self._high, strict=True))
-
-    @property
     def tail_bytes(self) -> int:
         """Bytes of the run that touches the end."""
-        return self._high[-1] - self._low[-1] if self._high and self._high[-1] == self.end else 0
+        low, high = self.runs[-1] if self.runs else (0, -1)
+        return high - low if high == self.end else 0
 
     def grow(self, num_bytes: int) -> None:
         """Move the end; what is new is free."""
@@ -87,22 +84,22 @@ class ExtentAllocator:
     def cut_tail(self) -> None:
         """Move the end to where the run that touches it begins."""
         if self.tail_bytes:
-            self.end = self._low.pop()
-            self._high.pop()
+            self.end, _ = self.runs.pop()
 
     def take(self, num_bytes: int) -> list[Run]:
         """Take so many bytes in one run or, where none is large enough, in several; fewer where no more are free.
 
         Of those, runs are left that are short beside the bytes: what is read together stands together.
         """
-        i = bisect_left(self._low, self._next)
-        if i == len(self._low) or self._low[i] != self._next or self._high[i] - self._next < num_bytes:
-            i = next((i for i, low in enumerate(self._low) if self._high[i] - low >= num_bytes), -1)
+        i = bisect_left(self.runs, (self._next,))
+        if i == len(self.runs) or self.runs[i][0] != self._next or self.runs[i][1] - self._next < num_bytes:
+            i = next((i for i, (low, high) in enumerate(self.runs) if high - low >= num_bytes), -1)
         if i >= 0:
             return [self._take(i, num_bytes)] if num_bytes else []
         found, least, i = list[Run](), min(_SPLIT_BYTES, paged(num_bytes // 8)), 0
-        while num_bytes and i < len(self._low):
-            if (size := min(num_bytes, self._high[i] - self._low[i])) < min(least, num_bytes):
+        while num_bytes and i < len(self.runs):
+            low, high = self.runs[i]
+            if (size := min(num_bytes, high - low)) < min(least, num_bytes):
                 i += 1
                 continue
             found.append(self._take(i, size))
@@ -111,28 +108,24 @@ class ExtentAllocator:
 
     def _take(self, i: int, num_bytes: int) -> Run:
         """Take the first bytes of a run."""
-        low = self._low[i]
-        self._next = self._low[i] = low + num_bytes
-        if self._low[i] == self._high[i]:
-            del self._low[i], self._high[i]
+        low, high = self.runs[i]
+        self._next = low + num_bytes
+        self.runs[i : i + 1] = [(self._next, high)] if self._next < high else []
         return low, num_bytes
 
     def give(self, low: int, num_bytes: int) -> None:
         """Free bytes that were taken."""
-        high = low + num_bytes
-        if low == high:
+        if not num_bytes:
             return
-        i = bisect_left(self._low, low)
-        assert i == 0 or self._high[i - 1] <= low, f"bytes {low} to {high} are free already"
-        assert i == len(self._low) or high <= self._low[i], f"bytes {low} to {high} are free already"
-        if i < len(self._low) and self._low[i] == high:
-            self._low[i] = low
-        else:
-            self._low.insert(i, low)
-            self._high.insert(i, high)
-        if i > 0 and self._high[i - 1] == low:
-            self._high[i - 1] = self._high[i]
-            del self._low[i], self._high[i]
+        high, i = low + num_bytes, bisect_left(self.runs, (low,))
+        assert i == 0 or self.runs[i - 1][1] <= low, f"bytes {low} to {high} are free already"
+        assert i == len(self.runs) or high <= self.runs[i][0], f"bytes {low} to {high} are free already"
+        if i < len(self.runs) and self.runs[i][0] == high:
+            high = self.runs.pop(i)[1]
+        if i and self.runs[i - 1][1] == low:
+            i -= 1
+            low = self.runs.pop(i)[0]
+        self.runs.insert(i, (low, high))
 
 
 class Extents:

@@ -1,6 +1,7 @@
-"""The seam between the store and its engines: seven verbs over immutable, named blobs, and counters of bytes.
+"""The seam between the store and its engines: seven verbs over immutable, named blobs.
 
-What engines share is here too: the checks of a put, and the record of a head.
+The engine that is a dict defines them, and tests run on it. What engines share is here too: the checks of a put, and
+the record of a head; and what the store keeps of an engine: the head that it is at, and counters of bytes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import numpy as np
 
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.records import checked_digest, decode, encode, whole
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -224,6 +225,137 @@ def checked_parts(
             end = high
         if end != paged(blobs[index].size):
             raise wrong(index, "parts that leave a gap or overlap")
+
+
+class BlobBytes(NamedTuple):
+    """A blob, and the bytes of it that were not dropped."""
+
+    dropped: int
+    data: NDArray[np.uint8]
+
+    @property
+    def size(self) -> int:
+        """Bytes, those that were dropped included."""
+        return self.dropped + self.data.size
+
+
+class MemoryEngine:
+    """Blobs in memory. The same instance opened again is the same store: closing loses nothing.
+
+    Do not use it for rows that must outlive the process.
+    """
+
+    epoch = 0
+    lease_folder: Path | None = None
+    memory_bytes = WRITE_BYTES
+
+    def __init__(self, *, capacity_bytes: int | None = None) -> None:
+        """``capacity_bytes`` bounds all blobs, as a disk would; None bounds nothing."""
+        self.label = "the store in memory"
+        self.capacity_bytes = capacity_bytes
+        self.blobs: dict[str, BlobBytes] = {}
+        """By name."""
+        self.head: Head | None = None
+        self._lock = threading.Lock()
+
+    def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
+        """Keep copies of all blobs, or of none."""
+        check_names(blobs, self.blobs, self.label)
+        with self._lock:
+            stored = sum(blob.data.size for blob in self.blobs.values())
+        added = sum(blob.size for blob in blobs)
+        if self.capacity_bytes is not None and stored + added > self.capacity_bytes:
+            raise StoreFullError(
+                needed_bytes=added,
+                limit=f"the memory engine may hold {self.capacity_bytes:,} and holds {stored:,}",
+                advice="raise capacity_bytes",
+            )
+        copies = [np.zeros(blob.size, np.uint8) for blob in blobs]
+        for index, offset, data in checked_parts(blobs, parts, self.label):
+            copies[index][offset : offset + data.size] = data
+        with self._lock:
+            self.blobs |= {blob.name: BlobBytes(0, data) for blob, data in zip(blobs, copies, strict=True)}
+
+    def read(self, request: ReadRequest) -> None:
+        """Copy bytes of a blob."""
+        (name, *_), offset, out = request
+        with self._lock:
+            blob = self.blobs.get(name)
+        if blob is None:
+            raise BlockReadError("is missing")
+        if offset + out.size > blob.size:
+            raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
+        if offset < blob.dropped:
+            raise BlockReadError(f"lacks its first {blob.dropped:,} bytes")
+        out[:] = blob.data[offset - blob.dropped :][: out.size]
+
+    def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
+        """Drop whole pages; of names that are gone already, nothing."""
+        with self._lock:
+            for name, upto in blobs:
+                blob = self.blobs.pop(name, None)
+                if blob is not None and upto is not None:
+                    low = max(blob.dropped, blob.size if upto >= blob.size else upto // PAGE_BYTES * PAGE_BYTES)
+                    self.blobs[name] = BlobBytes(low, blob.data[low - blob.dropped :].copy())
+
+    def list(self) -> Mapping[str, Stored]:
+        """Return a copy."""
+        with self._lock:
+            return {name: Stored(blob.size, blob.dropped) for name, blob in self.blobs.items()}
+
+    def newest(self) -> Head | None:
+        """Return what ``publish`` was told last."""
+        return self.head
+
+    def publish(self, head: Head, before: Head | None) -> None:
+        """Set the head."""
+        if self.head != before:
+            raise StoreError(f"{self.label} has the head {self.head}, not {before}: open it again")
+        self.head = head
+
+    def close(self) -> None:
+        """Keep everything, for the next opening."""
+
+
+class Publisher:
+    """Publishes the heads of the one writer of an engine."""
+
+    def __init__(self, engine: Engine, label: str) -> None:
+        self._engine, self._label = engine, label
+        self.head = engine.newest()
+        """The newest head of the engine."""
+        self.is_known = True
+        """False if a head may or may not be durable: nothing is written or dropped after that."""
+
+    def publish(self, head: Head, then: Callable[[Head | None], None]) -> None:
+        """Publish a head; if it is durable, also after an error, call ``then`` with the head before it."""
+        before, done = self.head, False
+        try:
+            self._engine.publish(head, before)
+            done = True
+        finally:
+            # An error or an interrupt may come when all of it is durable, or when nothing is.
+            if done or self._is_durable(head, before):
+                self.head = head
+                then(before)
+
+    def look(self) -> None:
+        """Take the head that the engine is at now. Raises StoreError."""
+        self.head = self._engine.newest()
+
+    def check_known(self) -> None:
+        """Raise StoreError if nobody knows what the engine is at: opening the store again finds that out."""
+        if not self.is_known:
+            raise StoreError(f"a commit of {self._label} failed and may be there or not: close it and open it again")
+
+    def _is_durable(self, head: Head, before: Head | None) -> bool:
+        """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""
+        try:
+            found = self._engine.newest()
+        except StoreError:
+            found = None
+        self.is_known = found is not None and found in (head, before)
+        return found == head and self.is_known
 
 
 class Counters:

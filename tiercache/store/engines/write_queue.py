@@ -7,7 +7,6 @@ would wait behind both: then one is under way. What was measured stands in docs/
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -49,7 +48,6 @@ class WriteQueue:
         self._copied = 0
         self._under_way: deque[Future[None]] = deque()
         self._threads: ThreadPoolExecutor | None = None
-        self._begin_one = threading.Lock()
 
     def put(self, view: memoryview, offset: int) -> None:
         """Let whole pages be written at a page, together with those before them in the file; they stay as they are."""
@@ -122,8 +120,10 @@ class WriteQueue:
         self._buffers = [*self._buffers[1:], *self._buffers[:1]]
         try:
             self._threads.submit(self._make, request, runs)
-        except RuntimeError:  # the interpreter ends, or the system has no thread left, and perhaps one has it after all
-            self._make(request, runs)
+        except RuntimeError:  # the interpreter ends, or the system has no thread left
+            if request.cancel():  # else one has it after all
+                self._under_way.pop()
+                self._write_all(runs)
 
     def _await(self, most: int) -> None:
         """Return when at most so many requests are under way; raises what the oldest raised, which stays among them."""
@@ -132,10 +132,8 @@ class WriteQueue:
             self._under_way.popleft()
 
     def _make(self, request: Future[None], runs: list[Run]) -> None:
-        """Write a request, unless it was given up or another thread began it."""
-        with self._begin_one:
-            begun = request.running() or request.done() or not request.set_running_or_notify_cancel()
-        if begun:
+        """Write a request, unless it was given up."""
+        if not request.set_running_or_notify_cancel():
             return
         try:
             self._write_all(runs)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tiercache.store.engines.engine import WRITE_BYTES
-from tiercache.store.engines.zarr_layout import Place, merge, plain_places
+from tiercache.store.engines.zarr_layout import Place, plain_places
 from tiercache.store.files import PAGE_BYTES, ROOM_FOR_RECORDS, huge_pages, open_direct, paged, write_at, writing
 from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -78,6 +79,50 @@ def _rows(objects: Objects, arrays: Arrays, first: int, last: int) -> list[Bytes
         inners.append(inner)
     found = objects.ranges(spans)
     return [one.decode(inner, data, low, high + 1) for one, inner, data in zip(codecs, inners, found, strict=True)]
+
+
+def split(layout: SegmentLayout, block: int, data: Bytes, field_at: int, out: Bytes) -> None:
+    """Gather one field of the rows of a block, which stand page by page in ``data``, in ``out``.
+
+    ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
+    """
+    first = block * layout.block_rows
+    for begin, count, length in _alike(layout, first, data):
+        in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, field_at, out)
+        in_field[:] = in_pages
+
+
+def merge(layout: SegmentLayout, first: int, data: Bytes, fields: Sequence[Bytes]) -> None:
+    """Put all fields of the rows from row ``first`` of a layout on, where a page begins, where they stand in ``data``.
+
+    The opposite of ``split``: ``data`` has the bytes of whole pages.
+    """
+    for begin, count, length in _alike(layout, first, data):
+        at = 0
+        for field in fields:
+            in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, at, field)
+            in_pages[:] = in_field
+            at += field.size * layout.row_bytes // data.size
+
+
+def _alike(layout: SegmentLayout, first: int, data: Bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (row in ``data``, pages, rows of each) of all neighbors of equal length."""
+    rows, begin = data.size // layout.row_bytes, 0
+    low, high = layout.page_of_row(first), layout.page_of_row(first + rows)
+    for length, same in groupby(layout.page_sizes(low, high).tolist()):
+        count = sum(1 for _ in same)
+        yield begin, count, length
+        begin += count * length
+
+
+def _places(
+    begin: int, count: int, length: int, row_bytes: int, data: Bytes, at: int, field: Bytes
+) -> tuple[Bytes, Bytes]:
+    """Return where a field of ``count`` pages of ``length`` rows, from row ``begin`` on, is in ``data`` and alone."""
+    field_bytes, end = field.size * row_bytes // data.size, begin + count * length
+    pages = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
+    in_field = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
+    return pages[:, length * at : length * (at + field_bytes)], in_field
 
 
 class Buffers:

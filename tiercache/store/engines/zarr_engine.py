@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.engines.engine import WRITE_BYTES, Stored, check_names, checked_parts
-from tiercache.store.engines.zarr_chunks import ChunkWriter, RemoteWriter, read_plain, read_rows
+from tiercache.store.engines.zarr_chunks import ChunkWriter, RemoteWriter, read_plain, read_rows, split
 from tiercache.store.engines.zarr_heads import Heads
 from tiercache.store.engines.zarr_inventory import (
     FOLDERS,
@@ -21,7 +21,7 @@ from tiercache.store.engines.zarr_inventory import (
     held_of,
     is_tables,
 )
-from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_places, split
+from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
 from tiercache.store.engines.zarr_objects import CONCURRENCY, Objects
 from tiercache.store.files import ROOM_FOR_RECORDS, check_room, writing
 from tiercache.store.locks import WriterLock
@@ -85,7 +85,15 @@ class ZarrEngine:
         try:
             self._heads = Heads(self._objects)
             if not readonly:
-                self._take_over()
+                is_new = self._heads.take_over()
+                self.epoch = self._heads.epoch
+                if is_new:
+                    for key in (NODE, f"segments/{NODE}"):
+                        self._writer.put_object(key, group_node())
+                        self._heads.dirty.add(key)
+                    self._writer.finish()
+                if self.epoch:
+                    self._garbage.join(self.epoch)
         except BaseException:
             self.close()
             raise
@@ -100,25 +108,26 @@ class ZarrEngine:
         arrays = [None if blob.of is None else arrays_of(blob, blob.of) for blob in blobs]
         self._check_room(blobs)
         added = {blob.name: held_of(blob, one) for blob, one in zip(blobs, arrays, strict=True)}
-        keys = {blob.name: b"" for blob in blobs if not blob.size and not blob.of} | self._nodes(blobs, arrays)
+        small = {blob.name: b"" for blob in blobs if not blob.size and not blob.of} | self._nodes(blobs, arrays)
         with writing(self._objects.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
         held.add(added)
-        made, self._writer.stable, self._writer.buffers.most_bytes = {*keys}, stable, self.memory_bytes
+        self._writer.stable, self._writer.buffers.most_bytes = stable, self.memory_bytes
         try:
-            for key, node in keys.items():
-                self._writer.put_object(key, node)
-            for index, offset, data in checked_parts(blobs, parts, self.label):
+            for key, data in small.items():
+                self._writer.put_object(key, data)
+            for index, offset, part in checked_parts(blobs, parts, self.label):
                 self._objects.check()
-                if data.size:
-                    made |= self._put_part(blobs[index], arrays[index], offset, data)
+                if part.size:
+                    self._put_part(blobs[index], arrays[index], offset, part)
             self._writer.finish()
         except BaseException:
             self._writer.abandon()
             with contextlib.suppress(OSError):  # else the next opening finds them
                 self._objects.delete(held.remove(added))
             raise
-        self._heads.dirty |= made
+        chunks = [plain_keys(blob) if one is None else one.keys() for blob, one in zip(blobs, arrays, strict=True)]
+        self._heads.dirty |= {*small, *(key for keys in chunks for key in keys)}
 
     def read(self, request: ReadRequest) -> None:
         """Read from each object that has a part of the bytes, of rows from each field's array."""
@@ -193,17 +202,6 @@ class ZarrEngine:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _take_over(self) -> None:
-        is_new = self._heads.take_over()
-        self.epoch = self._heads.epoch
-        if is_new:
-            for key in (NODE, f"segments/{NODE}"):
-                self._writer.put_object(key, group_node())
-                self._heads.dirty.add(key)
-            self._writer.finish()
-        if self.epoch:
-            self._garbage.join(self.epoch)
-
     def _look(self) -> dict[str, Held]:
         """Return the blobs whose objects are there; of later writers none, and nothing that was dropped."""
         self._garbage.wait()
@@ -248,17 +246,14 @@ class ZarrEngine:
                 found |= {key: node for key, node in nodes.items() if is_new or key.count("/") == 4}
         return found
 
-    def _put_part(self, blob: Blob, arrays: Arrays | None, offset: int, data: NDArray[np.uint8]) -> set[str]:
-        """Write a part, and return the objects that it is in."""
-        keys = set[str]()
+    def _put_part(self, blob: Blob, arrays: Arrays | None, offset: int, data: NDArray[np.uint8]) -> None:
         if blob.of is None or arrays is None:
             for place, piece in plain_places(blob, offset, data):
                 if piece.size == place.used_bytes <= _SMALL_BYTES:
                     self._writer.put_object(place.key, piece.tobytes())
                 else:
                     self._writer.put(place, partial(np.copyto, src=piece))
-                keys.add(place.key)
-            return keys
+            return
         first, last = arrays.rows_at(offset, arrays.step)
         if offset % arrays.step or data.size != (last - first) * arrays.row_bytes:
             raise ValueError(f"a part of {data.size:,} bytes at byte {offset:,} of {blob.name!r} is no block of it")
@@ -272,5 +267,3 @@ class ZarrEngine:
                 self._writer.put(place, fill)
             else:
                 self._writer.put_encoded(place.key, place.size, fill, array.shards.encode)
-            keys.add(place.key)
-        return keys

@@ -1,31 +1,43 @@
-"""Geometry of blobs in Zarr arrays and plain objects: which object has which bytes, decided without touching any.
+"""Geometry of blobs in Zarr arrays and plain objects: which object has which bytes, decided without touching any; and
+the codecs of compressed ones. The only module that imports numcodecs.
 
 A segment's keys, its last changes and each field of its rows are an array. Shapes: a field (rows, width), for 16-bit
 dtypes with an even width; keys and last changes (rows,). Rows are in the order of the layout, so pages are one run of
 bytes in each array. A chunk has the rows of a whole number of blocks, as many as ``PART_BYTES`` take; of compressed
 tables, of one block. Any other blob is cut into objects of ``PART_BYTES``.
+
+A compressed chunk is a shard of Zarr, in which some rows at a time are compressed and can be read alone: its inner
+chunks one behind the other, then the index: where each begins and how many bytes it has (uint64 both, all ones where it
+is not there), and a CRC32C. An inner chunk has a CRC32C after its compressed bytes: damaged ones never come to a
+decoder.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import groupby
+import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import google_crc32c
+import numcodecs
+import numpy as np
+
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.engines.zarr_codec import COMPRESSIONS, LITTLE, ShardingCodec
 from tiercache.store.files import paged
 from tiercache.store.layout import compressed_rows
 from tiercache.store.records import whole
+from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Blob, BlobRows
     from tiercache.store.layout import SegmentLayout
+
+    Bytes = NDArray[np.uint8]
 
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
@@ -42,6 +54,18 @@ _NUMBERS: dict[str, tuple[str, int, int]] = {
     "changed": ("uint32", 4, (1 << 32) - 1),
 }
 """By last word of a blob's name: dtype, bytes of a row and fill value of the arrays that are no field."""
+
+COMPRESSIONS = (None, "zstd", "blosc")
+CHECKSUM = struct.Struct("<I")
+LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+_CRC32C: dict[str, Any] = {"name": "crc32c"}
+_ZSTD_LEVEL = 1
+_BLOSC_LEVEL, _BLOSC_LIBRARY = 5, "lz4"
+_BLOSC_HEADER = struct.Struct("<4xI4xI")
+"""Bytes unpacked and packed: what Blosc's decoder believes."""
+_ZSTD_LEAST = 9
+_ENTRY_BYTES = 16
+_NOT_THERE = (1 << 64) - 1
 
 
 class Shape(NamedTuple):
@@ -105,7 +129,7 @@ def plain_keys(blob: Blob) -> list[str]:
     return [blob.name, *(f"{blob.name}.{part}" for part in range(1, -(-blob.size // PART_BYTES)))]
 
 
-def plain_places(blob: Blob, offset: int, data: NDArray[np.uint8]) -> Iterator[tuple[Place, NDArray[np.uint8]]]:
+def plain_places(blob: Blob, offset: int, data: Bytes) -> Iterator[tuple[Place, Bytes]]:
     """Yield the objects that have bytes from ``offset`` on of a blob in no arrays, and the parts of ``data``."""
     while data.size:
         part, begin = divmod(offset, PART_BYTES)
@@ -113,6 +137,102 @@ def plain_places(blob: Blob, offset: int, data: NDArray[np.uint8]) -> Iterator[t
         key = f"{blob.name}.{part}" if part else blob.name
         yield Place(key, begin, size, whole_bytes, whole_bytes), data[:size]
         offset, data = offset + size, data[size:]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingCodec:
+    """The chunk sizes and the compression of one array."""
+
+    compression: str
+    """"zstd" (level 1), or "blosc" (LZ4 of the numbers' bytes shuffled)."""
+    item_bytes: int
+    """Bytes of a number, the unit that Blosc shuffles."""
+    row_bytes: int
+    chunk_rows: int
+    inner_rows: int
+    """Rows that are compressed together: ``chunk_rows`` are so many times them."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes at the end of a shard that say where its inner chunks are."""
+        return self.chunk_rows // self.inner_rows * _ENTRY_BYTES + CHECKSUM.size
+
+    @property
+    def most_bytes(self) -> int:
+        """More than a shard has: what does not become shorter becomes a little longer."""
+        step = self.inner_rows * self.row_bytes
+        return self.chunk_rows // self.inner_rows * (step + step // 64 + 1024) + self.index_bytes
+
+    def nodes(self, shape: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the codecs in the words of Zarr; ``shape`` is that of an inner chunk."""
+        if self.compression == "zstd":
+            how: dict[str, Any] = {"level": _ZSTD_LEVEL, "checksum": False}
+        else:
+            how = {"cname": _BLOSC_LIBRARY, "clevel": _BLOSC_LEVEL, "shuffle": "shuffle", "blocksize": 0}
+            how = {"typesize": self.item_bytes, **how}
+        sharding = {
+            "chunk_shape": list(shape),
+            "codecs": [LITTLE, {"name": self.compression, "configuration": how}, _CRC32C],
+            "index_codecs": [LITTLE, _CRC32C],
+            "index_location": "end",
+        }
+        return [{"name": "sharding_indexed", "configuration": sharding}]
+
+    def encode(self, rows: Bytes) -> bytes:
+        """Return the shard of the rows of a block."""
+        step = self.inner_rows * self.row_bytes
+        index = np.full((self.chunk_rows // self.inner_rows, 2), _NOT_THERE, "<u8")
+        parts, at = [], 0
+        for i, low in enumerate(range(0, rows.size, step)):
+            part = rows[low : low + step]
+            if part.size < step:  # an inner chunk has all its rows to readers of Zarr
+                part = np.concatenate([part, np.zeros(step - part.size, np.uint8)])
+            parts.append(self.pack(part))
+            index[i] = at, len(parts[-1])
+            at += len(parts[-1])
+        return b"".join([*parts, sealed(index.tobytes())])
+
+    def decode(self, index: NDArray[np.int64], data: Bytes, first: int, last: int) -> Bytes:
+        """Return the bytes of rows [first, last) out of ``data``, the inner chunks that have them.
+
+        ``index`` has the entries of these. Raises BlockReadError.
+        """
+        step, base = self.inner_rows * self.row_bytes, int(index[0, 0])
+        out = np.empty(len(index) * step, np.uint8)
+        for i, (start, size) in enumerate(index.tolist()):
+            self.unpack(data[start - base : start - base + size], out[i * step : (i + 1) * step])
+        begin = first % self.inner_rows * self.row_bytes
+        return out[begin : begin + (last - first) * self.row_bytes]
+
+    def index_of(self, data: Bytes) -> NDArray[np.int64]:
+        """Return where each inner chunk begins, and its bytes: (count, 2), -1 where it is not there.
+
+        ``data`` is the index. Raises BlockReadError for one that points elsewhere than into a shard.
+        """
+        index = np.frombuffer(_checked(data), "<i8").reshape(-1, 2)
+        there = index[index[:, 0] != -1]
+        if np.any(there < 0) or np.any(there > self.most_bytes) or np.any(there.sum(axis=1) > self.most_bytes):
+            raise BlockReadError("has an index that points beyond its end")
+        return index
+
+    def pack(self, data: Bytes) -> bytes:
+        """Return what is stored of an inner chunk, contiguous bytes of whole numbers."""
+        return sealed(bytes(self._library().encode(data.view(f"<u{self.item_bytes}"))))
+
+    def unpack(self, data: Bytes, out: Bytes) -> None:
+        """Fill ``out`` with what ``pack`` was given. Raises BlockReadError for anything else."""
+        packed = _checked(data)
+        if (_unpacked_zstd if self.compression == "zstd" else _unpacked_blosc)(packed) != out.size:
+            raise BlockReadError(f"cannot be decompressed (it is not what {out.size:,} bytes were compressed to)")
+        try:
+            self._library().decode(packed, out)
+        except (RuntimeError, ValueError) as error:
+            raise BlockReadError(f"cannot be decompressed ({error})") from error
+
+    def _library(self) -> Any:
+        if self.compression == "zstd":
+            return numcodecs.Zstd(level=_ZSTD_LEVEL)
+        return numcodecs.Blosc(_BLOSC_LIBRARY, _BLOSC_LEVEL, numcodecs.Blosc.SHUFFLE)
 
 
 class Array(NamedTuple):
@@ -181,6 +301,10 @@ class Arrays(NamedTuple):
         low = block * array.block_rows
         high = min(low + array.block_rows, array.rows)
         return min(high, low + inside // row_bytes), min(high, low + (inside + size) // row_bytes)
+
+    def keys(self) -> list[str]:
+        """Return the names of all chunks."""
+        return [array.key(chunk) for array in self.arrays for chunk in range(array.num_chunks)]
 
     def live(self, upto: int) -> int:
         """Return the first block that does not end before a byte of the blob, or the number of blocks."""
@@ -259,50 +383,6 @@ def nodes_of(blob: Blob, of: BlobRows, arrays: Arrays) -> dict[str, bytes]:
     return found
 
 
-def split(layout: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
-    """Gather one field of the rows of a block, which stand page by page in ``data``, in ``out``.
-
-    ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
-    """
-    first = block * layout.block_rows
-    for begin, count, length in _alike(layout, first, data):
-        in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, field_at, out)
-        in_field[:] = in_pages
-
-
-def merge(layout: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
-    """Put all fields of the rows from row ``first`` of a layout on, where a page begins, where they stand in ``data``.
-
-    The opposite of ``split``: ``data`` has the bytes of whole pages.
-    """
-    for begin, count, length in _alike(layout, first, data):
-        at = 0
-        for field in fields:
-            in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, at, field)
-            in_pages[:] = in_field
-            at += field.size * layout.row_bytes // data.size
-
-
-def _alike(layout: SegmentLayout, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
-    """Yield (row in ``data``, pages, rows of each) of all neighbors of equal length."""
-    rows, begin = data.size // layout.row_bytes, 0
-    low, high = layout.page_of_row(first), layout.page_of_row(first + rows)
-    for length, same in groupby(layout.page_sizes(low, high).tolist()):
-        count = sum(1 for _ in same)
-        yield begin, count, length
-        begin += count * length
-
-
-def _places(
-    begin: int, count: int, length: int, row_bytes: int, data: NDArray[np.uint8], at: int, field: NDArray[np.uint8]
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return where a field of ``count`` pages of ``length`` rows, from row ``begin`` on, is in ``data`` and alone."""
-    field_bytes, end = field.size * row_bytes // data.size, begin + count * length
-    pages = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
-    in_field = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
-    return pages[:, length * at : length * (at + field_bytes)], in_field
-
-
 def group_node(attributes: dict[str, Any] | None = None) -> bytes:
     """Return the object that describes a group of arrays."""
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes or {}}).encode()
@@ -340,3 +420,37 @@ def cut(layout: SegmentLayout | Shape) -> tuple[int, int]:
     rows = layout.block_rows
     less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
     return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)
+
+
+def _unpacked_blosc(packed: bytes) -> int:
+    """Return how many bytes a header says it was; -1 where it is none for these bytes."""
+    if len(packed) < _BLOSC_HEADER.size:
+        return -1
+    unpacked, size = _BLOSC_HEADER.unpack_from(packed)
+    return int(unpacked) if size == len(packed) else -1
+
+
+def _unpacked_zstd(packed: bytes) -> int:
+    """Return how many bytes a frame's header says it was (RFC 8878, 3.1.1.1); -1 where it does not say."""
+    if len(packed) < _ZSTD_LEAST:
+        return -1
+    single, flag = packed[4] >> 5 & 1, packed[4] >> 6
+    at, size = 6 - single + (0, 1, 2, 4)[packed[4] & 3], (single, 2, 4, 8)[flag]
+    if not size or at + size > len(packed):
+        return -1
+    return int.from_bytes(packed[at : at + size], "little") + (256 if size == 2 else 0)
+
+
+def sealed(data: bytes) -> bytes:
+    """Return bytes with their CRC32C at the end, as Zarr's codec of that name does."""
+    return data + CHECKSUM.pack(google_crc32c.value(data))
+
+
+def _checked(data: Bytes) -> bytes:
+    """Return bytes without the CRC32C at their end. Raises BlockReadError where it is not theirs."""
+    kept = data.tobytes()
+    packed = kept[: -CHECKSUM.size]
+    seen = google_crc32c.value(packed)
+    if len(kept) < CHECKSUM.size or CHECKSUM.unpack(kept[-CHECKSUM.size :])[0] != seen:
+        raise BlockReadError(f"has checksum {seen:08x} over its compressed bytes, where another was written")
+    return packed

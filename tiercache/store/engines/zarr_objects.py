@@ -198,7 +198,7 @@ class Objects:
         if self.root is None:
             names = list(names)
             keys = [name for name in names if name[-1] != "/"]
-            for found in self._together([_all(self.store.list_prefix(name)) for name in names if name[-1] == "/"]):
+            for found in self._together([_all(self.store.list_prefix, name) for name in names if name[-1] == "/"]):
                 keys += found
             self._together([self.store.delete(key) for key in keys])
             return
@@ -277,8 +277,8 @@ class Objects:
     def names(self, folder: str) -> list[str]:
         """Return the names of everything directly below a folder, without that; of "", what is in no folder too."""
         if self.root is None:
-            listed = self.store.list_prefix(folder + "/") if folder else self.store.list_dir("")
-            return [name.removeprefix(folder + "/") for name in self._together([_all(listed)])[0]]
+            listed = _all(self.store.list_prefix, folder + "/") if folder else _all(self.store.list_dir, "")
+            return [name.removeprefix(folder + "/") for name in self._together([listed])[0]]
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path(folder))  # noqa: PTH208
         return []
@@ -302,7 +302,7 @@ class Objects:
     async def _sizes(self, prefix: str) -> dict[str, int]:
         if isinstance(self.store, ObjectStore):  # says sizes at once
             return {one["path"]: one["size"] async for one in self.store._list(prefix)}
-        return dict.fromkeys(await _all(self.store.list_prefix(prefix)), _UNSIZED)
+        return dict.fromkeys(await _all(self.store.list_prefix, prefix), _UNSIZED)
 
     async def _size(self, key: str) -> int:
         with contextlib.suppress(FileNotFoundError):
@@ -356,24 +356,24 @@ class Objects:
         return answers  # type: ignore[return-value]
 
 
-async def _all(names: AsyncIterator[str]) -> list[str]:
-    return [name async for name in names]
+async def _all(names: Callable[[str], AsyncIterator[str]], of: str) -> list[str]:
+    return [name async for name in names(of)]
 
 
 def _walk(root: str, folder: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    pending = [folder]
-    while pending:
-        folder_path, empty = pending.pop(), True
+    """Return the files below a folder with their bytes, and empty folders, with a slash at the end, as 0."""
+
+    def fail(error: OSError) -> None:
         # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{folder_path}") as entries:
-            for entry in entries:
-                empty = False
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(f"{folder_path}/{entry.name}")
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    found[f"{folder_path}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
-            if empty and folder_path != folder:
-                found[f"{folder_path}/"] = 0
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    found: dict[str, int] = {}
+    for path, folders, files in os.walk(f"{root}/{folder}", onerror=fail):
+        name = path[len(root) + 1 :]
+        if not folders and not files and name != folder:
+            found[f"{name}/"] = 0
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                found[f"{name}/{file}"] = os.lstat(f"{path}/{file}").st_size
     return found

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from tiercache.store.commit import Commit
-    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
-    from tiercache.store.engines.memory_engine import MemoryEngine
+    from tiercache.store.engines.engine import Counters, Engine, Head, MemoryEngine, Stored
     from tiercache.store.opening import RankPlace
     from tiercache.store.recovery import CommitLoader
     from tiercache.store.segment import Segment
