@@ -18,7 +18,6 @@ from tiercache.store.engines.zarr_inventory import (
     Inventory,
     blobs_of,
     epoch_of,
-    held_of,
     is_tables,
 )
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
@@ -105,10 +104,22 @@ class ZarrEngine:
         self._heads.check_writer()
         held = self._inventory()
         check_names(blobs, held, self.label)
-        arrays = [None if blob.of is None else arrays_of(blob, blob.of) for blob in blobs]
+        added, small, made = dict[str, Held](), dict[str, bytes](), set[str]()
+        for blob in blobs:
+            if blob.of is None:
+                names, arrays = plain_keys(blob), None
+                made.update(names)
+                if not blob.size:
+                    small[blob.name] = b""
+            else:
+                arrays = arrays_of(blob, blob.of)
+                names = [f"{array.folder}/" for array in arrays.arrays]
+                made.update(arrays.keys())
+                is_new = f"{blob.name.rpartition('/')[0]}/" not in held.folders
+                nodes = nodes_of(blob, blob.of, arrays)
+                small |= {key: node for key, node in nodes.items() if is_new or key.count("/") == 4}
+            added[blob.name] = Held(blob.size, 0, tuple(names), arrays)
         self._check_room(blobs)
-        added = {blob.name: held_of(blob, one) for blob, one in zip(blobs, arrays, strict=True)}
-        small = {blob.name: b"" for blob in blobs if not blob.size and not blob.of} | self._nodes(blobs, arrays)
         with writing(self._objects.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
         held.add(added)
@@ -117,17 +128,15 @@ class ZarrEngine:
             for key, data in small.items():
                 self._writer.put_object(key, data)
             for index, offset, part in checked_parts(blobs, parts, self.label):
-                self._objects.check()
                 if part.size:
-                    self._put_part(blobs[index], arrays[index], offset, part)
+                    self._put_part(blobs[index], added[blobs[index].name].arrays, offset, part)
             self._writer.finish()
         except BaseException:
             self._writer.abandon()
             with contextlib.suppress(OSError):  # else the next opening finds them
                 self._objects.delete(held.remove(added))
             raise
-        chunks = [plain_keys(blob) if one is None else one.keys() for blob, one in zip(blobs, arrays, strict=True)]
-        self._heads.dirty |= {*small, *(key for keys in chunks for key in keys)}
+        self._heads.dirty |= made | small.keys()
 
     def read(self, request: ReadRequest) -> None:
         """Read from each object that has a part of the bytes, of rows from each field's array."""
@@ -235,16 +244,6 @@ class ZarrEngine:
         if self._objects.root is not None:
             with writing(self._objects.root, needed, kept_bytes=kept):
                 check_room(self._objects.root, needed + kept)
-
-    def _nodes(self, blobs: Sequence[Blob], arrays: Sequence[Arrays | None]) -> dict[str, bytes]:
-        """Return the objects that describe arrays, and groups that have no blob yet."""
-        found: dict[str, bytes] = {}
-        for blob, one in zip(blobs, arrays, strict=True):
-            if blob.of is not None and one is not None:
-                is_new = blob.name.rpartition("/")[0] + "/" not in self._inventory().folders
-                nodes = nodes_of(blob, blob.of, one)
-                found |= {key: node for key, node in nodes.items() if is_new or key.count("/") == 4}
-        return found
 
     def _put_part(self, blob: Blob, arrays: Arrays | None, offset: int, data: NDArray[np.uint8]) -> None:
         if blob.of is None or arrays is None:

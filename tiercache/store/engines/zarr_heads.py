@@ -1,8 +1,7 @@
 """Heads: numbered objects that each name a store's newest commit; the largest number is the store.
 
-All that a head needs, and itself, is durable before it gets its name, and it is never written again. On a local disk a
-lock keeps writers apart. On an object store each head is put by a conditional put: a writer takes over by a head of its
-own, and the writer before it finds its next number taken.
+On a local disk a lock keeps writers apart. On an object store each head is put by a conditional put: a writer takes
+over by a head of its own, and the writer before it finds its next number taken.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.store.engines.zarr_layout import NODE, Arrays, Shape, arrays_in, plain_keys
+from tiercache.store.engines.zarr_layout import NODE, Arrays, Shape, arrays_in
 from tiercache.store.files import PAGE_BYTES
 from tiercache.store.records import decode, encode
 from tiercache.store.store_errors import CorruptStoreError
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from tiercache.store.engines.engine import Blob
     from tiercache.store.engines.zarr_objects import Objects
 
 Hole = tuple[str, int]
@@ -84,12 +83,6 @@ class Inventory(dict[str, Held]):
             if dead < array.num_chunks and array.shards is None and size:
                 holes.append((array.key(dead), size))
         return names, holes
-
-
-def held_of(blob: Blob, arrays: Arrays | None) -> Held:
-    """Return a blob that was put whole."""
-    names = plain_keys(blob) if arrays is None else [f"{array.folder}/" for array in arrays.arrays]
-    return Held(blob.size, 0, tuple(names), arrays)
 
 
 def blobs_of(

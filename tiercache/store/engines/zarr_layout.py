@@ -1,15 +1,7 @@
-"""Geometry of blobs in Zarr arrays and plain objects: which object has which bytes, decided without touching any; and
-the codecs of compressed ones. The only module that imports numcodecs.
+"""Geometry and codecs of blobs in Zarr arrays and plain objects, decided without touching any: docs/format/zarr.md.
 
-A segment's keys, its last changes and each field of its rows are an array. Shapes: a field (rows, width), for 16-bit
-dtypes with an even width; keys and last changes (rows,). Rows are in the order of the layout, so pages are one run of
-bytes in each array. A chunk has the rows of a whole number of blocks, as many as ``PART_BYTES`` take; of compressed
-tables, of one block. Any other blob is cut into objects of ``PART_BYTES``.
-
-A compressed chunk is a shard of Zarr, in which some rows at a time are compressed and can be read alone: its inner
-chunks one behind the other, then the index: where each begins and how many bytes it has (uint64 both, all ones where it
-is not there), and a CRC32C. An inner chunk has a CRC32C after its compressed bytes: damaged ones never come to a
-decoder.
+Rows are in the order of the layout, so pages are one run of bytes in each array. Compressed bytes have a checksum:
+damaged ones never come to a decoder. The only module that imports numcodecs.
 """
 
 from __future__ import annotations
