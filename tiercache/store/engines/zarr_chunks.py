@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -181,20 +182,17 @@ class ChunkWriter:
         lead = place.begin % PAGE_BYTES
 
         def write(buffer: Bytes) -> None:
-            with writing(self._objects.place, place.used_bytes, kept_bytes=ROOM_FOR_RECORDS):
+            with writing(self._objects.place, place.used_bytes, kept_bytes=ROOM_FOR_RECORDS), ExitStack() as files:
                 handle = self._objects.make(place.key, lambda path: os.open(path, _FLAGS, 0o644))
-                direct = None
-                try:
-                    status = os.fstat(handle)
-                    if status.st_size != place.whole_bytes or status.st_blocks * 512 < place.used_bytes:
-                        os.posix_fallocate(handle, 0, place.used_bytes)
-                        os.ftruncate(handle, place.whole_bytes)
-                    direct = open_direct(self._objects.path(place.key), os.O_WRONLY)
-                    write_at(handle, direct, buffer, place.begin, place.size)
-                finally:
-                    os.close(handle)
-                    if direct is not None:
-                        os.close(direct)
+                files.callback(os.close, handle)
+                status = os.fstat(handle)
+                if status.st_size != place.whole_bytes or status.st_blocks * 512 < place.used_bytes:
+                    os.posix_fallocate(handle, 0, place.used_bytes)
+                    os.ftruncate(handle, place.whole_bytes)
+                direct = open_direct(self._objects.path(place.key), os.O_WRONLY)
+                if direct is not None:
+                    files.callback(os.close, direct)
+                write_at(handle, direct, buffer, place.begin, place.size)
 
         self._begin(paged(lead + place.size), slice(lead, lead + place.size), fill, write)
 
