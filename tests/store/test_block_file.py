@@ -197,6 +197,15 @@ def test_blobs_of_one_put_stand_together(tmp_path: Path) -> None:
         assert file.size == 217_088
 
 
+def test_free_room_at_the_end_and_what_the_file_grows_by_are_one_run(tmp_path: Path) -> None:
+    """So what is written together is read by one call."""
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
+        _, last = file.take([8192, 8192])
+        file.give(last.runs)
+        (room,) = file.take([20_480])
+        assert room.runs == ((8192, 20_480),)
+
+
 def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
