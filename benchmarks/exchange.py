@@ -48,7 +48,7 @@ from tiercache.rows.threads import share_threads
 from tiercache.store.bits import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
-from tiercache.train.anchors import Arrival, State
+from tiercache.train.arrivals import Arrival, State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.row_view import RowView

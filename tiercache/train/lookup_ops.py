@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.rows.backends.base import Backend
-    from tiercache.train.anchors import Anchor, Anchors, Arrival
+    from tiercache.train.anchors import Anchor, Anchors
+    from tiercache.train.arrivals import Arrival
     from tiercache.train.table_lookup import RemoteLookup, TableLookup
     from tiercache.train.table_module import TableModule
     from tiercache.values.batch import Batch

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
-    from tiercache.train.anchors import Arrival
+    from tiercache.train.arrivals import Arrival
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.dist.pooled_output import PooledBatch
     from tiercache.dist.requests import ExchangedInput
-    from tiercache.train.anchors import Anchors, Arrival
+    from tiercache.train.anchors import Anchors
+    from tiercache.train.arrivals import Arrival
     from tiercache.values.ids import FoundIds
     from tiercache.values.lookups import GroupRows
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiercache.train.anchors import Anchors, State
+from tiercache.train.anchors import Anchors
+from tiercache.train.arrivals import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     import torch
 
-    from tiercache.train.anchors import Arrival
+    from tiercache.train.arrivals import Arrival
     from tiercache.values.lookups import SavedGradient
 
 

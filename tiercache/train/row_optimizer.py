@@ -12,7 +12,8 @@ import torch
 from tiercache.errors import StateError
 from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.backends.saved_gradients import of_tables
-from tiercache.train.anchors import Anchors, State
+from tiercache.train.anchors import Anchors
+from tiercache.train.arrivals import State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Group, Table
-    from tiercache.train.anchors import Anchor, Arrival
+    from tiercache.train.anchors import Anchor
+    from tiercache.train.arrivals import Arrival
     from tiercache.values.lookups import GroupRows, SavedGradient
 
 

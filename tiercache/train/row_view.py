@@ -11,7 +11,7 @@ import torch
 
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.bits import hash_keys
-from tiercache.train.anchors import State
+from tiercache.train.arrivals import State
 from tiercache.values.batch import Batch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Schema
-    from tiercache.train.anchors import Arrival
+    from tiercache.train.arrivals import Arrival
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.row_gradients import RowGradients
     from tiercache.values.ids import Array, FeatureIds, FoundIds

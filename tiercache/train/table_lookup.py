@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.schema import Feature
-    from tiercache.train.anchors import Arrival
+    from tiercache.train.arrivals import Arrival
     from tiercache.train.row_view import Pooled, RowView
     from tiercache.values.batch import Batch
     from tiercache.values.ids import Array, FeatureIds
