@@ -208,6 +208,26 @@ def test_the_order_of_the_sum_is_defined_to_the_last_bit(kind: str, dim: int, op
 
 
 @every_machine
+@pytest.mark.parametrize("optimizer", ["rowwise", "rowwise_adam", "rowwise_rmsprop"])
+def test_slices_of_columns_step_as_whole_rows_by_the_means_of_these(kind: str, optimizer: str) -> None:
+    """Each slice takes the mean of squares of the whole row, in the order of entries."""
+    rng, slots = np.random.default_rng(0), np.array([4, 0, 2], np.int32)
+    fields = [rng.standard_normal((5, 12)).astype(F4), *states(optimizer, 5, 12, rng)]
+    gradient = rng.standard_normal((3, 12)).astype(F4)
+    means = (gradient.astype(float) ** 2).mean(axis=1).astype(F4)
+    for m in machines(kind):
+        whole = stepped(m, optimizer, fields, slots, m.one_id(gradient))
+        for columns in (slice(0, 8), slice(8, 12)):
+            part = [np.ascontiguousarray(one[:, columns] if one.shape[1] > 1 else one) for one in fields]
+            vectors, placed = m.vectors(part[0]), [m.place(one) for one in part[1:]]
+            described = m.one_id(np.ascontiguousarray(gradient[:, columns]))
+            rule, pairs = rule_of(optimizer, vectors.dim), m.sort(m.place(slots), 5)
+            m.step(Step(vectors, placed, pairs, described, rule, means=m.place(means)))
+            for found, right in zip((m.read(one) for one in (vectors.values, *placed)), whole, strict=True):
+                np.testing.assert_allclose(found, right[:, columns] if right.shape[1] > 1 else right, rtol=1e-5)
+
+
+@every_machine
 def test_one_hot_row_takes_all(kind: str) -> None:
     """3000 entries of one row, also of an only row; of 600 entries without a row a device takes nothing."""
     rng = np.random.default_rng(0)
@@ -485,6 +505,7 @@ def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
         (right._replace(gradients=m.one_id(gradient, np.ones(1, np.int64))), "cols must lie in"),
         (right._replace(gradients=bags_of(scales=np.ones(2, F4))), "entry_scale has 2"),
         (right._replace(gradients=bags_of(argmax=np.zeros(8, np.int32))), "argmax has shape"),
+        (right._replace(means=m.place(np.ones(2, F4))), "means has 2 elements for 3 entries"),
         (narrow_rows, "5 rows of a 16-bit dtype are rounded by 0 streams"),
     ):
         with pytest.raises(ValueError, match=said):
