@@ -51,7 +51,7 @@ def started(name: str, script: str, folder: Path) -> subprocess.Popen[str]:
 def losses(name: str, script: str, folder: Path) -> list[list[str]]:
     """Run a script to its end, and return the lines that it printed, as words."""
     process = started(name, script, folder)
-    out, errors = process.communicate(timeout=300)
+    out, errors = process.communicate(timeout=1200)
     assert process.returncode == 0, errors
     return [line.split() for line in out.splitlines()]
 
@@ -66,7 +66,7 @@ def killed_losses(name: str, folder: Path, count: int) -> list[list[str]]:
         if sum(words[0] == "loss" for words in found) == count:
             break
     process.kill()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == -9, errors
     return found
 
