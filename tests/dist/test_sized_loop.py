@@ -4,6 +4,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiercache as tc
@@ -40,17 +41,19 @@ def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_poo
     CASE.cut(tmp_path / "passes")
     expected = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name="passes.tc", how="passes")[0]
     rows = stored(tmp_path, "passes.tc")
-    for name, hows in {"flat.tc": ["flat"], "sized.tc": ["sized"], "resumed.tc": ["left", "stopped", "sized"]}.items():
-        for how in hows:
-            stop = 6 if how == "left" else STEPS
+    runs = {"flat.tc": {"flat": 0}, "sized.tc": {"sized": 0}, "resumed.tc": {"left": 0, "stopped": 4, "sized": 28}}
+    for name, trained_before in runs.items():
+        for how, before in trained_before.items():
+            stop = 10 if how == "left" else STEPS
             found = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name=name, how=how, stop=stop)
-            before = {"stopped": 4, "sized": 28 if len(hows) > 1 else 0}.get(how, 0)
-            assert {tuple(one.pop("lengths")) for one in found} == {(STEPS - before, STEPS - before)} or how == "flat"
-        ended = {name: value for name, value in found[0].items() if name != "lengths"}
-        assert ended.keys() == expected.keys()
+            lengths = {tuple(one.pop("lengths")) for one in found}
+            assert lengths == {(STEPS - before, 0 if how == "flat" else STEPS - before)}
+        assert found[0].keys() == expected.keys()
+        # after a restart, three ranks may add the gradients of dense parameters in another order; two cannot
+        tolerance = 1e-6 if size > 2 and name == "resumed.tc" else 0.0
         for weight, value in expected.items():
-            assert (value == ended[weight]).all(), weight
-        assert_same_rows(stored(tmp_path, name), rows)
+            np.testing.assert_allclose(value, found[0][weight], rtol=0, atol=tolerance, err_msg=weight)
+        assert_same_rows(stored(tmp_path, name), rows, tolerance)
         with tc.Store.open(tmp_path / name, mode="r") as store:
             assert store.commit is not None
             assert store.commit.cursor.pass_index == 8
