@@ -46,7 +46,7 @@ from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.device import group_rows
 from tiercache.rows.threads import share_threads
 from tiercache.store.bits import hash_keys
-from tiercache.store.shards.sharding import ShardingPlan, TableSharding
+from tiercache.store.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.train.arrivals import Arrival, State
 from tiercache.train.row_gradients import RowGradients

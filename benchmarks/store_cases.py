@@ -184,7 +184,7 @@ def _write(path: Path, engine: str, rows: int) -> int:
     with Store.open(path, tables=[TABLE], engine=engine) as store:
         (group,) = store.groups
         layout = base_layout(group, [Range(NEVER, (rows,))])
-        store.append(0, [layout], blocks_of(group, layout, chunks()), stable=False)
+        store.append(0, [layout], blocks_of([group], [layout], lambda *_: chunks()), stable=False)
         runs.publish(store, 1)
     return int(keys[rows // 2])
 

@@ -28,10 +28,10 @@ from tiercache.store import rewrite as rewriting
 from tiercache.store.bits import keys_of
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, RankList, State, head_of
 from tiercache.store.engines.engine import Blob
-from tiercache.store.layout import KEY_PAGE_ROWS, checksum
+from tiercache.store.layout import KEY_PAGE_ROWS
 from tiercache.store.live import Live
-from tiercache.store.records import digest
-from tiercache.store.segment import Segment, SegmentMeta
+from tiercache.store.records import checksum, digest
+from tiercache.store.segment import GroupMeta, Segment, meta_to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,15 +188,15 @@ def made_up_store(rows: int) -> Store:
         [Range(NEVER, (rows,))], row_bytes=ROW_BYTES, page_rows=1, block_bytes=ROW_BYTES * KEY_PAGE_ROWS
     )
     bounds = [layout.rows_of_block(block) for block in range(layout.num_blocks)]
-    meta = SegmentMeta(
-        layouts=(layout,),
-        checksums=(np.full(rows, checksum(np.zeros(ROW_BYTES, np.uint8)), np.uint32),),
-        key_checksums=(np.array([checksum(engine.keys(*rows_of)) for rows_of in bounds], np.uint32),),
-        first_hashes=(engine.hashes(0, rows)[::KEY_PAGE_ROWS],),
-        maps=(None,),
+    meta = GroupMeta(
+        layout=layout,
+        checksums=np.full(rows, checksum(np.zeros(ROW_BYTES, np.uint8)), np.uint32),
+        key_checksums=np.array([checksum(engine.keys(*rows_of)) for rows_of in bounds], np.uint32),
+        first_hashes=engine.hashes(0, rows)[::KEY_PAGE_ROWS],
     )
-    segment = Segment(id_=0, name="segments/0.0", pass_index=-1, within=False, meta=meta)
-    head, parts = meta.to_bytes(0, store.groups)
+    segment = Segment(id_=0, name="segments/0.0", pass_index=-1, within=False)
+    segment.describe((meta,))
+    head, parts = meta_to_bytes([meta], 0, store.groups)
     data = np.concatenate([np.frombuffer(head, np.uint8), *parts])
     segment.meta_bytes, segment.head_bytes, segment.head_digest = data.size, len(head), digest(head)
     own = RankList(

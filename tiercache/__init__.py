@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiercache.schema import KeptColumn as KeptColumn
     from tiercache.schema import Schema as Schema
     from tiercache.store import Store as Store
-    from tiercache.store.shards.sharding import ShardingPlan as ShardingPlan
+    from tiercache.store.sharding import ShardingPlan as ShardingPlan
     from tiercache.store.store_errors import StoreError as StoreError
     from tiercache.store.table import Table as Table
     from tiercache.train.cache import TierCache as TierCache
@@ -54,7 +54,7 @@ _HOME = {
     "Feature": "schema",
     "KeptColumn": "schema",
     "PassDataset": "data.dataset",
-    "ShardingPlan": "store.shards.sharding",
+    "ShardingPlan": "store.sharding",
     "CostModel": "planning.sharding_rules",
     "ShardingRules": "planning.sharding_rules",
     "InMemoryCache": "train.in_memory",

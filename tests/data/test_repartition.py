@@ -23,7 +23,7 @@ from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine, hash_keys
-from tiercache.store.shards.sharding import hash_bounds
+from tiercache.store.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:

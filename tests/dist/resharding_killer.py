@@ -37,7 +37,7 @@ from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import open_own_shard
 from tiercache.store import Store
 from tiercache.store.opening import newest_record
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.sharding import ShardingPlan
 from tiercache.store.verification import verify_store
 
 PHASES = (
@@ -310,7 +310,7 @@ def _stands(path: Path) -> int:
     """Return the newest commit of a store."""
     record = newest_record(path)
     assert record is not None
-    return int(record.values["id"])
+    return int(record.id)
 
 
 def _without_a_kill(num_ranks: int, work: Callable[[Processes, Teller], None]) -> Ended:

@@ -15,7 +15,7 @@ from tiercache.dist.resharding import reshard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import Store
-from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
 
 
 def one_case(**options: Any) -> Case:

@@ -118,7 +118,7 @@ def go_on(path: Path) -> list[str]:
     if now != record:
         found.append(f"opened, it has {now} and had {record}")
     found += [f"opened, {problem}" for problem in [*of_all_commits(path), *leftovers(path)]]
-    if record.values["id"] < NEW:
+    if record.id < NEW:
         roll_back(path, TO)
 
     def train(ranks: Any) -> list[int]:
@@ -138,7 +138,7 @@ def newest(path: Path) -> tuple[int, Cursor]:
     """Return the id and the cursor of the newest commit."""
     record = newest_record(path)
     assert record is not None
-    return record.values["id"], record.values["cursor"]
+    return record.id, record.cursor
 
 
 def of_all_commits(path: Path) -> list[str]:

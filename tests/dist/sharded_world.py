@@ -11,12 +11,12 @@ import numpy as np
 
 from tests.dist.meeting import meet
 from tests.store.world import World
-from tiercache.dist.resharding import OldRanks
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
+from tiercache.store.reads import StoreReads
 from tiercache.store.row_codec import row_words
-from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +143,7 @@ def divide_anew(
 ) -> None:
     """Divide a store by another sharding; the new ranks have the rows that the old ones have."""
     with ShardWriter.divide(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
-        cursor = shards.before.values["cursor"]
+        cursor = shards.before.cursor
         assert not cursor.sample
         world = world_of(sharding, ranks.rank)
         for pass_index in range(max(0, cursor.pass_index - NUM_PASSES), cursor.pass_index):
@@ -198,9 +198,32 @@ def problems(store: Store) -> Iterator[str]:
                     yield f"row {key} of table {name!r} at {store.commit.cursor} has other bits"
 
 
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> OldRanks:
+class OneStore(StoreReads):
+    """The rows of ranks in memory, at their newest commits."""
+
+    def __init__(self, tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> None:
+        self.label, self.tables, self.sharding = "the store in memory", tuple(tables), sharding
+        self._shards, self.reader = shards, shards[0].reader
+
+    @property
+    def parts(self) -> Sequence[Store]:
+        """The store of each rank."""
+        return self._shards
+
+    @property
+    def snapshot(self) -> Any:
+        """The newest commit of rank 0."""
+        return self.parts[0].snapshot
+
+    @property
+    def commit(self) -> Any:
+        """The newest commit of rank 0."""
+        return self.parts[0].commit
+
+
+def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Any:
     """Return the rows of ranks in memory, at their newest commits."""
-    return OldRanks("the store in memory", tables, sharding, shards)
+    return OneStore(tables, sharding, shards)
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:

@@ -85,7 +85,7 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
 
 def turn_of(record: CommitRecord) -> int:
     """Return which sharding a commit has."""
-    return int(record.values["sharding"] == sharding_on(len(record.ranks), 1))
+    return int(record.sharding == sharding_on(len(record.ranks), 1))
 
 
 def run(
@@ -203,7 +203,7 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
 
 def stands(record: CommitRecord | None) -> tuple[int, ...]:
     """Return the cursor of a commit."""
-    return NONE if record is None else tuple(record.values["cursor"])
+    return NONE if record is None else tuple(record.cursor)
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
@@ -222,7 +222,7 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     stand = meet(num_ranks, open_all)
     if any(at != cursor for at in stand):
         teller.say("wrong", f"the shards stand at {stand} and the newest commit at {cursor}")
-    if record is not None and newest_record(path).values != record.values:
+    if record is not None and vars(newest_record(path)) != vars(record):
         teller.say("wrong", "opening it has made another commit")
     wanted = {f"rank-{rank}" for rank in range(1, num_ranks)}
     if (names := {entry.name for entry in path.glob("rank-*")}) != wanted:

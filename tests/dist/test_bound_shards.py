@@ -147,7 +147,7 @@ def read_id(path: Path) -> int:
     """Return the newest commit, whatever its ranks have."""
     record = newest_record(path)
     assert record is not None
-    return int(record.values["id"])
+    return int(record.id)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])

@@ -28,7 +28,7 @@ from tests.dist.trainings import CASES, stored
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
 from tiercache.store.locks import leased_commits
-from tiercache.store.shards.rank_writer import RankWriter
+from tiercache.store.rank_writer import RankWriter
 from tiercache.store.snapshot import Needed
 
 

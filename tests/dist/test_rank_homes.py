@@ -14,7 +14,7 @@ from tests.files import files_of
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import Cursor, Store, StoreError, StoreInUseError
 from tiercache.store.locks import WriterLock
-from tiercache.store.shards.rank_folder import note_folders
+from tiercache.store.rank_folder import note_folders
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 COMMITS = 3

@@ -21,7 +21,7 @@ from tests.store.damage import sealed as sealed_record
 from tiercache.store import CorruptStoreError, Cursor, NotAStoreError, Store, StoreError
 from tiercache.store.commit import CommitRecord
 from tiercache.store.opening import newest_record, open_folder
-from tiercache.store.shards.rank_folder import RankFolder, store_id
+from tiercache.store.rank_folder import RankFolder, store_id
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 FIELDS = ("ranks", "folders", "sharding")
@@ -153,7 +153,7 @@ def test_records_of_any_ranks_are_refused_in_a_sentence(record: bytes) -> None:
             assert_sentence(error)
             refused += 1
         else:
-            sharding = found.values["sharding"]
+            sharding = found.sharding
             assert sharding is None or len(found.ranks) == len(found.folders) == sharding.num_ranks
             for rank, folder in enumerate(found.folders):
                 assert folder == "." if rank == 0 else Path(folder).name == f"rank-{rank}"

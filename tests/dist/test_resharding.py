@@ -36,8 +36,8 @@ from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.opening import newest_record
-from tiercache.store.shards.rank_folder import RankFolder
-from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+from tiercache.store.rank_folder import RankFolder
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 
 @st.composite
@@ -108,8 +108,8 @@ def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
         whole = one_store(TABLES, old, shards)
         copy_shard(whole, store, new, 0)
         check_rows(store, new, 0, expected(shards[0].commit.cursor))
-    assert whole.ranks[0].counters.row_bytes_read > 0
-    assert whole.ranks[1].counters.row_bytes_read == 0
+    assert whole.parts[0].counters.row_bytes_read > 0
+    assert whole.parts[1].counters.row_bytes_read == 0
 
 
 def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:

@@ -20,10 +20,9 @@ from tiercache.rows.device import DeviceTier, SlotAssignment
 from tiercache.rows.prefetch import first_vectors, initial_vectors
 from tiercache.store import MemoryEngine
 from tiercache.store.bits import hash_keys
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.inspect import verify
-from tiercache.store.row_codec import from_words
-from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.row_codec import from_words, initial_rows
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.store.table import group_tables
 
 CASE = Case(

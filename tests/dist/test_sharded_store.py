@@ -36,9 +36,9 @@ from tiercache.store import (
 )
 from tiercache.store import store as store_module
 from tiercache.store.directory import StoreDirectory
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.locks import Lease
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.row_codec import initial_rows
+from tiercache.store.sharding import ShardingPlan
 
 GO_ON = """
 import sys

@@ -17,7 +17,7 @@ from tests.dist.trainings import CASES, assert_as_alone, assert_same_rows, on_ra
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.sharding_planner import sharding_of
 from tiercache.rows.backends.cpu import CpuBackend
-from tiercache.store.shards.sharding import ShardingPlan, TableSharding, groups_of_rank
+from tiercache.store.sharding import ShardingPlan, TableSharding, groups_of_rank
 from tiercache.train.dense_state import DenseState
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")

@@ -18,8 +18,8 @@ from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of
-from tiercache.store.shards.sharding import (
-    HASHES,
+from tiercache.store.bits import HASHES
+from tiercache.store.sharding import (
     KINDS,
     ShardingPlan,
     Slice,

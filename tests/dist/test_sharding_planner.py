@@ -14,7 +14,7 @@ from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.sharding_planner import TableStats, plan_sharding, sharding_of, stats_of
 from tiercache.planning.sharding_rules import STRATEGIES, CostModel
-from tiercache.store.shards.sharding import ShardingPlan, TableSharding
+from tiercache.store.sharding import ShardingPlan, TableSharding
 
 SGD = tc.optim.SGD(learning_rate=1.5)
 

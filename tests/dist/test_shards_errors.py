@@ -38,7 +38,7 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store.opening import newest_record, open_folder
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.sharding import ShardingPlan
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 

@@ -19,8 +19,8 @@ from tests.train.cases import Case
 from tiercache.dist import shard_writer
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.errors import RankError
+from tiercache.store import rank_folder
 from tiercache.store.opening import Opened
-from tiercache.store.shards import rank_folder
 
 TIMEOUT, HITCH = 3.0, 5.0
 """Seconds."""

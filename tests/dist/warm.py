@@ -3,7 +3,7 @@
 import torch.nn.parallel
 
 import tests.dist.trainings
-import tiercache.store.shards.joined_ranks
+import tiercache.store.reads
 import tiercache.train.cache
 
 __all__ = ["tests", "tiercache", "torch"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
-from tiercache.store.layout import page_checksums
+from tiercache.store.records import page_checksums
 
 needs_crc32c = pytest.mark.skipif(not has_crc32c(), reason="this CPU has no instruction for CRC32C")
 

@@ -66,7 +66,7 @@ def needed_bytes(store: Store) -> dict[str, int]:
         with store.at(commit.id) as older:
             for segment in older.segments:
                 found[segment.meta_blob.name] = segment.meta_blob.size
-                for blob in segment.blobs(store.groups):
+                for blob in segment.blobs():
                     assert blob.of is not None
                     (group, layout), kind = blob.of, blob.name.rsplit("/", 1)[1]
                     first = older.snapshot.first_range(segment, group.index)
@@ -82,7 +82,7 @@ def held_blocks(store: Store) -> dict[tuple[str, int], int]:
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
     found = {(name, 0): size for name, size in needed.whole.items()}
     for need in needed.segments.values():
-        for blob in need.segment.blobs(store.groups):
+        for blob in need.segment.blobs():
             assert blob.of is not None
             layout, kind = blob.of.layout, blob.name.rsplit("/", 1)[1]
             for block in range(int(need.first_blocks_G[blob.of.group.index]), layout.num_blocks):

@@ -12,7 +12,7 @@ from numpy.random import Generator
 
 from tiercache.store.commit import head_of
 from tiercache.store.engines.engine import Blob, Engine, Head, ReadRequest
-from tiercache.store.paged import describe, places_of
+from tiercache.store.records import describe, places_of
 
 LIES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 255, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63,

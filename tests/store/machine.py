@@ -20,9 +20,9 @@ from tests.store.failing import FailingEngine, KilledError
 from tests.store.world import World
 from tiercache.store.commit import Cursor
 from tiercache.store.engines.engine import Engine
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.initializer import Uniform, Zeros
 from tiercache.store.optimizer import SGD, Adagrad, Adam
+from tiercache.store.row_codec import initial_rows
 from tiercache.store.store import Store
 from tiercache.store.store_errors import StoreError, StoreFullError
 from tiercache.store.table import Table

@@ -27,7 +27,7 @@ def places(path: Path) -> dict[str, list[Place]]:
     """
     with Store.open(path, mode="r") as store:
         needed = store.history.needed
-        blobs = {blob.name: blob for one in needed.segments.values() for blob in one.segment.blobs(store.groups)}
+        blobs = {blob.name: blob for one in needed.segments.values() for blob in one.segment.blobs()}
         needs = [need for need in needed.blobs() if need.size > need.first_byte]
     if (path / "blocks.bin").exists():
         extents = _extents(path)

@@ -1,6 +1,6 @@
 """Records of a store that say something else than they did, under digests that are right from there up to the head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.store.damage import plant, records_of
 from tiercache.store.engines.engine import Blob, Engine
 from tiercache.store.records import decode, digest, encode
-from tiercache.store.segment import Segment, SegmentMeta
+from tiercache.store.segment import GroupMeta, Segment, meta_to_bytes
 from tiercache.store.store import Store
 
 Change = Callable[[dict[str, Any], dict[str, NDArray[Any]]], object]
@@ -29,9 +29,9 @@ def rewritten(engine: Engine, kind: str, change: Change) -> None:
     plant(engine, name, encode(kind, values, arrays))
 
 
-def described(engine: Engine, store: Store, segment: Segment, meta: SegmentMeta) -> None:
+def described(engine: Engine, store: Store, segment: Segment, meta: Sequence[GroupMeta]) -> None:
     """Have the newest commit name another description of one of its segments."""
-    head, parts = meta.to_bytes(segment.id, store.groups)
+    head, parts = meta_to_bytes(meta, segment.id, store.groups)
     data, name = np.concatenate([np.frombuffer(head, np.uint8), *parts]), segment.meta_blob.name
     engine.drop([(name, None)])
     engine.put([Blob(name, data.size)], [(0, 0, data)])

@@ -27,9 +27,8 @@ from tiercache.store import (
     load_rows,
 )
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.optimizer import RowWiseAdam
-from tiercache.store.row_codec import row_words
+from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.verification import Verification
 
 

@@ -20,7 +20,7 @@ from tiercache.store.engines.lmdb_map import Slot, entry_of
 from tiercache.store.key_map import KeyMapBuilder, map_entries
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout
 from tiercache.store.live import Live
-from tiercache.store.paged import describe
+from tiercache.store.records import describe
 from tiercache.store.table import group_tables
 
 PAGES = Path(__file__).parents[2] / "docs/format"

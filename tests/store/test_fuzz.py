@@ -37,12 +37,11 @@ from tiercache.store import (
     Zeros,
 )
 from tiercache.store.commit import CommitRecord, RankList, head_of
+from tiercache.store.commit_reader import tables_at
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import BlobBytes, Head
-from tiercache.store.paged import PagedArrays
-from tiercache.store.records import encode
-from tiercache.store.recovery import tables_at
-from tiercache.store.segment import Segment, SegmentMeta
+from tiercache.store.records import PagedArrays, encode
+from tiercache.store.segment import Segment, meta_from_bytes
 from tiercache.store.store_errors import FormatVersionError
 from tiercache.store.table import group_tables
 from tiercache.store.verification import Verification
@@ -109,7 +108,7 @@ def parse(kind: str, data: bytes, engine: MemoryEngine) -> None:
         case "ranks":
             RankList.from_bytes(data, groups, Segment, "it")
         case "segments":
-            SegmentMeta.from_bytes(data, 1, "it", lambda places, sums: PagedArrays("it", places, sums, *_NO_ARRAYS))
+            meta_from_bytes(data, 1, "it", lambda places, sums: PagedArrays("it", places, sums, *_NO_ARRAYS))
         case _:
             head = head_of("tables", data)
             tables_at(copy_of(engine, {"tables": data}, head), head, "it")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tiercache.kernels.cpu.initial as kernels
 from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code, mix, xxh64
-from tiercache.store.initial_rows import initial_rows
+from tiercache.store.row_codec import initial_rows
 
 
 @pytest.mark.parametrize(

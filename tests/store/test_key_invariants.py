@@ -169,7 +169,7 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
     Verification(store).run()["problems"]
     rows_of_kind = Counter[str]()
     for segment in store.segments:
-        for blob in segment.blobs(store.groups):
+        for blob in segment.blobs():
             group, kind = blob.of.group.index, blob.name.rsplit("/", 1)[1]
             first = store.snapshot.first_block(segment, group)
             rows_of_kind[kind] += max(0, blob.of.layout.rows - first * blob.of.layout.block_rows)

@@ -10,7 +10,7 @@ from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Range, SegmentLayout, Store
 from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder, map_entries, needs_map
-from tiercache.store.paged import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
+from tiercache.store.records import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
 
 
 class Behind:

@@ -107,7 +107,7 @@ def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
         for block in range(layout.num_blocks):
             low, high = layout.rows_of_block(block)
             cuts = [*range(0, high - low, rows), high - low]
-            assert layout.key_pages_of_block(block) == (page, page + len(cuts) - 1)
+            assert layout.key_pages_of_rows(np.array([low, high - 1])).tolist() == [page, page + len(cuts) - 2]
             assert key_page_bounds(high - low).tolist() == [8 * cut for cut in cuts]
             page += len(cuts) - 1
         assert layout.num_key_pages == page

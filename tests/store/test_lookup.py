@@ -27,8 +27,7 @@ from tiercache.store import (
 )  # fmt: skip
 from tiercache.store.engines.block_file import BlockFile, Extents
 from tiercache.store.files import PAGE_BYTES
-from tiercache.store.initial_rows import initial_rows
-from tiercache.store.row_codec import blocks_of
+from tiercache.store.row_codec import blocks_of, initial_rows
 from tiercache.store.segment import base_layout
 
 
@@ -138,7 +137,7 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
     keys = keys[np.argsort(hash_keys(keys, table.table_id))]
     values = np.repeat(keys[:, None], table.row_bytes // 4, axis=1).astype(np.float32)
     layout = base_layout(group, [Range(NEVER, (rows,))])
-    store.append(0, [layout], blocks_of(group, layout, [(keys, values)]))
+    store.append(0, [layout], blocks_of([group], [layout], lambda *_: [(keys, values)]))
     publish(store, 1)
     for key, count in ((3 * 77, 1), (int(keys[0]), 1), (int(keys[-1]), 1), (3 * 78 + 1, 0)):
         before = store.counters.key_bytes_read, store.counters.row_bytes_read
@@ -153,8 +152,8 @@ def test_keys_that_do_not_begin_as_their_segment_says_are_refused() -> None:
     store, _ = trained(3, 2)
     segment = store.segments[-1]
     store.reader.keys(segment, 0, 0)
-    first, *others = segment.first_hashes
-    segment.describe(replace(segment.meta, first_hashes=(first[:] + np.uint64(1), *others)))
+    first, *others = segment.meta
+    segment.describe((replace(first, first_hashes=first.first_hashes[:] + np.uint64(1)), *others))
     with pytest.raises(CorruptBlockError, match="other first keys"):
         store.reader.keys(segment, 0, 0)
 

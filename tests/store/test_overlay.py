@@ -106,5 +106,5 @@ def test_a_store_inside_a_pass_takes_no_rows(home: Home) -> None:
     world.train()
     world.append(store, within=True)
     world.publish(store, sample=7)
-    with pytest.raises(ValueError, match="stands inside pass 1: train to its end"):
+    with pytest.raises(ValueError, match="stands inside pass 1: train to the end of a pass before rows are imported"):
         load_rows(store, [])

@@ -27,7 +27,7 @@ from tiercache.store.snapshot import Needed
 def planted(self, after):
     needed = Needed.of([*after, *self._given_up, *self._holds])
     early = list(self._allocated.given_up(needed))
-    if not self._leased():  # a reader would find it without a kill
+    if not self.leased_now():  # a reader would find it without a kill
         self._allocated = needed
         self._engine.drop(early)
     whole(self, after)
@@ -117,7 +117,7 @@ PLANTED = {
     ),
     "zarr: freed before the commit": ("commit_writer.CommitWriter._publish", FREED_EARLY, "--points 150", KILL),
     "zarr: written over below a reader": (
-        "commit_writer.CommitWriter._leased",
+        "commit_writer.CommitWriter.leased_now",
         READERS_UNSEEN,
         "",
         "a run without a kill",

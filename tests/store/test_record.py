@@ -14,9 +14,8 @@ from tests.store.rewritten import Change
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Segment, Store
 from tiercache.store.commit import CommitRecord, RankList
-from tiercache.store.paged import ArrayPlace, ChunkCache, PagedArrays
-from tiercache.store.records import decode, encode
-from tiercache.store.segment import SegmentMeta
+from tiercache.store.records import ArrayPlace, ChunkCache, PagedArrays, decode, encode
+from tiercache.store.segment import GroupMeta, meta_from_bytes
 from tiercache.store.table import group_tables
 
 ARRAYS = {"a": np.arange(5, dtype=np.uint32), "b": np.array([-1, 2**62]), "c": np.zeros(0, np.int64)}
@@ -204,7 +203,7 @@ BAD_COMMITS: dict[str, dict[str, Any]] = {
 def test_a_commit_that_says_what_cannot_be_is_refused(what: str) -> None:
     """Of each value it is known what it may be."""
     values, arrays = decode("commit", COMMIT, "it")
-    assert CommitRecord.from_bytes(encode("commit", values, arrays), "it").values["id"] == 2
+    assert CommitRecord.from_bytes(encode("commit", values, arrays), "it").id == 2
     with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
         CommitRecord.from_bytes(encode("commit", {**values, **BAD_COMMITS[what]}, arrays), "it")
 
@@ -227,13 +226,13 @@ BAD_DESCRIPTIONS: dict[str, Change] = {
 }
 
 
-def read_description(data: bytes) -> SegmentMeta:
+def read_description(data: bytes) -> tuple[GroupMeta, ...]:
     """Read the head of a description, without the arrays behind it."""
 
     def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
         return PagedArrays("it", places, checksums, lambda *_: None, ChunkCache(), "it")
 
-    return SegmentMeta.from_bytes(data, 2, "it", arrays_of)
+    return meta_from_bytes(data, 2, "it", arrays_of)
 
 
 @pytest.mark.parametrize("what", BAD_DESCRIPTIONS)
@@ -241,7 +240,7 @@ def test_a_description_of_a_segment_that_cannot_be_is_refused(what: str) -> None
     """One checksum for each page and block, not more, not fewer; before an array is read."""
     values, arrays = decode("segment", DESCRIPTION, "it")
     arrays = {name: array.copy() for name, array in arrays.items()}
-    assert len(read_description(encode("segment", values, arrays)).layouts) == len(GROUPS)
+    assert len(read_description(encode("segment", values, arrays))) == len(GROUPS)
     BAD_DESCRIPTIONS[what](values, arrays)
     with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
         read_description(encode("segment", values, arrays))

@@ -35,8 +35,8 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store.files import ScratchFile
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.optimizer import SGD
+from tiercache.store.row_codec import initial_rows
 from tiercache.store.table import Group
 from tiercache.store.verification import Verification
 

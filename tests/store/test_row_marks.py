@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.store import row_marks
-from tiercache.store.row_marks import IDLE, STALE, USED, RowMarks, mark_codes
+from tiercache.store import compaction_plan
+from tiercache.store.compaction_plan import IDLE, STALE, USED, RowMarks, mark_codes
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +27,7 @@ def test_marks_are_read_back(
     rng = np.random.default_rng(seed)
     expected, owner = rng.choice([IDLE, STALE, USED], rows).astype(np.uint8), rng.integers(0, passes, rows)
     with pytest.MonkeyPatch.context() as patch, RowMarks(rows, tmp_path_factory.getbasetemp(), "a test") as marks:
-        patch.setattr(row_marks, "_WINDOW_ROWS", window)
+        patch.setattr(compaction_plan, "_WINDOW_ROWS", window)
         for number in range(passes):
             mine = [np.nonzero((owner == number) & (expected == mark))[0] for mark in (STALE, USED)]
             codes = np.sort(np.concatenate([mark_codes(mine[0], STALE), mark_codes(mine[1], USED)]))

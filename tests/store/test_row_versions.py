@@ -192,14 +192,15 @@ def test_a_description_of_last_changes_that_cannot_be_is_found(tables: list[Tabl
     engine, _ = moved_store(tables)
     with Store.open(None, engine=engine, mode="r") as store:
         segment = store.segments[0]
-        first, *others = segment.changed
+        first_group, *others = segment.meta
+        first = first_group.changed
         wrong = {
-            "newest": lambda: replace(first, newest_B=first.newest_B[:] + np.uint32(99)),
-            "oldest": lambda: replace(first, oldest_B=first.newest_B[:] + np.uint32(1)),
-            "checksums": lambda: replace(first, checksums_B=np.empty(0, np.uint32)),
-            "short": lambda: replace(first, oldest_B=first.oldest_B[1:]),
+            "newest": lambda: first._replace(newest_B=first.newest_B[:] + np.uint32(99)),
+            "oldest": lambda: first._replace(oldest_B=first.newest_B[:] + np.uint32(1)),
+            "checksums": lambda: first._replace(checksums_B=np.empty(0, np.uint32)),
+            "short": lambda: first._replace(oldest_B=first.oldest_B[1:]),
         }[what]()
-        meta = replace(segment.meta, changed=(wrong, *others))
+        meta = (replace(first_group, changed=wrong), *others)
         described(engine, store, segment, meta)
     found = problems(engine)
     assert found

@@ -13,7 +13,7 @@ from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Careless, Home, small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, Table, hash_keys
-from tiercache.store.runs import hash_slices
+from tiercache.store.external_sort import hash_slices
 from tiercache.store.scan import scan_segments
 
 

@@ -32,8 +32,7 @@ from tiercache.store.bits import from_bits, nearest, to_bits
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.changes import differences
 from tiercache.store.engines.zarr_layout import cut
-from tiercache.store.initial_rows import initial_rows
-from tiercache.store.row_codec import row_words
+from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.segment import base_layout
 
 DTYPES = ("bfloat16", "float16")

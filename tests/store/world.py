@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from tiercache.store.bits import hash_keys
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.commit import Commit, Cursor
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.layout import NEVER, Range, SegmentLayout
 from tiercache.store.lookup import locate
-from tiercache.store.row_codec import row_words
+from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.segment import Segment
 from tiercache.store.store import Store
 from tiercache.store.table import Group, Table
@@ -258,7 +257,7 @@ class World:
         for group in store.groups:
             wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
             with store.pinned() as snapshot:
-                found = locate(store.reader, snapshot, wanted, after=after)
+                found = {name: locate(store.reader, snapshot, name, keys, after=after) for name, keys in wanted.items()}
             for name, keys in wanted.items():
                 ids, rows = found[name]
                 for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):

@@ -28,7 +28,7 @@ from tests.train.cases import (
 )
 from tests.train.devices import DEVICES
 from tiercache.data.raw_batch import OOV_KEY
-from tiercache.store.initial_rows import initial_rows
+from tiercache.store.row_codec import initial_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,7 +38,7 @@ from tests.train.cases import (
 from tests.train.devices import DEVICE, DEVICES, cuda_device, device_of_tests
 from tiercache.errors import StateError
 from tiercache.store.bits import nearest
-from tiercache.store.initial_rows import initial_rows
+from tiercache.store.row_codec import initial_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -59,7 +59,7 @@ def forget(
     quiet: Quiet = False,
 ) -> None:
     """Delete rows of a table. The next rewrite frees their bytes, or this command with --now."""
-    from tiercache.store.forget import forget as run
+    from tiercache.store.alter import forget as run
 
     output = Output(as_json, quiet)
     with open_store(path, mode="a") as store, output.working():

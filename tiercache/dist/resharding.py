@@ -19,13 +19,9 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, Store, StoreError
 from tiercache.store.bulk_load import load_sorted
-from tiercache.store.external_sort import slice_bytes
+from tiercache.store.external_sort import hash_slices, slice_bytes
 from tiercache.store.files import scratch_in
-from tiercache.store.rewrite import row_scratch_bytes
-from tiercache.store.row_order import entry_bytes
-from tiercache.store.runs import hash_slices
-from tiercache.store.shards.joined_ranks import JoinedRanks
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.rewrite import entry_bytes, row_scratch_bytes
 
 if TYPE_CHECKING:
     import os
@@ -39,6 +35,7 @@ if TYPE_CHECKING:
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout
+    from tiercache.store.sharding import ShardingPlan
 
 _KEY_BYTES = 8
 
@@ -80,8 +77,8 @@ def reshard(
             with ranks.raise_on_all("reading the old rows"):
                 prepare_kernels()
                 assert opened.before is not None, "it has a commit"
-                before = Store.open(opened.path, mode="r", commit=opened.before.values["id"])
-                old = OldRanks.of(stack.enter_context(before))
+                before = Store.open(opened.path, mode="r", commit=opened.before.id)
+                old = stack.enter_context(before)
                 make = partial(_Copy, old, opened.store, view, order, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
             _refuse(opened, ranks, "reading the old rows", refused)
@@ -100,29 +97,8 @@ def reshard(
     return opened
 
 
-class OldRanks(JoinedRanks):
-    """The rows of a store that is divided anew, and what its ranks keep beside them."""
-
-    ranks: tuple[Store, ...]
-
-    @classmethod
-    def of(cls, store: Store) -> OldRanks:
-        """Return those of a store of one rank or several."""
-        commit = store.commit
-        assert commit is not None, "it stands at a commit"
-        sharding = commit.sharding or ShardingPlan.of_one(store.tables)
-        return cls(store.label, store.tables, sharding, store.ranks or (store,))
-
-    @property
-    def commit(self) -> Commit:
-        """The commit that they are at, as rank 0 has it."""
-        commit = self.ranks[0].commit
-        assert commit is not None, "they stand at a commit"
-        return commit
-
-
 def copy_shard(
-    old: OldRanks,
+    old: Store,
     store: Store,
     sharding: ShardingPlan,
     rank: int,
@@ -138,7 +114,8 @@ def copy_shard(
     settings; rows stand in the order of ``uses``, which may have keys that no old rank has. Raises what ``load_sorted``
     raises, and ValueError if tables that share a group now had different learning rates.
     """
-    source, commit = old.ranks[rank if rank < len(old.ranks) else 0], old.commit
+    source, commit = old.parts[rank if rank < len(old.parts) else 0], old.commit
+    assert commit is not None, "it stands at a commit"
     check_rates(commit.settings.get("learning_rates", {}), store)
     scratch = scratch_in(store.path)
     owned = {table.name: sharding.owned_hashes(table.name, rank) for table in store.tables}
@@ -196,9 +173,7 @@ class Need:
         return self.shard + self.scratch
 
     @classmethod
-    def of(
-        cls, old: OldRanks, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
-    ) -> Need:
+    def of(cls, old: Store, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         of_tables = []
@@ -221,13 +196,14 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(self, old: OldRanks, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
+    def __init__(self, old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._view = old, store, view
         self.start = _start(old, view, order, reorganized=reorganized)
         schedule = Schedule.of(view, order)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, view, schedule, self.start)
         commit = old.commit
+        assert commit is not None, "it stands at a commit"
         self.need = Need.of(old, store, view, self._uses, commit.cursor, commit.state_bytes)
 
     def run(self) -> None:
@@ -258,9 +234,10 @@ def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None
     return Cursor(*split_cursor(view.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: OldRanks, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
+def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``view``. Raises DatasetError where that is another one."""
     commit = old.commit
+    assert commit is not None, "it stands at a commit"
     found = place_of(commit, view, order)
     if found is not None:
         return found

@@ -11,7 +11,7 @@ from tiercache.planning.matching import check_tables
 if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.store import Commit, Store
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
 
 
 def roll_back(store: Store, at: int | str, passes: PassDataset, sharding: ShardingPlan | None) -> None:

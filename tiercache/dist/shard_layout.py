@@ -23,14 +23,14 @@ import numpy as np
 
 from tiercache.errors import RankError
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
-from tiercache.store.shards.sharding import hash_bounds
+from tiercache.store.sharding import hash_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.shards.sharding import Kind, ShardingPlan
+    from tiercache.store.sharding import Kind, ShardingPlan
     from tiercache.store.table import Group, Table
 
 

@@ -8,8 +8,8 @@ from tiercache.errors import StateError
 from tiercache.store import group_tables
 from tiercache.store.files import local_path
 from tiercache.store.opening import ENGINES
-from tiercache.store.shards.rank_folder import folders_of
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.rank_folder import folders_of
+from tiercache.store.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     import os
@@ -66,7 +66,7 @@ class ShardSpec:
 
     def check_sharding(self, found: CommitRecord, label: str) -> None:
         """Raise StateError for a store of another number of ranks, or of another sharding."""
-        sharding = found.values["sharding"] or ShardingPlan.of_one(found.tables)
+        sharding = found.sharding or ShardingPlan.of_one(found.tables)
         if sharding.num_ranks != self.sharding.num_ranks:
             raise StateError(
                 f"{label} has the rows of {sharding.num_ranks} ranks and {self.sharding.num_ranks} were started: start "

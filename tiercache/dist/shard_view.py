@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.dist.shard_layout import find_owners
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
-from tiercache.store.shards.sharding import hash_bounds
+from tiercache.store.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers, SubDataset
     from tiercache.dist.shard_layout import Owners
     from tiercache.schema import Schema
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.table import Group, Table
 
 

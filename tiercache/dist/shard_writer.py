@@ -1,6 +1,6 @@
 """The store of several ranks, open for writing: one rank's part, and the commits that all of them make together.
 
-``tiercache/store/shards/rank_writer.py`` says why a kill of one rank or of all loses nothing. A lock in the folder of
+``tiercache/store/rank_writer.py`` says why a kill of one rank or of all loses nothing. A lock in the folder of
 the store, held by rank 0, lets one training at a time write; each rank's own lock stops one whose rank 0 is gone while
 others of its ranks still write.
 """
@@ -16,13 +16,12 @@ from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
 from tiercache.store import Cursor, Store, StoreError, Table
 from tiercache.store.commit import CommitRecord
-from tiercache.store.commit_reader import CommitReader
+from tiercache.store.commit_reader import CommitReader, record_at
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Head, MemoryEngine
 from tiercache.store.locks import WriterLock
 from tiercache.store.opening import RankPlace, label_of, open_engine, store_path
-from tiercache.store.recovery import record_at
-from tiercache.store.shards.rank_folder import (
+from tiercache.store.rank_folder import (
     RankFolder,
     check_homes,
     delete_others,
@@ -32,7 +31,7 @@ from tiercache.store.shards.rank_folder import (
     open_rank,
     store_id,
 )
-from tiercache.store.shards.rank_writer import RankWriter, add_commits, commit_blobs
+from tiercache.store.rank_writer import RankWriter, add_commits, commit_blobs
 from tiercache.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
     from tiercache.store.opening import Opened
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
 
 
 class _Found(NamedTuple):
@@ -209,7 +208,7 @@ class ShardWriter:
         assert opened is not None, "it is open"
         loader = opened.loader(of.counters)
         snapshot = Snapshot(prepared.commit, loader.groups)
-        held = CommitReader(loader.commits, loader, snapshot, alone=True)
+        held = CommitReader(loader, snapshot, alone=True)
         return Store(opened, of.path, of.mode, prepared.commit.id, None, of, held)
 
     @property
@@ -294,7 +293,7 @@ class ShardWriter:
             if self._copy is not None and self.ahead:
                 newest, data = Head(*head), b64decode(text)
                 record = CommitRecord.from_bytes(data, f"{newest.name} of {self.label}")
-                add_commits(self._copy, [(newest, data)], [one.head for one in record.values["kept"]])
+                add_commits(self._copy, [(newest, data)], [one.head for one in record.kept])
                 self.writer.leased = {*leased}
                 self.writer.take(newest, record)
 
@@ -360,7 +359,7 @@ class ShardWriter:
         record = found.record
         if record is None:
             raise StateError(f"{self.label} has no commit yet: there is nothing to divide")
-        if pins := record.values["pins"]:
+        if pins := record.pins:
             raise StateError(
                 f"{self.label} has the pinned commits {', '.join(map(repr, pins))}, which other ranks would give up: "
                 "unpin them first"

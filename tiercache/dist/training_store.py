@@ -25,8 +25,8 @@ from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.files import local_path, scratch_in
 from tiercache.store.opening import newest_record, store_path
-from tiercache.store.shards.rank_folder import folders_of
-from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.rank_folder import folders_of
+from tiercache.store.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -327,8 +327,8 @@ def choose_sharding(
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
             found = newest_record(store_path(path)) if requested == "auto" else None
-            if found is not None and len(found.ranks) == ranks.size > 1:
-                chosen = found.values["sharding"].to_record()
+            if found is not None and found.sharding is not None and len(found.ranks) == ranks.size:
+                chosen = found.sharding.to_record()
             else:
                 chosen = sharding_of(passes, ranks.size, requested, number_bytes=number_bytes).to_record()
     return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
@@ -365,7 +365,7 @@ def open_own_shard(
     with ranks.raise_on_all("reading the newest commit of the store"):
         if ranks.rank == 0 and (record := newest_record(store_path(path))) is not None:
             is_one = len(record.ranks) == shard_view.sharding.num_ranks == 1
-            found = [is_one or record.values["sharding"] == shard_view.sharding, record.values["retention"]]
+            found = [is_one or record.sharding == shard_view.sharding, record.retention]
     found = ranks.all_gather_object(found)[0]
     if found is not None and not found[0]:
         with ranks.raise_on_all(_PLANNING):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy
-from tiercache.store.shards.sharding import (
+from tiercache.store.sharding import (
     KINDS,
     ShardingPlan,
     TableSharding,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.sub_dataset import SubDataset
-    from tiercache.store.shards.sharding import Kind
+    from tiercache.store.sharding import Kind
     from tiercache.store.table import Table
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes, parse_bytes
-from tiercache.store.shards.sharding import ShardingPlan, listed
+from tiercache.store.sharding import ShardingPlan, listed
 
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -135,7 +135,7 @@ def _unfreed_bytes(history: History) -> tuple[int, int]:
             if (never := layout.range_of_use(NEVER)) is not None and layout.first_row_R.item(never) < layout.rows:
                 firsts.append(layout.first_row_R.item(never) // layout.block_rows)
             total += (layout.num_blocks - min(firsts)) * block_bytes(group, min(layout.block_rows, layout.rows))
-            if segment.changed and segment.changed[group.index].stored:
+            if (changed := segment.meta[group.index].changed) is not None and changed.stored:
                 total += (layout.num_blocks - first_block) * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
         metadata += paged(segment.meta_bytes) if total > before else 0
     return total, metadata

@@ -3,7 +3,7 @@
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.hashing import hash_runs
 from tiercache.kernels.cpu.key_maps import map_entries
-from tiercache.store.compute import Compute
+from tiercache.store.segment import Compute
 
 COMPUTE = Compute(hashes=hash_runs, map_entries=map_entries)
 if has_crc32c():

@@ -6,145 +6,84 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.store.alter import alter
-    from tiercache.store.bits import hash_keys, mix, xxh64
-    from tiercache.store.bulk_load import load_rows
-    from tiercache.store.changes import Difference, differences
-    from tiercache.store.commit import Commit, Cursor
-    from tiercache.store.engines.engine import Counters, Engine, MemoryEngine
-    from tiercache.store.engines.lmdb_engine import LmdbEngine
-    from tiercache.store.engines.zarr_engine import ZarrEngine
-    from tiercache.store.forget import Forgotten, forget
-    from tiercache.store.initializer import Constant, Normal, Uniform, Zeros, initializer_code
-    from tiercache.store.inspect import info, verify
-    from tiercache.store.layout import NEVER, Range, SegmentLayout
-    from tiercache.store.optimizer import SGD, Adagrad, Adam, Field, RowWiseAdagrad
-    from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
-    from tiercache.store.store_errors import (
-        BlockReadError,
-        CommitMissingError,
-        CorruptBlockError,
-        CorruptStoreError,
-        FormatVersionError,
-        KeyMissingError,
-        NotAStoreError,
-        StoreClosedError,
-        StoreError,
-        StoreFullError,
-        StoreInUseError,
-        StoreMissingError,
-        TableMismatchError,
-    )
-    from tiercache.store.table import Group, Table, group_tables
+    from tiercache.store.alter import Forgotten as Forgotten
+    from tiercache.store.alter import alter as alter
+    from tiercache.store.alter import forget as forget
+    from tiercache.store.bits import hash_keys as hash_keys
+    from tiercache.store.bits import mix as mix
+    from tiercache.store.bits import xxh64 as xxh64
+    from tiercache.store.bulk_load import load_rows as load_rows
+    from tiercache.store.changes import Difference as Difference
+    from tiercache.store.changes import differences as differences
+    from tiercache.store.commit import Commit as Commit
+    from tiercache.store.commit import Cursor as Cursor
+    from tiercache.store.engines.engine import Counters as Counters
+    from tiercache.store.engines.engine import Engine as Engine
+    from tiercache.store.engines.engine import MemoryEngine as MemoryEngine
+    from tiercache.store.engines.lmdb_engine import LmdbEngine as LmdbEngine
+    from tiercache.store.engines.zarr_engine import ZarrEngine as ZarrEngine
+    from tiercache.store.initializer import Constant as Constant
+    from tiercache.store.initializer import Normal as Normal
+    from tiercache.store.initializer import Uniform as Uniform
+    from tiercache.store.initializer import Zeros as Zeros
+    from tiercache.store.initializer import initializer_code as initializer_code
+    from tiercache.store.inspect import info as info
+    from tiercache.store.inspect import verify as verify
+    from tiercache.store.layout import NEVER as NEVER
+    from tiercache.store.layout import Range as Range
+    from tiercache.store.layout import SegmentLayout as SegmentLayout
+    from tiercache.store.optimizer import SGD as SGD
+    from tiercache.store.optimizer import Adagrad as Adagrad
+    from tiercache.store.optimizer import Adam as Adam
+    from tiercache.store.optimizer import Field as Field
+    from tiercache.store.optimizer import RowWiseAdagrad as RowWiseAdagrad
+    from tiercache.store.segment import Segment as Segment
+    from tiercache.store.store import Store as Store
+    from tiercache.store.store_errors import BlockReadError as BlockReadError
+    from tiercache.store.store_errors import CommitMissingError as CommitMissingError
+    from tiercache.store.store_errors import CorruptBlockError as CorruptBlockError
+    from tiercache.store.store_errors import CorruptStoreError as CorruptStoreError
+    from tiercache.store.store_errors import FormatVersionError as FormatVersionError
+    from tiercache.store.store_errors import KeyMissingError as KeyMissingError
+    from tiercache.store.store_errors import NotAStoreError as NotAStoreError
+    from tiercache.store.store_errors import StoreClosedError as StoreClosedError
+    from tiercache.store.store_errors import StoreError as StoreError
+    from tiercache.store.store_errors import StoreFullError as StoreFullError
+    from tiercache.store.store_errors import StoreInUseError as StoreInUseError
+    from tiercache.store.store_errors import StoreMissingError as StoreMissingError
+    from tiercache.store.store_errors import TableMismatchError as TableMismatchError
+    from tiercache.store.table import Group as Group
+    from tiercache.store.table import Table as Table
+    from tiercache.store.table import group_tables as group_tables
 
 if __name__ != "tiercache.store":
     raise ImportError("import tiercache.store: the folder store at the top level is a link to it")
 
 
-_HOME = {
-    "alter": "alter",
-    "Commit": "commit",
-    "Cursor": "commit",
-    "Counters": "engines.engine",
-    "Difference": "changes",
-    "differences": "changes",
-    "Engine": "engines.engine",
-    "BlockReadError": "store_errors",
-    "CommitMissingError": "store_errors",
-    "CorruptBlockError": "store_errors",
-    "CorruptStoreError": "store_errors",
-    "FormatVersionError": "store_errors",
-    "KeyMissingError": "store_errors",
-    "NotAStoreError": "store_errors",
-    "StoreClosedError": "store_errors",
-    "StoreError": "store_errors",
-    "StoreFullError": "store_errors",
-    "StoreInUseError": "store_errors",
-    "StoreMissingError": "store_errors",
-    "TableMismatchError": "store_errors",
-    "Forgotten": "forget",
-    "forget": "forget",
-    "load_rows": "bulk_load",
-    "hash_keys": "bits",
-    "mix": "bits",
-    "xxh64": "bits",
-    "Constant": "initializer",
-    "Normal": "initializer",
-    "Uniform": "initializer",
-    "Zeros": "initializer",
-    "initializer_code": "initializer",
-    "info": "inspect",
-    "verify": "inspect",
-    "LmdbEngine": "engines.lmdb_engine",
-    "MemoryEngine": "engines.engine",
-    "SGD": "optimizer",
-    "Adagrad": "optimizer",
-    "Adam": "optimizer",
-    "Field": "optimizer",
-    "RowWiseAdagrad": "optimizer",
-    "Segment": "segment",
-    "Store": "store",
-    "NEVER": "layout",
-    "Range": "layout",
-    "SegmentLayout": "layout",
-    "Group": "table",
-    "Table": "table",
-    "group_tables": "table",
-    "ZarrEngine": "engines.zarr_engine",
+_NAMES = {
+    "alter": "alter forget Forgotten",
+    "bits": "hash_keys mix xxh64",
+    "bulk_load": "load_rows",
+    "changes": "Difference differences",
+    "commit": "Commit Cursor",
+    "engines.engine": "Counters Engine MemoryEngine",
+    "engines.lmdb_engine": "LmdbEngine",
+    "engines.zarr_engine": "ZarrEngine",
+    "initializer": "Constant initializer_code Normal Uniform Zeros",
+    "inspect": "info verify",
+    "layout": "NEVER Range SegmentLayout",
+    "optimizer": "Adagrad Adam Field RowWiseAdagrad SGD",
+    "segment": "Segment",
+    "store": "Store",
+    "store_errors": "BlockReadError CommitMissingError CorruptBlockError CorruptStoreError FormatVersionError "
+    "KeyMissingError NotAStoreError StoreClosedError StoreError StoreFullError StoreInUseError "
+    "StoreMissingError TableMismatchError",
+    "table": "Group group_tables Table",
 }
+"""By module the names that it has."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "NEVER",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "BlockReadError",
-    "Commit",
-    "CommitMissingError",
-    "Constant",
-    "CorruptBlockError",
-    "CorruptStoreError",
-    "Counters",
-    "Cursor",
-    "Difference",
-    "Engine",
-    "Field",
-    "Forgotten",
-    "FormatVersionError",
-    "Group",
-    "KeyMissingError",
-    "LmdbEngine",
-    "MemoryEngine",
-    "Normal",
-    "NotAStoreError",
-    "Range",
-    "RowWiseAdagrad",
-    "Segment",
-    "SegmentLayout",
-    "Store",
-    "StoreClosedError",
-    "StoreError",
-    "StoreFullError",
-    "StoreInUseError",
-    "StoreMissingError",
-    "Table",
-    "TableMismatchError",
-    "Uniform",
-    "ZarrEngine",
-    "Zeros",
-    "alter",
-    "differences",
-    "forget",
-    "group_tables",
-    "hash_keys",
-    "info",
-    "initializer_code",
-    "load_rows",
-    "mix",
-    "verify",
-    "xxh64",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

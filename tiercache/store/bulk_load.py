@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store.bits import hash_keys, keys_of, row_beyond
-from tiercache.store.commit import Cursor
+from tiercache.store.commit import Cursor, between_passes
 from tiercache.store.compaction_plan import NoUses
-from tiercache.store.external_sort import ExternalSorter, flush_largest
-from tiercache.store.layout import NEVER, Range
+from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
 from tiercache.store.rewrite import Rewrite
-from tiercache.store.row_codec import blocks_of, row_words, to_words
-from tiercache.store.segment import BASE_PASS, base_layout, base_pass
+from tiercache.store.row_codec import blocks_of, row_words
+from tiercache.store.segment import BASE_PASS, base_layout, base_layouts, base_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import Commit
     from tiercache.store.compaction_plan import FirstUses
+    from tiercache.store.layout import SegmentLayout
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout
     from tiercache.store.store import Store
@@ -63,18 +64,15 @@ def load_rows(
     Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that stands inside a
     pass; StoreFullError. After any error, and after a kill, the store stands where it stood.
     """
-    before = store.commit
-    if before is not None and before.cursor.sample:
-        raise ValueError(
-            f"{store.label} stands inside pass {before.cursor.pass_index}: train to its end before rows are imported"
-        )
+    if (before := store.commit) is not None:
+        between_passes(before, store.label, "rows are imported")
     if len(store.segments) > len(store.snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
     try:
-        with _BulkLoad(store, memory_bytes, progress or (lambda *_: None)) as load:
-            for name, chunk in chunks:
-                load.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
-            load.write()
+        _append(
+            store, chunks, initial_state=initial_state, reserved_keys=reserved_keys, memory_bytes=memory_bytes,
+            progress=progress or (lambda *_: None),
+        )  # fmt: skip
         if before is not None:
             return store.overlay(settings=settings)
         return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings=settings or {}, environment={})
@@ -143,78 +141,57 @@ def load_sorted(
         raise
 
 
-class _BulkLoad:
-    """Rows of all tables on their way into one segment."""
-
-    def __init__(self, store: Store, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
-        self._store, self._progress = store, progress
-        self._sorters = {
-            table.name: ExternalSorter(
-                [("<f4", (table.row_bytes // 4,))], store.reader.scratch, f"sorting the rows of table {table.name!r}",
-                memory_bytes, store.counters,
+def _append(
+    store: Store, chunks: Iterable[tuple[str, Chunk]], *, initial_state: bool, reserved_keys: Collection[str],
+    memory_bytes: int, progress: Callable[[str, int], None],
+) -> None:  # fmt: skip
+    """Sort the rows of all tables and append them as one segment."""
+    tables = {table.name: table for table in store.tables}
+    with ExitStack() as stack:
+        sorters = {
+            name: stack.enter_context(
+                ExternalSorter(
+                    [("<f4", (table.row_bytes // 4,))], store.reader.scratch, f"sorting the rows of table {name!r}",
+                    memory_bytes, store.counters,
+                )
             )
-            for table in store.tables
+            for name, table in tables.items()
         }  # fmt: skip
-        self._tables = {table.name: table for table in store.tables}
+        for name, (keys, fields) in chunks:
+            if name not in tables:
+                known = ", ".join(map(repr, tables))
+                raise ValueError(f"there are rows of table {name!r}, but {store.label} has {known}: leave them out")
+            table = tables[name]
+            _check(table, keys, fields, initial_state=initial_state, reserved=name in reserved_keys)
+            states = table.fields[len(fields) :]
+            initial = (np.full((keys.size, field.width), field.initial, np.float32) for field in states)
+            sorters[name].add(hash_keys(keys, table.table_id), row_words(table.fields, (*fields, *initial)))
+            flush_largest(sorters.values())
+            progress("sort", keys.size)
 
-    def __enter__(self) -> _BulkLoad:
-        return self
+        def rows(group: Group, layout: SegmentLayout) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+            for table in group.tables:
+                for keys, words in _sorted(table, sorters[table.name], layout.block_rows):
+                    progress("write", keys.size)
+                    yield keys, words
 
-    def __exit__(self, *_: object) -> None:
-        for sorter in self._sorters.values():
-            sorter.close()
+        layouts = base_layouts(store.groups, lambda table: sorters[table.name].rows)
+        store.append(BASE_PASS, layouts, blocks_of(store.groups, layouts, rows))
 
-    def add(self, name: str, chunk: Chunk, *, initial_state: bool, reserved: bool) -> None:
-        """Take a chunk of a table, checked."""
-        if name not in self._tables:
-            known = ", ".join(repr(table) for table in self._tables)
-            raise ValueError(f"there are rows of table {name!r}, but {self._store.label} has {known}: leave them out")
-        table, (keys, fields) = self._tables[name], chunk
-        _check(table, keys, fields, initial_state=initial_state, reserved=reserved)
-        rows = np.empty((keys.size, table.row_bytes // 4), dtype=np.float32)
-        column = 0
-        for i, field in enumerate(table.fields):
-            words = rows[:, column : column + field.words]
-            if i < len(fields):
-                to_words(field, fields[i], words)
-            else:
-                words[:] = field.initial
-            column += field.words
-        self._sorters[name].add(hash_keys(keys, table.table_id), rows)
-        flush_largest(self._sorters.values())
-        self._progress("sort", keys.size)
 
-    def write(self) -> None:
-        """Append all rows as one segment."""
-        counts = {name: sorter.rows for name, sorter in self._sorters.items()}
-        layouts = []
-        for group in self._store.groups:
-            rows = tuple(counts[table.name] for table in group.tables)
-            layouts.append(base_layout(group, [Range(next_use=NEVER, table_rows=rows)] if sum(rows) else []))
-        blocks = (
-            block
-            for group, layout in zip(self._store.groups, layouts, strict=True)
-            for block in blocks_of(group, layout, self._rows(group, layout.block_rows))
-        )
-        self._store.append(BASE_PASS, layouts, blocks)
-
-    def _rows(self, group: Group, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Yield the rows of all tables of a group in their order."""
-        for table in group.tables:
-            for keys, rows in self._sorted(table, chunk_rows):
-                self._progress("write", keys.size)
-                yield keys, rows
-
-    def _sorted(self, table: Table, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        last: int | None = None
-        for hashes, rows in self._sorters[table.name].sorted(chunk_rows):
-            keys = keys_of(hashes, table.table_id)
+def _sorted(
+    table: Table, sorter: ExternalSorter, chunk_rows: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Yield keys and rows in hash order. Raises ValueError for a key that is there twice."""
+    last: int | None = None
+    for hashes, rows in sorter.sorted(chunk_rows):
+        keys = keys_of(hashes, table.table_id)
+        if not rising(hashes, last):
             same = hashes[1:] == hashes[:-1]
-            if np.any(same) or int(hashes[0]) == last:
-                key = keys[0] if int(hashes[0]) == last else keys[int(np.argmax(same))]
-                raise ValueError(f"key {key} of table {table.name!r} is given twice: give each key once")
-            last = int(hashes[-1])
-            yield keys, rows
+            key = keys[0] if int(hashes[0]) == last else keys[int(np.argmax(same))]
+            raise ValueError(f"key {key} of table {table.name!r} is given twice: give each key once")
+        last = int(hashes[-1])
+        yield keys, rows
 
 
 def _check(

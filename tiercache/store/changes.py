@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.external_sort import ExternalSorter
+from tiercache.store.external_sort import ExternalSorter, SortedCursor, hashed, merged
 from tiercache.store.lookup import read_rows
-from tiercache.store.runs import SortedCursor, VersionReader, hashed, merged, runs_of
-from tiercache.store.scan import SCAN_BYTES, output_row_bytes, scan_segments
+from tiercache.store.scan import SCAN_BYTES, VersionReader, output_row_bytes, runs_of, scan_segments
 from tiercache.store.store_errors import CommitMissingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from numpy.typing import NDArray
-
-    from tiercache.store.lookup import Fields
     from tiercache.store.reading import BlockReader
-    from tiercache.store.runs import RowFilter, SortedRun
-    from tiercache.store.scan import Chunk
+    from tiercache.store.scan import Chunk, RowFilter, SortedRun
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group, Table
@@ -36,7 +30,7 @@ _COUNT_BYTES = 64 << 20
 def changes(
     reader: BlockReader, snapshot: Snapshot, table_name: str, since: int, *, in_order: bool = False,
     memory_bytes: int = SCAN_BYTES,
-) -> Iterator[tuple[NDArray[np.int64], Fields]]:  # fmt: skip
+) -> Iterator[Chunk]:  # fmt: skip
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``).
 
     ``in_order``: that of hashes, as ``scan_segments`` does and with as much memory. Of moved rows it reads their last
@@ -47,18 +41,16 @@ def changes(
     changed, choice = _changed(reader, snapshot, group, since)
     if group is None:
         return
+    rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
     if in_order or stored.before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
-        rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
         chunks = scan_segments(
             reader, snapshot, changed, table_name,
             choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
         )  # fmt: skip
     else:
-        parts = (_live_rows(reader, snapshot, segment, group, table, choice) for segment in changed)
-        chunks = chain.from_iterable(parts)
-    for keys, fields in chunks:
-        yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+        chunks = _unordered(reader, runs_of(reader, snapshot, changed, group, table), group, choice, rows)
+    yield from chunks
 
 
 def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since: int) -> int:
@@ -85,17 +77,12 @@ def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, ta
     what = f"counting the changed keys of table {table.name!r}"
     with ExternalSorter([], reader.scratch, what, _COUNT_BYTES, reader.counters) as sorter:
         for run in runs:
-            layout = run.segment.layouts[group.index]
-            low = run.low
-            while low < run.high:
-                block = low // layout.block_rows
-                start, end = layout.rows_of_block(block)
-                end = min(run.high, end)
-                chosen = choice(run.segment, group.index, low, end)
+            for block, low, high in run.blocks():
+                chosen = choice(run.segment, group.index, low, high)
                 if np.any(chosen):
-                    keys = reader.keys(run.segment, group.index, block)[low - start : end - start][chosen]
-                    sorter.add(hash_keys(keys, table.table_id))
-                low = end
+                    keys = reader.keys(run.segment, group.index, block)
+                    start = block * run.block_rows
+                    sorter.add(hash_keys(keys[low - start : high - start][chosen], table.table_id))
         return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
@@ -133,26 +120,18 @@ def _changed(
     return changed, choice
 
 
-def _live_rows(
-    reader: BlockReader, snapshot: Snapshot, segment: Segment, group: Group, table: Table, choice: RowFilter | None
+def _unordered(
+    reader: BlockReader, runs: Iterable[SortedRun], group: Group, choice: RowFilter | None, step: int
 ) -> Iterator[Chunk]:
-    """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
-    layout, place = segment.layouts[group.index], group.place(table.name)
-    step = max(1, _CHUNK_BYTES // output_row_bytes(table))
-    lows, highs = layout.runs_of_table(place, snapshot.first_range(segment, group.index))
-    for row, high in zip(lows.tolist(), highs.tolist(), strict=True):
-        low = row
-        while low < high:
-            block = low // layout.block_rows
-            start, end = layout.rows_of_block(block)
-            upto = min(high, end, low + step)
-            rows = np.arange(low, upto)
+    """Yield the chosen rows of runs, at most ``step`` at a time, never beyond a block."""
+    for run in runs:
+        for block, low, high in run.blocks(step):
+            rows = np.arange(low, high)
             if choice is not None:
-                rows = rows[choice(segment, group.index, low, upto)]
+                rows = rows[choice(run.segment, group.index, low, high)]
             if rows.size:
-                keys = reader.keys(segment, group.index, block)[rows - start]
-                yield keys, read_rows(reader, segment, group.index, rows)
-            low = upto
+                keys = reader.keys(run.segment, group.index, block)[rows - block * run.block_rows]
+                yield keys, read_rows(reader, run.segment, group.index, rows)
 
 
 _EXAMPLES = 5

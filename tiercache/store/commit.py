@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
-from tiercache.store.layout import checksum
 from tiercache.store.live import GROUP_COUNTS, Live
-from tiercache.store.records import checked_digest, decode, digest, encode, whole
-from tiercache.store.shards.sharding import ShardingPlan, groups_of_rank
+from tiercache.store.records import checked_digest, checksum, decode, digest, encode, whole
+from tiercache.store.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import Table, group_tables, tombstone_groups
 
@@ -172,8 +171,8 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Commit:
-    """One atomic step of the store."""
+class CommitRecord:
+    """The contents of a commit's blob, which names the lists of its ranks."""
 
     id: int
     """Counts commits from 0."""
@@ -188,8 +187,6 @@ class Commit:
     """As they are now, in the order of unsigned table ids."""
     retention: int
     """The number of newest commits to keep, this one included."""
-    own: RankList
-    """The part of the rank whose store this is."""
     since: int = 0
     """The commit that began the schedule: the next uses of segments that an earlier one named first are void, and their
     rows are live until a commit moves them."""
@@ -217,6 +214,77 @@ class Commit:
     """For each of ``stored`` the sharding of several ranks then."""
     folders: tuple[str, ...] = ()
     """By rank the folder of its blobs: see ``rank_folder``. Empty for one rank."""
+
+    def to_bytes(self) -> bytes:
+        """Return its record. Raises ValueError where settings or environment are not plain JSON values."""
+        values = {
+            "id": self.id,
+            "parent": self.parent,
+            "cursor": list(self.cursor),
+            "schedule_digest": self.schedule_digest,
+            "overlaid": self.overlaid,
+            "since": self.since,
+            "settings": self.settings,
+            "environment": self.environment,
+            "tables": [table.to_record() for table in self.tables],
+            "stored": [[table.to_record() for table in tables] for tables in self.stored],
+            "forgot": self.forgot,
+            "retention": self.retention,
+            "pins": self.pins,
+            "kept": [[one.id, *one.head] for one in self.kept],
+            "abandoned": [list(ids) for ids in self.abandoned],
+            "ranks": [list(head) for head in self.ranks],
+        }
+        if self.sharding is not None:
+            values |= {"sharding": self.sharding.to_record(), "folders": list(self.folders)}
+            values["stored_sharding"] = [sharding.to_record() for sharding in self.stored_sharding]
+        try:
+            return encode("commit", values, {})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"settings and environment of a commit must be plain JSON values: {error}") from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> CommitRecord:
+        """Read a record. Raises CorruptStoreError that calls it ``name``."""
+        values, _ = decode("commit", data, name)
+        try:
+            pass_index, sample = values["cursor"]
+            kept = tuple(Kept(whole(id_, "a commit"), _head(head)) for id_, *head in values["kept"])
+            pins = {str(pin): whole(id_, "a pinned commit") for pin, id_ in values["pins"].items()}
+            id_, retention = whole(values["id"], "id"), whole(values["retention"], "retention")
+            if retention < 1:
+                raise ValueError("it keeps no commit")
+            if any(b <= a for a, b in pairwise([*(one.id for one in kept), id_])):
+                raise ValueError("the commits that it keeps do not stand in the order of their ids")
+            if missing := set(pins.values()) - {one.id for one in kept} - {id_}:
+                raise ValueError(f"it pins commit {min(missing)} and does not keep it")
+            ranks, tables = tuple(_head(head) for head in values["ranks"]), tables_of(values)
+            return CommitRecord(
+                id=id_, cursor=Cursor(whole(pass_index, "pass"), whole(sample, "sample")),
+                schedule_digest=str(values["schedule_digest"]), overlaid=str(values["overlaid"]),
+                since=whole(values["since"], "since"), settings=dict(values["settings"]),
+                environment=dict(values["environment"]), retention=retention, pins=pins, kept=kept,
+                parent=checked_digest(values["parent"]) if values["parent"] else "",
+                abandoned=tuple((whole(a, "abandoned"), whole(b, "abandoned")) for a, b in values["abandoned"]),
+                forgot=whole(values["forgot"], "forgot"),
+                stored=tuple(tables_of({"tables": tables}) for tables in values["stored"]),
+                ranks=ranks, tables=tables, **_sharding(values, tables, len(ranks)),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise _unreadable(name, error) from error
+
+    def groups_of(self, rank: int) -> tuple[Group, ...]:
+        """Return the groups of the layouts of a rank's segments, of tables that it has whole or a slice of."""
+        tables, sharding = [*self.stored, self.tables][0], [*self.stored_sharding, self.sharding][0]
+        return groups_of_rank(tables, sharding, rank)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Commit(CommitRecord):
+    """One atomic step of the store, with what it lists of one rank."""
+
+    own: RankList
+    """The part of the rank whose store this is."""
     groups: tuple[Group, ...] = ()
     """The groups of the layouts of its segments."""
     head: Head | None = None
@@ -271,89 +339,6 @@ class Commit:
             found = first - 1
         return found
 
-    def to_bytes(self) -> bytes:
-        """Return its record. Raises ValueError where settings or environment are not plain JSON values."""
-        values = {
-            "id": self.id,
-            "parent": self.parent,
-            "cursor": list(self.cursor),
-            "schedule_digest": self.schedule_digest,
-            "overlaid": self.overlaid,
-            "since": self.since,
-            "settings": self.settings,
-            "environment": self.environment,
-            "tables": [table.to_record() for table in self.tables],
-            "stored": [[table.to_record() for table in tables] for tables in self.stored],
-            "forgot": self.forgot,
-            "retention": self.retention,
-            "pins": self.pins,
-            "kept": [[one.id, *one.head] for one in self.kept],
-            "abandoned": [list(ids) for ids in self.abandoned],
-            "ranks": [list(head) for head in self.ranks],
-        }
-        if self.sharding is not None:
-            values |= {"sharding": self.sharding.to_record(), "folders": list(self.folders)}
-            values["stored_sharding"] = [sharding.to_record() for sharding in self.stored_sharding]
-        try:
-            return encode("commit", values, {})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"settings and environment of a commit must be plain JSON values: {error}") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommitRecord:
-    """The contents of a commit's blob, without the lists of its ranks."""
-
-    values: dict[str, Any]
-    tables: tuple[Table, ...]
-    ranks: tuple[Head, ...]
-
-    @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> CommitRecord:
-        """Read a record. Raises CorruptStoreError that calls it ``name``."""
-        values, _ = decode("commit", data, name)
-        try:
-            pass_index, sample = values["cursor"]
-            kept = tuple(Kept(whole(id_, "a commit"), _head(head)) for id_, *head in values["kept"])
-            pins = {str(pin): whole(id_, "a pinned commit") for pin, id_ in values["pins"].items()}
-            id_, retention = whole(values["id"], "id"), whole(values["retention"], "retention")
-            if retention < 1:
-                raise ValueError("it keeps no commit")
-            if any(b <= a for a, b in pairwise([*(one.id for one in kept), id_])):
-                raise ValueError("the commits that it keeps do not stand in the order of their ids")
-            if missing := set(pins.values()) - {one.id for one in kept} - {id_}:
-                raise ValueError(f"it pins commit {min(missing)} and does not keep it")
-            fields = {
-                "id": id_, "cursor": Cursor(whole(pass_index, "pass"), whole(sample, "sample")),
-                "schedule_digest": str(values["schedule_digest"]), "overlaid": str(values["overlaid"]),
-                "since": whole(values["since"], "since"), "settings": dict(values["settings"]),
-                "environment": dict(values["environment"]), "retention": retention, "pins": pins, "kept": kept,
-                "parent": checked_digest(values["parent"]) if values["parent"] else "",
-                "abandoned": tuple((whole(a, "abandoned"), whole(b, "abandoned")) for a, b in values["abandoned"]),
-                "forgot": whole(values["forgot"], "forgot"),
-                "stored": tuple(tables_of({"tables": tables}) for tables in values["stored"]),
-            }  # fmt: skip
-            ranks, tables = tuple(_head(head) for head in values["ranks"]), tables_of(values)
-            fields |= _sharding(values, tables, len(ranks))
-            return cls(values=fields, tables=tables, ranks=ranks)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise _unreadable(name, error) from error
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """By rank the folder of its blobs; empty for one rank."""
-        folders: tuple[str, ...] = self.values["folders"]
-        return folders
-
-    def groups_of(self, rank: int) -> tuple[Group, ...]:
-        """Return the groups of the layouts of a rank's segments, of tables that it has whole or a slice of."""
-        tables: tuple[Table, ...] = [*self.values["stored"], self.tables][0]
-        return groups_of_rank(tables, [*self.values["stored_sharding"], self.values["sharding"]][0], rank)
-
-    def commit(self, own: RankList, groups: tuple[Group, ...], head: Head) -> Commit:
-        """Return the commit with what one rank lists, of segments in ``groups``."""
-        return Commit(**self.values, tables=self.tables, ranks=self.ranks, own=own, groups=groups, head=head)
-
 
 def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int) -> dict[str, Any]:
     """Return the sharding and the folders of the ranks. Raises ValueError if they contradict the rest."""
@@ -378,6 +363,14 @@ def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int)
         if not (folder.isprintable() and fits):
             raise ValueError(f"{folder!r:.200} is no folder of rank {rank}")
     return {"sharding": sharding, "folders": folders, "stored_sharding": older}
+
+
+def between_passes(commit: Commit | None, label: str, what: str) -> Commit:
+    """Return a commit that stands between passes. Raises ValueError for any other; ``what`` follows "before"."""
+    if commit is None or commit.cursor.sample:
+        at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
+        raise ValueError(f"{label} {at}: train to the end of a pass before {what}")
+    return commit
 
 
 def rank_folder(rank: int) -> str:

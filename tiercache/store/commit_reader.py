@@ -1,23 +1,37 @@
-"""The commit that a store for reading stays at, and the lease that keeps what it needs from being dropped."""
+"""Reading commits: each by the digest of what names it, and the lease that keeps what it needs from being dropped."""
 
 from __future__ import annotations
 
+import hashlib
 import time
-from contextlib import ExitStack, contextmanager
+import weakref
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from tiercache.store.commit import Commit, CommitRecord, RankList, before_commits, head_of, tables_of
+from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.locks import Lease
-from tiercache.store.snapshot import History, Snapshot
-from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.records import ChunkCache, PagedArrays, decode, end_of
+from tiercache.store.segment import GroupMeta, Segment, meta_from_bytes
+from tiercache.store.segment_writer import check_layouts
+from tiercache.store.snapshot import History, Needed, Snapshot
+from tiercache.store.store_errors import BlockReadError, CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from tiercache.store.commit import Commit
-    from tiercache.store.engines.engine import Engine
-    from tiercache.store.recovery import CommitLoader
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Kept
+    from tiercache.store.engines.engine import Counters, Engine, Head, Stored
+    from tiercache.store.locks import UseCount
+    from tiercache.store.records import ArrayPlace
+    from tiercache.store.table import Group, Table
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
@@ -27,34 +41,33 @@ _TRIES, _PAUSE_SECONDS = 100, 0.01
 class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
-    def __init__(self, engine: Engine, loader: CommitLoader, snapshot: Snapshot, *, alone: bool) -> None:
+    def __init__(self, loader: CommitLoader, snapshot: Snapshot, *, alone: bool) -> None:
         """``snapshot`` is held by who calls this, or by what the class methods add; ``alone``: it was asked for."""
-        self._engine, self._loader, self._alone = engine, loader, alone
-        self._label = loader.label
+        self._loader, self._alone, self._lease_folder = loader, alone, loader.commits.lease_folder
         self.snapshot = snapshot
         self._holds = ExitStack()
 
     @classmethod
-    def leased(cls, engine: Engine, loader: CommitLoader, at: int | None = None) -> CommitReader:
+    def leased(cls, loader: CommitLoader, at: int | None = None) -> CommitReader:
         """Take a lease of commit ``at``, the newest where not said, as far as leases can be taken.
 
         Raises CommitMissingError and CorruptStoreError.
         """
         for _ in range(_TRIES):
-            head, reader = engine.newest(), None
+            head, reader = loader.commits.newest(), None
             try:
                 newest = loader.newest()
                 snapshot = newest if at is None or newest.commit is None else loader.find(newest.commit, at)
                 if at is not None and newest.commit is None:
                     raise CommitMissingError(f"{loader.label} has no commit {at}: it has none yet")
-                reader = cls(engine, loader, snapshot, alone=at is not None)
+                reader = cls(loader, snapshot, alone=at is not None)
                 if reader._take():
                     return reader
                 reader.close()
             except BaseException as error:
                 if reader is not None:
                     reader.close()
-                if not isinstance(error, CorruptStoreError) or engine.newest() == head:
+                if not isinstance(error, CorruptStoreError) or loader.commits.newest() == head:
                     raise
             time.sleep(_PAUSE_SECONDS)  # a commit gave it up meanwhile
         raise CommitMissingError(
@@ -62,10 +75,10 @@ class CommitReader:
         )
 
     @classmethod
-    def pinned_in(cls, engine: Engine, loader: CommitLoader, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
+    def pinned_in(cls, loader: CommitLoader, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
         """Hold a commit that a writer in this process pins until this is closed. Raises CommitMissingError."""
         holds = ExitStack()
-        reader = cls(engine, loader, holds.enter_context(pinned), alone=True)
+        reader = cls(loader, holds.enter_context(pinned), alone=True)
         reader._holds = holds
         return reader
 
@@ -73,7 +86,7 @@ class CommitReader:
     def of_rank(cls, loader: CommitLoader, commit: Commit) -> CommitReader:
         """Read what a commit lists of a rank; somebody else holds the commit. Raises CorruptStoreError."""
         assert commit.head is not None, "it is written"
-        return cls(loader.commits, loader, Snapshot(loader.read(commit.head), loader.groups), alone=True)
+        return cls(loader, Snapshot(loader.read(commit.head), loader.groups), alone=True)
 
     @cached_property
     def history(self) -> History:
@@ -86,29 +99,34 @@ class CommitReader:
             try:
                 found.append(self._loader.kept(kept))
             except CorruptStoreError:
-                if self._is_kept(kept.id):
+                if _keeps(self._loader.newest_record(), kept.id):
                     raise
         return History((*found, self.snapshot))
 
     @contextmanager
-    def pinned(self) -> Iterator[Snapshot]:
+    def pinned(self, _commit: int | None = None) -> Iterator[Snapshot]:
         """Yield the snapshot; it is held anyway."""
         yield self.snapshot
 
     def explain(self, error: CorruptStoreError) -> StoreError:
         """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
-        if self.snapshot.commit is None or self._is_kept(self.snapshot.commit.id, unknown=True):
+        commit, label = self.snapshot.commit, self._loader.label
+        try:
+            newest = self._loader.newest_record()
+        except StoreError:
             return error
-        if self._newest_folders() != self.snapshot.commit.folders:
-            return StoreError(f"{self._label} was divided among other ranks while it was read: open it again")
+        if commit is None or _keeps(newest, commit.id):
+            return error
+        if (() if newest is None else newest.folders) != commit.folders:
+            return StoreError(f"{label} was divided among other ranks while it was read: open it again")
         longer = (
             "have its writer keep what is free for longer (keep_for)"
-            if self._engine.lease_folder is None
+            if self._lease_folder is None
             else "let readers write to its folder"
         )
         return CommitMissingError(
-            f"{self._label} was opened at commit {self.snapshot.commit.id}, which its writer has given up since, as no "
-            f"lease could be taken: open the store again, or {longer}"
+            f"{label} was opened at commit {commit.id}, which its writer has given up since, as no lease could be "
+            f"taken: open the store again, or {longer}"
         )
 
     def close(self) -> None:
@@ -120,30 +138,222 @@ class CommitReader:
 
         A commit that is not kept any more may lack blobs, though its own is there while others read it.
         """
-        if self.snapshot.commit is None or self._engine.lease_folder is None:
-            return True
-        lease = Lease.take(self._engine.lease_folder, self.snapshot.commit.id)
-        if lease is None:
+        commit = self.snapshot.commit
+        lease = None
+        if commit is not None and self._lease_folder is not None:
+            lease = Lease.take(self._lease_folder, commit.id)
+        if lease is None or commit is None:
             return True
         self._holds.callback(lease.release)
-        return self._is_kept(self.snapshot.commit.id)
+        return _keeps(self._loader.newest_record(), commit.id)
 
-    def _is_kept(self, id_: int, *, unknown: bool = False) -> bool:
-        """Return True if the newest commit keeps this one, or, with ``unknown``, if that cannot be read."""
-        try:
-            newest = self._loader.newest_record()
-        except StoreError:
-            if unknown:
-                return True
-            raise
-        return newest is not None and (
-            newest.values["id"] == id_ or any(one.id == id_ for one in newest.values["kept"])
-        )
 
-    def _newest_folders(self) -> tuple[str, ...]:
-        """Return the folders of the ranks that the store has now."""
+def _keeps(newest: CommitRecord | None, id_: int) -> bool:
+    """Return True if a commit is the newest one, or is kept by it."""
+    return newest is not None and (newest.id == id_ or any(one.id == id_ for one in newest.kept))
+
+
+READ_BYTES = 64 << 20
+"""Bytes of a blob to read at once."""
+ADVICE = "restore the store from a copy"
+
+
+class CommitLoader:
+    """Loads commits, what they list of one rank, and the metadata of its segments; from any thread."""
+
+    def __init__(
+        self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount,
+        *, rank: int = 0, commits: Engine | None = None,
+    ) -> None:  # fmt: skip
+        """``engine`` has the blobs of ``rank``, and ``commits``, None for the same one, those of commits.
+
+        ``groups`` are those of a snapshot without a commit.
+        """
+        self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses
+        self.rank, self.commits = rank, engine if commits is None else commits
+        self._segments: weakref.WeakValueDictionary[tuple[str, str], Segment] = weakref.WeakValueDictionary()
+        """By name and digest: commits that have the same one share what was read of it."""
+        self._chunks = ChunkCache()
+
+    def newest(self) -> Snapshot:
+        """Return the newest commit that there is now; before the first one a snapshot of nothing."""
+        head = self.commits.newest()
+        if head is None:
+            raise CorruptStoreError(f"{self.label} does not say what it is: {ADVICE}")
+        return Snapshot(None if before_commits(head) else self.read(head), self.groups)
+
+    def newest_record(self) -> CommitRecord | None:
+        """Return the newest commit without what it lists; None before the first one. Raises CorruptStoreError."""
+        head = self.commits.newest()
+        return None if head is None else record_at(self.commits, head, self.label)
+
+    def find(self, commit: Commit, id_: int) -> Snapshot:
+        """Return a commit that is kept by ``commit``, or that itself. Raises CommitMissingError."""
+        if commit.id == id_:
+            return Snapshot(commit, self.groups)
+        for kept in commit.kept:
+            if kept.id == id_:
+                return self.kept(kept)
+        ids = [*(kept.id for kept in commit.kept), commit.id]
+        raise CommitMissingError(f"{self.label} has no commit {id_}: {kept_commits(ids)}")
+
+    def kept(self, kept: Kept) -> Snapshot:
+        """Return an older commit that is kept."""
+        commit = self.read(kept.head)
+        if commit.id != kept.id:
+            raise CorruptStoreError(f"commit {kept.id} of {self.label} is commit {commit.id}: {ADVICE}")
+        return Snapshot(commit, self.groups)
+
+    def read(self, head: Head) -> Commit:
+        """Read a commit, and what it lists of the rank. Raises CorruptStoreError."""
+        name = f"{head.name} of {self.label}"
+        return self.commit(CommitRecord.from_bytes(self._blob(head, name, self.commits), name), head)
+
+    def commit(self, record: CommitRecord, head: Head) -> Commit:
+        """Return a commit, of which only the record was read, with what it lists of the rank."""
+        if self.rank >= len(record.ranks):
+            raise CorruptStoreError(f"{head.name} of {self.label} has no rank {self.rank}: {ADVICE}")
+        rank, groups = record.ranks[self.rank], record.groups_of(self.rank)
+        name = f"{rank.name} of {self.label}"
+        own = RankList.from_bytes(self._blob(rank, name, self._engine), groups, self._segment, name)
+        if own.rank != self.rank:
+            raise CorruptStoreError(f"{name} lists segments of rank {own.rank}: {ADVICE}")
+        return Commit(**vars(record), own=own, groups=groups, head=head)
+
+    def given_up(self, blob: Blob) -> Snapshot:
+        """Return a commit that no other names any more: its own checksum says whether it is whole."""
+        data = np.empty(blob.size, np.uint8)
+        with self._uses.using():
+            self.commits.read(ReadRequest(blob, 0, data))
+        return Snapshot(self.read(head_of(blob.name, data.tobytes())), self.groups)
+
+    def _segment(self, **of_segment: object) -> Segment:
+        """Return a segment whose description is read when it is used, or the one that was made before."""
+        made = Segment(**of_segment, read=self._meta)  # type: ignore[arg-type]
+        return self._segments.setdefault((made.name, made.head_digest), made)
+
+    def read_in_place(self, segment: Segment, head: bytes) -> None:
+        """Let a segment that was written go of its key maps and last changes: they are read when they are used.
+
+        The checksums of its pages stay, as each load of a training asks for some: budgets count them.
+        """
+        described = zip(segment.meta, self._described(segment, head), strict=True)
+        segment.describe(tuple(replace(one, key_map=two.key_map, changed=two.changed) for one, two in described))
+
+    def _meta(self, segment: Segment) -> tuple[GroupMeta, ...]:
+        """Read the head of what describes a segment."""
+        name, blob = self._named(segment), segment.meta_blob
+        data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name, self._uses)
+        self._counters.add(meta_bytes_read=data.size)
+        meta = self._described(segment, data.tobytes())
         try:
-            newest = self._loader.newest_record()
-        except StoreError:
-            newest = None
-        return () if newest is None else newest.folders
+            check_layouts([one.layout for one in meta], segment.groups)
+        except ValueError as error:
+            raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
+        return meta
+
+    def _named(self, segment: Segment) -> str:
+        return f"the description of segment {segment.id} of {self.label}"
+
+    def _described(self, segment: Segment, head: bytes) -> tuple[GroupMeta, ...]:
+        name, blob = self._named(segment), segment.meta_blob
+
+        def read(begin: int, out: NDArray[np.uint8]) -> None:
+            try:
+                with self._uses.using():
+                    self._engine.read(ReadRequest(blob, segment.head_bytes + begin, out))
+            except BlockReadError as error:
+                raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
+            self._counters.add(meta_bytes_read=out.size)
+
+        def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
+            if segment.head_bytes + end_of(places)[0] != blob.size:
+                raise ValueError(f"it has {blob.size:,} bytes")
+            return PagedArrays(blob.name, places, checksums, read, self._chunks, name)
+
+        return meta_from_bytes(head, segment.id, name, arrays_of)
+
+    def _blob(self, head: Head, name: str, engine: Engine) -> bytes:
+        data = read_whole(engine, head, name, self._uses)
+        self._counters.add(meta_bytes_read=data.size)
+        return data.tobytes()
+
+
+def read_whole(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
+    """Return a blob that must have a digest. Raises CorruptStoreError that calls it ``name``."""
+    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses)
+
+
+def read_front(
+    engine: Engine, blob: Blob, num_bytes: int, sha256: str, name: str, uses: UseCount | None = None
+) -> NDArray[np.uint8]:
+    """Return the front of a blob, which must have a digest. Raises CorruptStoreError that calls it ``name``."""
+    hashed = hashlib.sha256()
+    try:
+        with nullcontext() if uses is None else uses.using():
+            data = room_for(engine, blob, num_bytes)
+        for start in range(0, num_bytes, READ_BYTES):
+            part = data[start : start + READ_BYTES]
+            with nullcontext() if uses is None else uses.using():
+                engine.read(ReadRequest(blob, start, part))
+            hashed.update(part.data)
+    except BlockReadError as error:
+        raise CorruptStoreError(f"{name} {error.seen}: {ADVICE}") from error
+    if hashed.hexdigest() != sha256:
+        raise CorruptStoreError(f"{name} is not what was written: {ADVICE}")
+    return data
+
+
+def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
+    """Return memory for the front of a blob, after a look if a large one has so many bytes. Raises BlockReadError."""
+    if num_bytes > blob.size:
+        raise BlockReadError(f"is said to begin with {num_bytes:,} of {blob.size:,} bytes")
+    if num_bytes > READ_BYTES:
+        engine.read(ReadRequest(blob, num_bytes - 1, np.empty(1, np.uint8)))
+    return np.empty(num_bytes, np.uint8)
+
+
+def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
+    """Return the commit that an engine stands at, without what it lists; None before the first one.
+
+    Raises CorruptStoreError.
+    """
+    if before_commits(head):
+        return None
+    name = f"{head.name} of {label}"
+    return CommitRecord.from_bytes(read_whole(engine, head, name).tobytes(), name)
+
+
+def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
+    """Return the tables of what an engine stands at. Raises CorruptStoreError."""
+    if (record := record_at(engine, head, label)) is not None:
+        return record.tables
+    name = f"{head.name} of {label}"
+    data = read_whole(engine, head, name).tobytes()
+    values, _ = decode("tables", data, name)
+    try:
+        return tables_of(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): {ADVICE}") from error
+
+
+def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], label: str) -> None:
+    """Check that all that commits need is ``stored``, in its full length; reads nothing. Raises CorruptStoreError."""
+    for need in Needed.of(snapshots).blobs():
+        seen = stored.get(need.name)
+        if seen is None:
+            wrong = "is missing"
+        elif seen.size < need.size:
+            wrong = f"is cut short: {seen.size:,} of its {need.size:,} bytes are there"
+        elif seen.size > need.size:
+            wrong = f"is described as having {seen.size:,} bytes, and {need.size:,} were written"
+        elif seen.dropped > need.first_byte:
+            wrong = f"lacks its first {seen.dropped:,} bytes, and those from {need.first_byte:,} on are needed"
+        else:
+            continue
+        raise CorruptStoreError(f"{need.name} of {label} {wrong}: {ADVICE}")
+
+
+def kept_commits(ids: Sequence[int]) -> str:
+    """Return which commits there are, in words that end a message."""
+    return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"

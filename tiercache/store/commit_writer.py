@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.commit import Commit, Kept, RankList, State, before_commits, head_of
+from tiercache.store.commit_reader import check_blobs, kept_commits
 from tiercache.store.engines.engine import Blob, Publisher
 from tiercache.store.live import Live
 from tiercache.store.locks import leased_commits
-from tiercache.store.recovery import check_blobs, kept_commits
-from tiercache.store.segment import base_pass
+from tiercache.store.segment import Segment, base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.snapshot import History, Needed, Snapshot
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError, StoreFullError
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Cursor
-    from tiercache.store.compute import Compute
+    from tiercache.store.commit_reader import CommitLoader
     from tiercache.store.engines.engine import Counters, Engine, Head, Stored
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.recovery import CommitLoader
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.row_codec import MovedBlock, RowBlock
-    from tiercache.store.segment import RetainedSegment, Segment
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.segment import Compute, RetainedSegment
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.table import Table
 
     Put = tuple[Blob, NDArray[np.uint8]]
@@ -68,12 +67,13 @@ class CommitWriter:
         """Held for a moment, where ``snapshot`` and the pins change."""
         self._holds: Counter[Snapshot] = Counter()
         self._publisher = Publisher(engine, self._label)
-        self._history = History(self._opened_at())
-        kept = self._history.snapshots or (Snapshot(None, self._groups),)
+        self.history = History(self._opened_at())
+        """The commits that are kept."""
+        kept = self.history.snapshots or (Snapshot(None, self._groups),)
         newest = self.snapshot = kept[-1]
         """The newest commit, and its segments with those appended since."""
         stored = engine.list()
-        check_blobs(stored, [*self._history.snapshots, *self._holds], self._label)
+        check_blobs(stored, [*self.history.snapshots, *self._holds], self._label)
         self._rewritten = Snapshot(None, self._groups)
         """The segments of a rewrite, until its commit names them in place of others."""
         self._given_up = self._leased_before(stored)
@@ -85,7 +85,7 @@ class CommitWriter:
         """The id of the first commit of a store without one."""
         self.keeps_pins_only = False
         """True if the retention does not count: commits keep the newest and those that are pinned."""
-        self._allocated = Needed.of([*self._history.snapshots, *self._given_up, *self._holds])
+        self._allocated = Needed.of([*self.history.snapshots, *self._given_up, *self._holds])
         needed = {need.name: need.first_byte for need in self._allocated.blobs()}
         if (head := self._publisher.head) is not None:
             needed.setdefault(head.name, 0)
@@ -98,14 +98,9 @@ class CommitWriter:
         return () if newest.commit is None else (*map(self._loader.kept, newest.commit.kept), newest)
 
     @property
-    def history(self) -> History:
-        """The commits that are kept."""
-        return self._history
-
-    @property
     def given_up(self) -> list[Snapshot]:
         """Commits that are not kept, and that others read."""
-        return [*self._given_up, *(one for one in self._holds if one not in self._history.snapshots)]
+        return [*self._given_up, *(one for one in self._holds if one not in self.history.snapshots)]
 
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
@@ -125,10 +120,10 @@ class CommitWriter:
 
     def find(self, commit: int) -> Snapshot:
         """Return a commit that is kept. Raises CommitMissingError."""
-        for snapshot in self._history.snapshots:
-            if _id(snapshot) == commit:
+        for snapshot in self.history.snapshots:
+            if snapshot.id == commit:
                 return snapshot
-        ids = [_id(snapshot) for snapshot in self._history.snapshots]
+        ids = [snapshot.id for snapshot in self.history.snapshots]
         raise CommitMissingError(f"{self._label} has no commit {commit}: {kept_commits(ids)}")
 
     # -- segments ----------------------------------------------------------------------------------------
@@ -155,27 +150,28 @@ class CommitWriter:
         check_layouts(layouts, groups)
         with self._lock:
             self._free()
-            writer = SegmentWriter(
-                self._next_id, self._name("segments", f"{self.rank}.{self._next_id}"), pass_index, layouts, groups,
-                blocks, compute, within=within, stable=stable, moved=moved, tombstone=tombstone,
+            segment = Segment(
+                id_=self._next_id, name=self._name("segments", f"{self.rank}.{self._next_id}"), pass_index=pass_index,
+                within=within, groups=groups, tombstone=tombstone,
             )  # fmt: skip
+            writer = SegmentWriter(segment, layouts, blocks, compute, stable=stable, moved=moved)
             self._next_id += 1
             try:
-                writer.write(self._engine)
+                head = writer.write(self._engine)
             except StoreFullError as error:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
-            self._loader.read_in_place(writer.segment, writer.head)
+            self._loader.read_in_place(segment, head)
             self._counters.add(transactions=1, **writer.written)
             commit, before = (None, self._rewritten) if rewritten else (self.snapshot.commit, self.snapshot)
-            appended = Snapshot(commit, groups, (*before.appended, writer.segment))
+            appended = Snapshot(commit, groups, (*before.appended, segment))
             self._allocated = Needed.of([appended], also=self._allocated)
             with self._snapshot_lock:
                 if rewritten:
                     self._rewritten = appended
                 else:
                     self.snapshot = appended
-        return writer.segment
+        return segment
 
     def discard_uncommitted(self) -> None:
         """Drop the segments appended since the newest commit."""
@@ -213,7 +209,7 @@ class CommitWriter:
                 folders=self.folders,
                 **same,
             )
-            return self._advance(self._kept(self._history.snapshots, commit), commit, state)
+            return self._advance(commit, state)
 
     def rollback(self, to: int) -> Commit:
         """Make a commit like ``to``, which is kept; those between go, unless something else keeps them."""
@@ -233,8 +229,8 @@ class CommitWriter:
                 pins=newest.pins,
             )
             pinned = {*newest.pins.values()}
-            before = [one for one in self._history.snapshots if _id(one) <= to or _id(one) in pinned]
-            return self._advance(self._kept(before, commit), commit)
+            before = [one for one in self.history.snapshots if one.id <= to or one.id in pinned]
+            return self._advance(commit, kept=self._kept(before, commit))
 
     def rewrite(self, rewrite: Rewrite, compute: Compute, schedule_digest: str, start: Cursor) -> Commit:
         """Make a commit at ``start`` of a schedule, with new segments in place of all that are not retained."""
@@ -257,7 +253,7 @@ class CommitWriter:
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                     forgot=before.id + 1 if before.stored or self.snapshot.has_tombstones else before.forgot,
                 )  # fmt: skip
-                return self._advance(self._kept(self._history.snapshots, commit), commit, shrink=True)
+                return self._advance(commit, shrink=True)
             except BaseException:
                 if self.snapshot.commit is before:
                     self.discard_uncommitted()
@@ -275,7 +271,7 @@ class CommitWriter:
                 settings={**settings, **before.settings},
                 schedule_digest="", overlaid=before.overlaid or before.schedule_digest,
             )  # fmt: skip
-            return self._advance(self._kept(self._history.snapshots, commit), commit)
+            return self._advance(commit)
 
     def pin(self, name: str, commit: int | None) -> Commit:
         """Make a commit like the newest that keeps ``commit`` by name, or, None, lets go of what the name kept."""
@@ -286,24 +282,21 @@ class CommitWriter:
             pins = {**before.pins}
             if commit is not None:
                 self.find(commit)
-            if commit is None:
-                if name not in pins:
-                    known = ", ".join(map(repr, pins)) or "none"
-                    raise ValueError(f"{self._label} has no pinned commit {name!r}: it has {known}")
-                del pins[name]
-            else:
                 pins[name] = commit
-            *older, newest = self._history.snapshots
+            elif pins.pop(name, None) is None:
+                known = ", ".join(map(repr, pins)) or "none"
+                raise ValueError(f"{self._label} has no pinned commit {name!r}: it has {known}")
+            *older, newest = self.history.snapshots
             changed = self._like(before, pins=pins)
             kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
-            return self._advance(kept, changed, appended=self.snapshot.appended)
+            return self._advance(changed, kept=kept, appended=self.snapshot.appended)
 
     def amend(self, **changes: Any) -> Commit:
         """Make a commit that lists the same rows as the newest, with other values."""
         with self._lock:
             assert self.snapshot.commit is not None, "an empty store has nothing to amend"
             commit = self._like(self.snapshot.commit, **changes)
-            return self._advance(self._kept(self._history.snapshots, commit), commit)
+            return self._advance(commit)
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -342,18 +335,14 @@ class CommitWriter:
         return replace(before, id=id_, since=id_, own=own, ranks=(), retention=self.retention, **changes)
 
     def _advance(
-        self,
-        kept: Sequence[Snapshot],
-        commit: Commit,
-        state: bytes | None = None,
-        *,
-        appended: Sequence[Segment] = (),
-        shrink: bool = False,
-    ) -> Commit:
-        """Publish a commit that keeps older ones, with its ``state`` or that of before.
+        self, commit: Commit, state: bytes | None = None, *, kept: Sequence[Snapshot] | None = None,
+        appended: Sequence[Segment] = (), shrink: bool = False,
+    ) -> Commit:  # fmt: skip
+        """Publish a commit with its ``state`` or that of before; ``kept``: the older ones if not by the retention.
 
         ``appended``: segments that wait for the next one.
         """
+        kept = self._kept(self.history.snapshots, commit) if kept is None else kept
         self._publisher.check_known()
         commit, own, blobs = self._own_blobs(commit, state)
         commit, of_commit = self._recorded(replace(commit, ranks=(own,)), kept)
@@ -383,7 +372,7 @@ class CommitWriter:
         before = self._publisher.head
         commit = replace(
             commit, parent="" if before is None else before.digest,
-            kept=tuple(Kept(_id(one), _head(one)) for one in kept),
+            kept=tuple(Kept(one.id, _head(one)) for one in kept),
         )  # fmt: skip
         commit_bytes = commit.to_bytes()
         head = head_of(self._name("commits", str(commit.id)), commit_bytes)
@@ -418,13 +407,13 @@ class CommitWriter:
 
         Commits that are not in ``after`` are given up.
         """
-        kept, newest = {_id(snapshot) for snapshot in after}, after[-1]
-        self._given_up += [one for one in self._history.snapshots if _id(one) not in kept]
+        kept, newest = {snapshot.id for snapshot in after}, after[-1]
+        self._given_up += [one for one in self.history.snapshots if one.id not in kept]
         self._allocated = Needed.of([newest], also=self._allocated)
         if before is not None and before_commits(before):
             self._allocated.whole[before.name] = before.size  # the first commit says it now
         committed = Snapshot(newest.commit, self._groups) if newest.appended else newest
-        self._history = History((*after[:-1], committed))
+        self.history = History((*after[:-1], committed))
         with self._snapshot_lock:
             self.snapshot = newest
 
@@ -433,13 +422,13 @@ class CommitWriter:
 
         One that cannot be read was half dropped: its reader looks again, and finds that it is not kept.
         """
-        kept, found = {_id(snapshot) for snapshot in self._history.snapshots}, list[Snapshot]()
-        for name in sorted({f"commits/{id_}" for id_ in self._leased() - kept} & stored.keys()):
+        kept, found = {snapshot.id for snapshot in self.history.snapshots}, list[Snapshot]()
+        for name in sorted({f"commits/{id_}" for id_ in self.leased_now() - kept} & stored.keys()):
             with suppress(CorruptStoreError):
                 found.append(self._loader.given_up(Blob(name, stored[name].size)))
         return found
 
-    def _leased(self) -> set[int]:
+    def leased_now(self) -> set[int]:
         """Return the commits that other processes read."""
         folder = self._engine.lease_folder
         return set() if folder is None else leased_commits(folder)
@@ -447,8 +436,8 @@ class CommitWriter:
     def _free(self, *, shrink: bool = False) -> None:
         """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
         self._publisher.check_known()
-        leased = self._leased() if self._given_up else set()
-        self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
+        leased = self.leased_now() if self._given_up else set()
+        self._given_up = [snapshot for snapshot in self._given_up if snapshot.id in leased]
         needed = Needed.of(self._needing())
         drops = list(self._allocated.given_up(needed))
         if drops or shrink:
@@ -460,13 +449,13 @@ class CommitWriter:
         """Return the snapshots whose bytes are not free."""
         with self._snapshot_lock:
             held = [*self._holds]
-        return [*self._history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten]
+        return [*self.history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten]
 
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
         """Return the error of a whole step, which says what readers hold."""
         with self._snapshot_lock:
             held = [*self._holds]
-        mine = Needed.of([*self._history.snapshots, self.snapshot, self._rewritten])
+        mine = Needed.of([*self.history.snapshots, self.snapshot, self._rewritten])
         if read := Needed.of([*self._given_up, *held]).num_bytes(but=mine):
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
         return error.during(what, needed_bytes)
@@ -474,18 +463,14 @@ class CommitWriter:
     def _kept(self, before: Sequence[Snapshot], commit: Commit) -> list[Snapshot]:
         """Return which snapshots, the oldest first, are kept beside the commit that follows them."""
         newest = () if self.keeps_pins_only else before[max(0, len(before) + 1 - self.retention) :]
-        ids = {*map(_id, newest), *commit.pins.values()}
-        return [snapshot for snapshot in before if _id(snapshot) in ids]
+        ids = {*(one.id for one in newest), *commit.pins.values()}
+        return [snapshot for snapshot in before if snapshot.id in ids]
 
 
 _SAME = ("tables", "stored", "stored_sharding", "sharding", "forgot", "since", "abandoned", "pins")
 """Of a commit what the next one has too."""
 _NO_STATE = State.of("", np.empty(0, np.uint8))
 """A placeholder, replaced before the commit is written."""
-
-
-def _id(snapshot: Snapshot) -> int:
-    return -1 if snapshot.commit is None else snapshot.commit.id
 
 
 def _head(snapshot: Snapshot) -> Head:

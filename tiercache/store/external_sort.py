@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from tiercache.store.bits import HASHES, hash_keys
 from tiercache.store.files import ScratchFile, with_system_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.store.engines.engine import Counters
+    from tiercache.store.table import Table
+
+    Columns = tuple[NDArray[Any], ...]
 
 HASH_BYTES = 8
 ROW_COST = 32
@@ -83,9 +87,7 @@ class ExternalSorter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -228,3 +230,85 @@ def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
 def slice_bytes(total_bytes: int) -> int:
     """Return the bytes of a part of a sort of so many bytes that is done part after part."""
     return max(LEAST_SLICE_BYTES, -(-total_bytes // SLICES))
+
+
+def hash_slices(count: int, low: int = 0, high: int = HASHES) -> list[tuple[int, int]]:
+    """Cut the hashes [low, high) into ``count`` neighboring ranges of about the same size."""
+    bounds = [low + i * (high - low) // count for i in range(count + 1)]
+    return list(pairwise(bounds))
+
+
+class SortedCursor:
+    """A place in a source, of which the next rows are in memory."""
+
+    def __init__(self, parts: Iterable[Columns], *columns: DTypeLike, least: int = 0) -> None:
+        """``columns`` are the dtypes of the columns beside the hashes. ``fill`` reads where ``least`` rows are left."""
+        self.ended = False
+        """Whether all rows that are left are in memory."""
+        self._parts, self._least = iter(parts), least
+        self._rows: Columns = tuple(np.empty(0, np.dtype(column)) for column in (np.uint64, *columns))
+
+    @property
+    def end(self) -> int:
+        """The last hash in memory."""
+        return int(self._rows[0][-1])
+
+    def fill(self) -> bool:
+        """Read on where few rows are left in memory; returns whether there are any."""
+        while not self.ended and self._rows[0].size <= self._least:
+            part = next(self._parts, None)
+            if part is None:
+                self.ended = True
+            elif self._rows[0].size:
+                self._rows = tuple(np.concatenate(pair) for pair in zip(self._rows, part, strict=True))
+            else:
+                self._rows = part
+        return bool(self._rows[0].size)
+
+    def take(self, bound: int) -> Columns:
+        """Return the rows with hashes up to ``bound``, which are then gone."""
+        at = int(np.searchsorted(self._rows[0], np.uint64(bound), side="right"))
+        taken = tuple(column[:at] for column in self._rows)
+        self._rows = tuple(column[at:] for column in self._rows)
+        return taken
+
+
+def merged(*cursors: SortedCursor) -> Iterator[tuple[Columns, ...]]:
+    """Yield what all cursors have up to the same hash, bound after bound, until all rows are gone.
+
+    All rows with the same hash come together, but for those of one source that it cuts into two parts.
+    """
+    while filled := [cursor for cursor in cursors if cursor.fill()]:
+        ends = [cursor.end for cursor in filled if not cursor.ended]
+        bound = min(ends) if ends else max(cursor.end for cursor in filled)
+        yield tuple(cursor.take(bound) for cursor in cursors)
+
+
+def below(cursor: SortedCursor, bound: int) -> Iterator[Columns]:
+    """Yield the next rows of a cursor as long as their hashes are below ``bound``."""
+    while cursor.fill() and (rows := cursor.take(min(cursor.end, bound - 1)))[0].size:
+        yield rows
+
+
+def hashed(table: Table, parts: Iterable[Columns]) -> Iterator[Columns]:
+    """Yield parts of keys and other columns of a table, with the hashes of the keys before them."""
+    return ((hash_keys(part[0], table.table_id), *part) for part in parts)
+
+
+def rising(hashes: NDArray[np.uint64], after: int | None = None) -> bool:
+    """Return whether each hash is greater than the one before it, and the first than ``after``."""
+    return not np.any(hashes[1:] <= hashes[:-1]) and (after is None or not hashes.size or int(hashes[0]) > after)
+
+
+def whole_keys(parts: Iterable[Columns]) -> Iterator[Columns]:
+    """Yield the same rows, cut so that those with equal values in the first column, side by side, come together."""
+    pending: Columns | None = None
+    for part in parts:
+        rows = part if pending is None else tuple(np.concatenate(pair) for pair in zip(pending, part, strict=True))
+        differs = rows[0] != rows[0][-1]
+        last = rows[0].size - int(np.argmax(differs[::-1])) if np.any(differs) else 0
+        pending = tuple(column[last:].copy() for column in rows)
+        if last:
+            yield tuple(column[:last] for column in rows)
+    if pending is not None:
+        yield pending

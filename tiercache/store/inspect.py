@@ -40,18 +40,14 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
     live, snapshot = {table.name: store.live_rows(table.name) for table in store.tables}, store.snapshot
-    segments, stale_bytes = [], 0
+    all_tables = [(group, table) for group in snapshot.groups for table in group.tables]
+    stale_bytes = sum(snapshot.stale_rows(store.segments, *one) * one[0].row_bytes for one in all_tables)
+    segments = []
     for segment in store.segments:
-        live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
-        for group, layout in zip(snapshot.groups, segment.layouts, strict=True):
-            first = snapshot.first_range(segment, group.index)
-            ranges += layout.num_ranges
-            live_ranges += layout.num_ranges - first
-            for place, table in enumerate(group.tables):
-                live_rows += layout.rows_of_table(place, first) * (not segment.tombstone)
-                stale = snapshot.stale_rows([segment], group, table)
-                stale_rows += stale
-                stale_bytes += stale * group.row_bytes
+        dead_ranges = sum(snapshot.first_range(segment, group) for group in range(len(segment.layouts)))
+        live_ranges = sum(layout.num_ranges for layout in segment.layouts) - dead_ranges
+        stale_rows = sum(snapshot.stale_rows([segment], *one) for one in all_tables)
+        living_rows = sum(snapshot.living_rows([segment], *one) for one in all_tables)
         segments.append(
             {
                 "id": segment.id,
@@ -60,10 +56,10 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
                 "retained": segment.id in snapshot.retained,
                 "rows": segment.rows,
                 "tombstone": segment.tombstone,
-                "live_rows": max(0, live_rows - stale_rows),
+                "live_rows": living_rows,
                 "stale_rows": stale_rows,
                 "live_ranges": live_ranges,
-                "dead_ranges": ranges - live_ranges,
+                "dead_ranges": dead_ranges,
                 "row_bytes": segment.row_bytes,
                 "changed_bytes": segment.changed_bytes,
             }

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.external_sort import ExternalSorter, flush_largest
+from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
 from tiercache.store.reading import read_ahead
-from tiercache.store.runs import rising
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class KeyCounts:
     def __init__(self, label: str, snapshots: Sequence[Snapshot], group: Group, segments: Sequence[Segment]) -> None:
         """``snapshots`` are the commits of one store, the oldest first; ``segments`` those of all, by id."""
         self._group, self._label, self._ids = group, label, [segment.id for segment in segments]
-        self._commits = _ids_of(snapshots)
+        self._commits = [snapshot.id for snapshot in snapshots]
         commits = [snapshot.commit for snapshot in snapshots]
         self._before = [_before(commits[: c + 1]) for c in range(len(commits))]
         counts = np.array([segment.layouts[group.index].num_ranges for segment in segments], np.int64)
@@ -132,10 +131,6 @@ class KeyCounts:
         self._aged_CT[c, table] += np.count_nonzero(changed[again] > changed[again + 1])
 
 
-def _ids_of(snapshots: Sequence[Snapshot]) -> list[int]:
-    return [-1 if snapshot.commit is None else snapshot.commit.id for snapshot in snapshots]
-
-
 def _before(commits: Sequence[Commit | None]) -> int | None:
     """Return the place of the commit that the last one came of: of those before it the newest that was not given up.
 
@@ -187,7 +182,7 @@ class KeyInvariantChecker:
     ) -> None:
         """``snapshots`` are commits of one store, which somebody holds."""
         self._reader, self._group, self._readers = reader, group, readers
-        self._commits = _ids_of(snapshots)
+        self._commits = [snapshot.id for snapshot in snapshots]
         self._problems: dict[str, dict[int, None]] = {}
         segments = {segment.id: segment for snapshot in snapshots for segment in snapshot.segments}
         self._segments = [segments[id_] for id_ in sorted(segments)]
@@ -275,16 +270,13 @@ class KeyInvariantChecker:
                 self._unread.update(self._commits_of(segment, last))
             if keys is None:
                 continue
-            base, start = start, max(start, first)
-            run = int(np.searchsorted(bounds, start, side="right")) - 1
-            while start < end:
-                until = min(end, int(bounds[run + 1]))
-                if start < until:
-                    table = self._group.tables[run % num_tables]
-                    selected = slice(start - base, until - base)
+            begin = int(np.searchsorted(bounds, max(start, first), side="right")) - 1
+            for run in range(begin, int(np.searchsorted(bounds, end))):
+                low, high = max(start, first, int(bounds[run])), min(end, int(bounds[run + 1]))
+                if low < high:
+                    selected = slice(low - start, high - start)
                     last_changes = changed if isinstance(changed, int) else changed[selected]
-                    yield run, hash_keys(keys[selected], table.table_id), last_changes
-                start, run = until, run + 1
+                    yield run, hash_keys(keys[selected], self._group.tables[run % num_tables].table_id), last_changes
 
     def _commits_of(self, segment: Segment, index: int) -> list[int]:
         """Return the commits at which range ``index`` of a segment is live."""
@@ -303,9 +295,9 @@ class KeyInvariantChecker:
             keys = self._reader.keys(segment, group, block)
         except CorruptStoreError as error:
             problems.append(str(error))
-        if segment.changed:
-            changed = int(segment.changed[group].newest_B[block])
-        if segment.changed and segment.changed[group].stored:
+        if (known := segment.meta[group].changed) is not None:
+            changed = int(known.newest_B[block])
+        if known is not None and known.stored:
             try:
                 changed = self._reader.changed(segment, group, block)
             except CorruptStoreError as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.paged import PagedArray, PagedArrays
+    from tiercache.store.records import PagedArray, PagedArrays
 
     Hashes = NDArray[np.uint64]
     Int64s = NDArray[np.int64]
@@ -123,9 +123,9 @@ class KeyMap:
             found |= data[:, byte].astype(np.int64) << (8 * byte)
         return found
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, Numbers]:
         """Return its arrays, by name."""
-        return {"map_starts": self.starts[:], "map_counts": self.counts[:], "map": self.entries[:]}
+        return {"map_starts": self.starts, "map_counts": self.counts, "map": self.entries}
 
     def to_record(self) -> list[int]:
         """Return the rest of it as plain JSON values."""

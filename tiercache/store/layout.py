@@ -10,23 +10,18 @@ pages of ``KEY_PAGE_ROWS``, whatever their ranges. Memory: 16 bytes for each ran
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import google_crc32c
 import numpy as np
 
 from tiercache.store.records import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     Int64s = NDArray[np.int64]
-
-    Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
-    """Bytes, and bounds (R + 1, rising) of runs of them."""
 
 
 NEVER = (1 << 63) - 1
@@ -215,15 +210,18 @@ class SegmentLayout:
         """Return (low, high): the rows of a block are low, low + 1, ... high - 1."""
         return block * self.block_rows, min((block + 1) * self.block_rows, self.rows)
 
+    def blocks_between(self, low: int, high: int, most: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yield the blocks of rows [low, high), and which of these rows each has, at most so many at a time."""
+        while low < high:
+            block = low // self.block_rows
+            end = min(high, (block + 1) * self.block_rows, low + (most or self.block_rows))
+            yield block, low, end
+            low = end
+
     def pages_of_block(self, block: int) -> tuple[int, int]:
         """Return (low, high): the pages of a block are low, low + 1, ... high - 1."""
         low = block * self.block_rows
         return self.page_of_row(low), self.page_of_row(min(low + self.block_rows, self.rows))
-
-    def key_pages_of_block(self, block: int) -> tuple[int, int]:
-        """Return (low, high): the key pages of a block are low, low + 1, ... high - 1."""
-        first = block * self.key_pages
-        return first, min(first + self.key_pages, self.num_key_pages)
 
     def bytes_of_block(self, block: int) -> int:
         """Return the bytes of the rows of a block."""
@@ -401,20 +399,3 @@ KEY_BYTES, CHANGED_BYTES = 8, 4
 """Bytes of a row's key, and of its last change."""
 PAGE_BYTES = 4096
 """The blocks of a layout begin at multiples of it, in each of its blobs."""
-
-
-def checksum(data: NDArray[Any]) -> int:
-    """Return the CRC32C of contiguous bytes."""
-    view = data.view()
-    view.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
-    return int(google_crc32c.value(view))
-
-
-def page_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
-    """Return the CRC32C of each run of bytes between neighboring bounds, part after part."""
-    sums = []
-    for data, bounds in parts:
-        view = data.view()
-        view.flags.writeable = False
-        sums += [google_crc32c.value(view[a:b]) for a, b in pairwise(bounds.tolist())]
-    return np.array(sums, np.uint32)

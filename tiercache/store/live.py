@@ -92,22 +92,18 @@ class Live:
         self.next_uses_SG[row, g] = layout.next_use_R[first_range] if first_range < layout.num_ranges else NEVER
         self.rows_SG[row, g], self.block_rows_SG[row, g] = layout.rows, layout.block_rows
         self.row_bytes_SG[row, g] = layout.row_bytes
-        self.changed_SG[row, g] = bool(segment.changed) and segment.changed[g].stored
-        if layout.num_ranges:
-            tables = slice(first_table, self.first_tables[g + 1])
-            self.live_ST[row, tables] = layout.table_rows_RT[first_range:].sum(axis=0, dtype=np.int64)
+        self.changed_SG[row, g] = (changed := segment.meta[g].changed) is not None and changed.stored
+        live_T = layout.table_rows_RT[first_range:].sum(axis=0, dtype=np.int64) if layout.num_ranges else 0
+        self.live_ST[row, first_table : self.first_tables[g + 1]] = live_T
 
     def fits(self, row: int, segment: Segment) -> bool:
         """Return True unless a segment has other rows than this says; which of them are stale it cannot tell."""
-        blank: dict[str, Any] = {name: np.zeros((1, getattr(self, name).shape[1]), np.int64) for name in COUNTS}
-        actual = replace(self, **blank)
+        actual = self.taken([row])
         for g, layout in enumerate(segment.layouts):
-            first_range = int(self.first_ranges_SG[row, g])
-            if first_range > layout.num_ranges:
+            if (first_range := int(self.first_ranges_SG[row, g])) > layout.num_ranges:
                 return False
             actual.set_group(0, g, segment, first_range)
-        names = [name for name in COUNTS if name != "stale_ST"]
-        return all(np.array_equal(getattr(actual, name)[0], getattr(self, name)[row]) for name in names)
+        return all(np.array_equal(getattr(actual, name)[0], getattr(self, name)[row]) for name in COUNTS)
 
     def check(self) -> None:
         """Raise ValueError for numbers that no store can have."""

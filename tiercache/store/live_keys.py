@@ -241,7 +241,7 @@ def _readings(
     wanted = [hashes for hashes in sought.values() if hashes is None or hashes.size]
     if not wanted:
         return
-    key_map = segment.maps[group.index]
+    key_map = segment.meta[group.index].key_map
     if key_map is not None and all(  # most of many segments are passed over here, and quickly
         hashes is not None and hashes.size < _MANY and not key_map.find_few(hashes.tolist())[0] for hashes in wanted
     ):
@@ -269,7 +269,7 @@ def _readings(
         if mapped is not None and not mapped[0].size:
             spans[place] = _NOTHING
         elif mapped is not None:
-            spans[place] = _Spans.of_candidates(layout, segment.first_hashes[group.index], *mapped)
+            spans[place] = _Spans.of_candidates(layout, segment.meta[group.index].first_hashes, *mapped)
     swept = {place: None if place in learned else hashes for place, hashes in sought.items() if place not in spans}
     if not swept and not any(found.low.size for found in spans.values()):
         return
@@ -279,7 +279,7 @@ def _readings(
         low, high = block * layout.block_rows, min((block + step) * layout.block_rows, layout.rows)
         parts = {place: found.between(low, high) for place, found in spans.items()}
         for place, hashes in swept.items():
-            parts[place] = _Spans.of(layout, segment.first_hashes[group.index], *runs[place], low, high, hashes)
+            parts[place] = _Spans.of(layout, segment.meta[group.index].first_hashes, *runs[place], low, high, hashes)
         for reading in _neighboring(segment, group.index, layout, parts):
             batch.append(reading)
             if sum(one.last - one.first for one in batch) >= _PAGES_AT_ONCE:
@@ -295,7 +295,7 @@ _Candidates = tuple["Hashes", "Int64s", "Int64s"]
 
 def _mapped(segment: Segment, group: int, place: int, hashes: Hashes, live: int) -> _Candidates | None:
     """Return where the map of a layout says that hashes may be; None without one, and for many hashes."""
-    layout, key_map = segment.layouts[group], segment.maps[group]
+    layout, key_map = segment.layouts[group], segment.meta[group].key_map
     if key_map is None or hashes.size * _SWEPT_KEYS > layout.rows:
         return None
     which, ranges = key_map.find(hashes)

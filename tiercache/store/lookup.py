@@ -6,21 +6,20 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.files import PAGE_BYTES, huge_pages
-from tiercache.store.initial_rows import initial_rows
 from tiercache.store.live_keys import KEY_THREADS, Recall, live_keys
 from tiercache.store.reading import Pages, read_ahead
-from tiercache.store.row_codec import from_words
+from tiercache.store.row_codec import from_words, initial_rows
 from tiercache.store.store_errors import KeyMissingError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,41 +45,37 @@ _NO_BUFFER: NDArray[np.uint8] = np.empty(0, np.uint8)
 def locate(
     reader: BlockReader,
     snapshot: Snapshot,
-    keys: Mapping[str, NDArray[np.int64]],
+    table_name: str,
+    keys: NDArray[np.int64],
     *,
     after: int,
     recall: Recall | None = None,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Found]:
-    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises ValueError for no table.
+) -> Found:
+    """Return segment ids and rows of the keys of a table (see ``Store.locate``). Raises ValueError for no table.
 
     Rows of retained segments count whatever their next use, which is a pass of another schedule. ``recall`` is as for
     ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last call.
     """
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
     least = -1 if snapshot.retained else after
-    stored_tables = {name: snapshot.find(name, reader.label) for name in keys}
-    found = {name: _Search(stored_tables[name].table.table_id, values) for name, values in keys.items()}
+    stored = snapshot.find(table_name, reader.label)
+    search, group = _Search(stored.table.table_id, keys), stored.group
+    if group is None or not search.hashes.size:
+        return search.segment_ids, search.rows
+    place, newest_first = group.place(table_name), reversed(snapshot.segments)
+    sought = {place: search.remaining}
     with ThreadPoolExecutor(KEY_THREADS) as readers:
-        for group in snapshot.groups:
-            searches = {
-                place: found[table.name]
-                for place, table in enumerate(group.tables)
-                if table.name in found and stored_tables[table.name].group is group and found[table.name].hashes.size
-            }
-            sought = {place: search.remaining for place, search in searches.items()}
-            newest_first = reversed(snapshot.segments)
-            for segment, place, stored, rows in live_keys(
-                reader, snapshot, newest_first, group, sought, readers, after=least, recall=recall
-            ):
-                searches[place].match(segment.id, stored, rows)
-                sought[place] = searches[place].remaining
-                if progress is not None:
-                    progress(stored.size)
-    for name, search in found.items() if snapshot.retained or snapshot.has_tombstones else ():
-        if (of := stored_tables[name].group) is not None:
-            search.drop(snapshot.segments, snapshot.retained, of.index, after)
-    return {name: (search.segment_ids, search.rows) for name, search in found.items()}
+        for segment, _, found, rows in live_keys(
+            reader, snapshot, newest_first, group, sought, readers, after=least, recall=recall
+        ):
+            search.match(segment.id, found, rows)
+            sought[place] = search.remaining
+            if progress is not None:
+                progress(found.size)
+    if snapshot.retained or snapshot.has_tombstones:
+        search.drop(snapshot.segments, snapshot.retained, group.index, after)
+    return search.segment_ids, search.rows
 
 
 class _Search:
@@ -191,6 +186,27 @@ def _read(
     return out
 
 
+class _Batch(NamedTuple):
+    """Pages of a layout on their way into memory.
+
+    What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
+    """
+
+    places: NDArray[np.int64]
+    """(n,): the places of its rows in what is returned."""
+    which: NDArray[np.int64]
+    """(n,): the page of each, by its place among the pages."""
+    local: NDArray[np.int64]
+    """(n,): the row of each in its page."""
+    starts: NDArray[np.int64]
+    """(pages,): the byte of ``buffer`` at which each page begins."""
+    page_rows: NDArray[np.int64]
+    """(pages,): rows of each page."""
+    buffer: NDArray[np.uint8]
+    pages: list[Pages]
+    """What is to be read into it."""
+
+
 def _batches(
     segment: Segment,
     group: int,
@@ -201,36 +217,15 @@ def _batches(
 ) -> Iterator[tuple[_Batch]]:
     """Cut rows in their order into batches whose pages take about ``BATCH_BYTES``; a page is never cut."""
     layout = segment.layouts[group]
-    places = places[np.argsort(rows[places], kind="stable")]
-    pages = layout.pages_of_rows(rows[places])
+    all_places = places[np.argsort(rows[places], kind="stable")]
+    all_pages = layout.pages_of_rows(rows[all_places])
     most = max(1, BATCH_BYTES // (layout.page_rows * layout.row_bytes))
-    fresh = np.nonzero(np.diff(pages, prepend=-1))[0]
-    for first, last in pairwise([*fresh[::most].tolist(), pages.size]):
-        yield (_Batch(segment, group, places[first:last], rows, pages[first:last], cached, buffers),)
-
-
-class _Batch:
-    """Pages of a layout on their way into memory.
-
-    What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
-    """
-
-    def __init__(
-        self,
-        segment: Segment,
-        group: int,
-        places: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        pages_of_rows: NDArray[np.int64],
-        cached: Cached | None,
-        buffers: deque[NDArray[np.uint8]],
-    ) -> None:
-        self.places = places
-        layout = segment.layouts[group]
-        pages, self.which = np.unique(pages_of_rows, return_inverse=True)
-        self.local = rows[places] - layout.rows_of_pages(pages_of_rows)
+    begun = np.nonzero(np.diff(all_pages, prepend=-1))[0]
+    for low, high in pairwise([*begun[::most].tolist(), all_pages.size]):
+        places = all_places[low:high]
+        pages, which = np.unique(all_pages[low:high], return_inverse=True)
         begin_rows, end_rows = layout.rows_of_pages(pages), layout.rows_of_pages(pages + 1)
-        self.page_rows, blocks = end_rows - begin_rows, begin_rows // layout.block_rows
+        blocks = begin_rows // layout.block_rows
         cached_pages = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
         fresh = np.array([data is None for data in cached_pages], dtype=bool)
         # A run is read at once: neighbors of one block that no one holds; each held page is a run of its own.
@@ -241,21 +236,21 @@ class _Batch:
         inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % PAGE_BYTES
         sizes = -(-(inside + ends - begins) // PAGE_BYTES) * PAGE_BYTES
         at = np.cumsum(sizes) - sizes + inside
-        self.starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
-        """(pages,): the byte of ``buffer`` at which each page begins."""
-        self.buffer = buffers.popleft() if buffers else _NO_BUFFER
-        if self.buffer.size < sizes.sum():
-            self.buffer = huge_pages(int(sizes.sum()))
-        self.pages = [
-            Pages(segment, group, int(pages[a]), int(pages[b - 1]) + 1, self.buffer[low : low + size])
-            for a, b, low, size in zip(
-                first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
-            )
+        starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
+        buffer = buffers.popleft() if buffers else _NO_BUFFER
+        if buffer.size < sizes.sum():
+            buffer = huge_pages(int(sizes.sum()))
+        runs = zip(*(one.tolist() for one in (first, last, at, ends - begins)), strict=True)
+        to_read = [
+            Pages(segment, group, int(pages[a]), int(pages[b - 1]) + 1, buffer[begin : begin + size])
+            for a, b, begin, size in runs
             if fresh[a]
         ]
-        for data, low in zip(cached_pages, self.starts.tolist(), strict=True):
+        for data, begin in zip(cached_pages, starts.tolist(), strict=True):
             if data is not None:
-                self.buffer[low : low + data.nbytes] = data.view(np.uint8)
+                buffer[begin : begin + data.nbytes] = data.view(np.uint8)
+        local = rows[places] - begin_rows[which]
+        yield (_Batch(places, which, local, starts, end_rows - begin_rows, buffer, to_read),)
 
 
 def lookup(
@@ -288,8 +283,7 @@ def lookup(
         rows_in = 0 if group is None else snapshot.rows_in(snapshot.segments, group, table)
         count_keys = _counted("keys", rows_in, progress)
     with closing(recall) if recall else nullcontext():
-        found = locate(reader, snapshot, {table.name: keys}, after=-1, recall=recall, progress=count_keys)
-    ids, rows = found[table.name]
+        ids, rows = locate(reader, snapshot, table.name, keys, after=-1, recall=recall, progress=count_keys)
     if count_keys is not None:
         count_keys(None)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from tiercache.store.commit import TABLES, before_commits, head_of
+from tiercache.store.commit_reader import CommitLoader, record_at, tables_at
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Blob
 from tiercache.store.files import is_url, local_path
 from tiercache.store.locks import UseCount, WriterLock
 from tiercache.store.records import encode
-from tiercache.store.recovery import CommitLoader, record_at, tables_at
-from tiercache.store.shards.sharding import groups_of_rank
+from tiercache.store.sharding import groups_of_rank
 from tiercache.store.store_errors import (
     CorruptStoreError,
     NotAStoreError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import CommitRecord
     from tiercache.store.engines.engine import Counters, Engine, Head
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
 
 
 T = TypeVar("T")

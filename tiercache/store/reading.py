@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tiercache.store.compute import Compute
+from tiercache.store.commit_reader import room_for
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
-from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, checksum, key_page_bounds
-from tiercache.store.recovery import room_for
-from tiercache.store.segment import corrupt_block, first_hashes_of
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
+from tiercache.store.records import checksum
+from tiercache.store.segment import Compute, corrupt_block, first_hashes_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import Commit
     from tiercache.store.engines.engine import Counters, Engine, Stored
-    from tiercache.store.layout import Part
     from tiercache.store.locks import UseCount
+    from tiercache.store.records import Part
     from tiercache.store.segment import Segment
     from tiercache.store.store_errors import StoreError
 
@@ -187,7 +187,7 @@ class BlockReader:
                 try:
                     self._engine.read(span.request)
                 except BlockReadError as error:
-                    raise self._corrupt(span, error.seen) from error
+                    raise self._corrupt(span.segment, span.group, span.block, error.seen) from error
                 read.append(span)
                 size += span.request.out.size
                 if size >= _CHECK_BYTES:
@@ -220,7 +220,7 @@ class BlockReader:
         num_bytes = sum(span.request.out.size for span in spans)
         self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))
         sums = self.compute.checksums([span.part for span in spans])
-        expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
+        expected = np.concatenate([span.segment.meta[span.group].checksums[span.low : span.high] for span in spans])
         if np.array_equal(sums, expected):
             return
         at = int(np.argmax(sums != expected))
@@ -228,12 +228,11 @@ class BlockReader:
         for span in spans:
             if at < span.high - span.low:
                 words += f" in page {span.low + at}"
-                raise self._corrupt(span, words, written)
+                raise self._corrupt(span.segment, span.group, span.block, words, written)
             at -= span.high - span.low
 
-    def _corrupt(self, span: _Span, words: str, written: int | None = None) -> StoreError:
-        group = span.segment.groups[span.group]
-        return self._explain(corrupt_block(self.label, span.segment, group, span.block, words, written))
+    def _corrupt(self, segment: Segment, group: int, block: int, words: str, written: int | None = None) -> StoreError:
+        return self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, written))
 
     def keys(
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
@@ -248,24 +247,26 @@ class BlockReader:
         self._read(request, segment, group, block)
         sums, keys = self.compute.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
         page = block * layout.key_pages + first
-        wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
+        meta = segment.meta[group]
+        wrong = np.nonzero(sums != meta.key_checksums[page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
-            words, expected = f"has checksum {sums[at]:08x} over its keys", int(segment.key_checksums[group][page + at])
-            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, expected))
+            words, expected = f"has checksum {sums[at]:08x} over its keys", int(meta.key_checksums[page + at])
+            raise self._corrupt(segment, group, block, words, expected)
         starts = (bounds[:-1] - bounds[0]) // KEY_BYTES
         first_row = block * layout.block_rows + int(bounds[0]) // KEY_BYTES
         hashes = first_hashes_of(keys[starts], first_row + starts, layout, segment.groups[group])
-        if np.any(hashes != segment.first_hashes[group][page : page + sums.size]):
+        if np.any(hashes != meta.first_hashes[page : page + sums.size]):
             words = "has other first keys than the segment's description says"
-            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words))
+            raise self._corrupt(segment, group, block, words)
         self.counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
         self.check_open()
-        layout, known = segment.layouts[group], segment.changed[group]
+        layout, known = segment.layouts[group], segment.meta[group].changed
+        assert known is not None, "they are stored"
         numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
         blob = segment.blob(CHANGED, segment.groups[group])
@@ -273,10 +274,10 @@ class BlockReader:
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
-            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words, expected))
+            raise self._corrupt(segment, group, block, words, expected)
         if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
-            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, words))
+            raise self._corrupt(segment, group, block, words)
         self.counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
 
@@ -307,7 +308,7 @@ class BlockReader:
             with self._uses.using():
                 self._engine.read(request)
         except BlockReadError as error:
-            raise self._explain(corrupt_block(self.label, segment, segment.groups[group], block, error.seen)) from error
+            raise self._corrupt(segment, group, block, error.seen) from error
 
 
 class _RequestQueue:

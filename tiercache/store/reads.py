@@ -1,21 +1,31 @@
-"""What is read of a store at its commit: rows by key, in order or that changed, and dense state."""
+"""What is read of a store at its commit: rows by key, in order or that changed, and dense state.
+
+Of a store of several ranks each has a part of every table. A key of a table by row or in one piece is on one rank,
+column slices are put side by side. What a row has once and is kept with each slice is that of the first.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from tiercache.store.bits import HASHES, hash_keys
 from tiercache.store.changes import changed_rows, changes
 from tiercache.store.files import local_path
-from tiercache.store.lookup import locate, lookup, read_rows
+from tiercache.store.lookup import check_keys, locate, lookup, missing_keys, read_rows
 from tiercache.store.reading import Pages
 from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
+from tiercache.store.sharding import Slice, TableSharding, hash_bounds
+from tiercache.store.store_errors import CorruptStoreError, KeyMissingError
+from tiercache.store.table import table_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.store.live_keys import KeyMemory
@@ -23,43 +33,64 @@ if TYPE_CHECKING:
     from tiercache.store.reading import BlockReader
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
-    from tiercache.store.shards.joined_ranks import JoinedRanks
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Group
-
-Item = TypeVar("Item")
+    from tiercache.store.table import Table
 
 
 class StoreReads:
     """The part of ``Store`` that reads. From any thread, also while commits are made."""
 
     label: str
-    groups: tuple[Group, ...]
+    tables: tuple[Table, ...]
+    """In the order of unsigned table ids; whole ones of a store of several ranks."""
     reader: BlockReader
     """Reads its blocks: what functions that read take, with a snapshot."""
     key_memory: KeyMemory | None
     """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
-    _joined: JoinedRanks | None
-    """Reads whole tables of a store of several ranks."""
+    sharding: ShardingPlan | None
+    """Of a store of several ranks, the rank that has each row."""
+
+    @property
+    def parts(self) -> Sequence[StoreReads]:
+        """The store of each rank, all at one commit; of one rank this one."""
+        raise NotImplementedError
 
     @property
     def snapshot(self) -> Snapshot:
         """The newest commit and the segments appended since, as of now."""
         raise NotImplementedError
 
-    def pinned(self) -> AbstractContextManager[Snapshot]:
-        """Return a context in which all that the snapshot of now needs is kept."""
+    def _pinned(self) -> AbstractContextManager[Snapshot]:
+        """Return a context in which all that the snapshot of now needs is kept; that of rank 0 of several."""
         raise NotImplementedError
 
-    def _pinned(self) -> AbstractContextManager[Snapshot]:
-        """Return the same, also of a store of several ranks: that of rank 0 then."""
-        raise NotImplementedError
+    def pinned(self) -> AbstractContextManager[Snapshot]:
+        """Keep all that the snapshot of now needs, which this yields, until it ends, whatever is committed meanwhile.
+
+        Raises ValueError for a store of several ranks: each of ``ranks`` has a snapshot of its own.
+        """
+        if self.sharding is not None:
+            raise ValueError(f"{self.label} has {len(self.parts)} ranks: read its rows by lookup, scan or changes")
+        return self._pinned()
 
     def live_rows(self, table_name: str) -> int:
         """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-        if self._joined is not None:
-            return self._joined.live_rows(table_name)
-        return self.snapshot.live_rows(table_name, self.label)
+        return sum(part.snapshot.live_rows(table_name, self.label) for part in self._counting(table_name))
+
+    def most_rows(self, table_name: str, hashes: tuple[int, int]) -> int:
+        """Return how many rows of a table have hashes in a range, by what ranks have of it: reads nothing.
+
+        As hashes are uniform, four standard deviations more than expected where a rank has others too.
+        """
+        bounds, by_hash = hash_bounds(len(self.parts)), self._sharding_of(table_name).by_hash
+        total = variance = 0.0
+        for rank, part in enumerate(self._counting(table_name)):
+            first, last = (bounds[rank], bounds[rank + 1]) if by_hash else (0, HASHES)
+            share = max(0, min(hashes[1], last) - max(hashes[0], first)) / (last - first)
+            rows = part.live_rows(table_name) * share
+            total, variance = total + rows, variance + rows * (1 - share)
+        return min(self.live_rows(table_name), int(np.ceil(total + 4 * variance**0.5)))
 
     def scan(
         self,
@@ -76,15 +107,48 @@ class StoreReads:
         change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
         """
         scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
-        if self._joined is not None:
-            return self._joined.scan(table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
         check_scan(self.reader, self.snapshot, table_name, chunk_rows)
-        return self._stream(
-            lambda snapshot: scan_segments(
-                self.reader, snapshot, snapshot.committed, table_name,
-                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
-            )
-        )  # fmt: skip
+        table = table_named(self.tables, table_name, self.label)
+        return self.rows(table, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
+
+    def rows(
+        self,
+        table: Table,
+        hashes: tuple[int, int] = (0, HASHES),
+        *,
+        chunk_rows: int | None = None,
+        memory_bytes: int = SCAN_BYTES,
+        scratch: Path | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield the rows of a table in hash order, with all columns or, as a rank of another sharding has it, some.
+
+        hashes: from and below which hash of a key. Only ranks, ranges and columns with such rows are read, and keys;
+        what a row has once goes to each slice. Else, and what is raised, as ``scan``.
+        """
+        sharding, whole = self._sharding_of(table.name), table_named(self.tables, table.name, self.label)
+        first = table.first_column - whole.first_column  # a store of one rank may have slices itself
+        requested = Slice(0, first, first + table.dim)
+
+        def scan(part: StoreReads, inside: tuple[int, int] | None, share: int) -> Iterator[Chunk]:
+            with part.pinned() as snapshot:
+                yield from scan_segments(
+                    part.reader, snapshot, snapshot.committed, table.name,
+                    hashes=inside, chunk_rows=chunk_rows, memory_bytes=share, scratch=scratch,
+                )  # fmt: skip
+
+        if sharding.by_hash:
+            bounds = hash_bounds(len(self.parts))
+            for rank, part in enumerate(self.parts):  # ranks own rising ranges of hashes
+                low, high = max(hashes[0], bounds[rank]), min(hashes[1], bounds[rank + 1])
+                if low < high:
+                    inside = None if (low, high) == bounds[rank : rank + 2] else (low, high)
+                    for keys, fields in scan(part, inside, memory_bytes):
+                        yield keys, _columns(whole, [(Slice(rank, 0, whole.dim), fields)], requested)
+            return
+        slices = [one for one in sharding.slices if one.first < requested.last and requested.first < one.last]
+        inside, share = None if hashes == (0, HASHES) else hashes, memory_bytes // len(slices)
+        scans = [scan(self.parts[one.rank], inside, share) for one in slices]
+        yield from self._side_by_side(whole, slices, scans, requested)
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit, that of rank 0 of several.
@@ -117,7 +181,7 @@ class StoreReads:
         in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
         with self.pinned() as snapshot:
-            return locate(self.reader, snapshot, {table_name: keys}, after=after)[table_name]
+            return locate(self.reader, snapshot, table_name, keys, after=after)
 
     def read_rows(
         self,
@@ -149,37 +213,111 @@ class StoreReads:
 
         Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. Of
         stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
-        ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
+        ``progress(what, done, total)`` is called with "keys" and "rows"; of several ranks it counts anew for each.
+        Raises ValueError and CorruptBlockError.
         """
-        if self._joined is not None:
-            return self._joined.lookup(table_name, keys, missing=missing, progress=progress)
-        with self._pinned() as snapshot:
-            return lookup(
-                self.reader, snapshot, table_name, keys,
-                missing=missing, memory=self.key_memory, progress=progress,
-            )  # fmt: skip
+        if self.sharding is None:
+            with self._pinned() as snapshot:
+                return lookup(
+                    self.reader, snapshot, table_name, keys,
+                    missing=missing, memory=self.key_memory, progress=progress,
+                )  # fmt: skip
+        sharding, table = self._sharding_of(table_name), table_named(self.tables, table_name, self.label)
+        keys = check_keys(keys)
+        bounds = np.array(hash_bounds(len(self.parts))[1:-1], dtype=np.uint64)
+        owners = np.searchsorted(bounds, hash_keys(keys, table.table_id), side="right")
+        slices = sharding.slices or [Slice(rank, 0, table.dim) for rank in np.unique(owners).tolist() or [0]]
+        out = {field.name: np.zeros((keys.size, field.width), dtype=np.float32) for field in table.fields}
+        gone: list[NDArray[np.int64]] = []
+        for one in reversed(slices):  # what a row has once is that of the first
+            selected = slice(None) if sharding.slices else np.nonzero(owners == one.rank)[0]
+            try:
+                found = self.parts[one.rank].lookup(table_name, keys[selected], missing=missing, progress=progress)
+            except KeyMissingError as error:
+                gone.append(error.keys)
+                continue
+            for field in table.fields:
+                columns = slice(one.first, one.last) if field.width == table.dim else slice(None)
+                out[field.name][selected, columns] = found[field.name]
+        if gone:
+            raise missing_keys(table, np.unique(np.concatenate(gone)), np.unique(keys).size, self.label)
+        return out
 
     def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
         """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
 
-        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
-        gives every row. A row changed where it was made or written again, even to the same bits, not where it moved.
-        Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
-        where rows were appended and not committed. Commits that are made meanwhile change nothing.
+        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, or columns of several
+        ranks, as ``scan`` does. -1 gives every row. A row changed where it was made or written again, even to the same
+        bits, not where it moved. Raises CommitMissingError for a commit that never was or that a rollback gave up,
+        CorruptBlockError, ValueError where rows were appended and not committed. Commits that are made meanwhile change
+        nothing.
         """
         self.reader.check_open()
-        if self._joined is not None:
-            return self._joined.changes(table_name, since=since)
-        return self._stream(lambda snapshot: changes(self.reader, snapshot, table_name, since))
+        table, slices = table_named(self.tables, table_name, self.label), self._sharding_of(table_name).slices
+        in_order = len(slices) > 1  # to look the keys of each chunk up would read all keys for each of them
+
+        def changed(part: StoreReads) -> Iterator[Chunk]:
+            with part.pinned() as snapshot:
+                share = SCAN_BYTES // max(1, len(slices))
+                yield from changes(part.reader, snapshot, table_name, since, in_order=in_order, memory_bytes=share)
+
+        parts = [changed(part) for part in ([self.parts[one.rank] for one in slices] or self.parts)]
+        whole = Slice(0, 0, table.dim)
+        chunks = self._side_by_side(table, slices, parts, whole) if in_order else chain.from_iterable(parts)
+        names = [field.name for field in table.fields]
+        return ((keys, dict(zip(names, fields, strict=True))) for keys, fields in chunks)
 
     def changed_rows(self, table_name: str, *, since: int) -> int:
         """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
-        if self._joined is not None:
-            return self._joined.changed_rows(table_name, since=since)
-        with self.pinned() as snapshot:
-            return changed_rows(self.reader, snapshot, table_name, since)
+        total = 0
+        for part in self._counting(table_name):
+            with part.pinned() as snapshot:
+                total += changed_rows(part.reader, snapshot, table_name, since)
+        return total
 
-    def _stream(self, items: Callable[[Snapshot], Iterator[Item]]) -> Iterator[Item]:
-        """Yield what ``items`` yields of the snapshot of the moment when the first one is asked for."""
-        with self.pinned() as snapshot:
-            yield from items(snapshot)
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _sharding_of(self, table_name: str) -> TableSharding:
+        """Return the sharding of a table. Raises ValueError if there is none of that name."""
+        table_named(self.tables, table_name, self.label)
+        return TableSharding("row_wise") if self.sharding is None else self.sharding.tables[table_name]
+
+    def _counting(self, table_name: str) -> Sequence[StoreReads]:
+        """Return the parts that have every row of a table once."""
+        slices = self._sharding_of(table_name).slices
+        return [self.parts[slices[0].rank]] if slices else self.parts
+
+    def _side_by_side(
+        self, table: Table, slices: Sequence[Slice], scans: Sequence[Iterator[Chunk]], requested: Slice
+    ) -> Iterator[Chunk]:
+        """Yield keys and requested columns of a table from scans of slices, which have the same keys."""
+        held = [next(scan, None) for scan in scans]
+        while any(one is not None for one in held):
+            chunks = [one for one in held if one is not None]
+            rows = min(keys.size for keys, _ in chunks)
+            first = chunks[0][0][:rows]
+            if len(chunks) < len(held) or any(not np.array_equal(keys[:rows], first) for keys, _ in chunks):
+                raise CorruptStoreError(
+                    f"the slices of table {table.name!r} of {self.label} have different keys: restore the store from a "
+                    "copy"
+                )
+            found = [tuple(values[:rows] for values in fields) for _, fields in chunks]
+            yield first, _columns(table, list(zip(slices, found, strict=True)), requested)
+            held = [
+                (keys[rows:], tuple(values[rows:] for values in fields)) if keys.size > rows else next(scan, None)
+                for (keys, fields), scan in zip(chunks, scans, strict=True)
+            ]
+
+
+def _columns(
+    table: Table, slices: Sequence[tuple[Slice, tuple[NDArray[np.float32], ...]]], requested: Slice
+) -> tuple[NDArray[np.float32], ...]:
+    """Return the wanted columns of every field of a whole table, from slices that have them all."""
+    out = []
+    for i, field in enumerate(table.fields):
+        found = [
+            fields[i][:, max(0, requested.first - one.first) : requested.last - one.first] for one, fields in slices
+        ]
+        once = field.width != table.dim
+        out.append(slices[0][1][i] if once else found[0] if len(found) == 1 else np.concatenate(found, axis=1))
+    return tuple(np.ascontiguousarray(values) for values in out)

@@ -1,9 +1,10 @@
-"""The bytes of a record: JSON for what is said, arrays for what is many, a checksum over both.
+"""The bytes of a record, and arrays behind one that are read in place.
 
     "TCR1" | header bytes: uint32 | header: JSON in UTF-8 | arrays, one after another | CRC32C of all before: uint32
 
 Little-endian. The header is ``{"kind": ..., "values": {...}, "arrays": [[name, dtype, length], ...]}``. Nothing is
-executed on reading, and every size is checked against the bytes at hand before it is used.
+executed on reading, and every size is checked against the bytes at hand before it is used. Behind a record there may be
+larger arrays, in chunks: each is read when it is first used, and checked then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import OrderedDict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -19,9 +23,12 @@ import numpy as np
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
+    """Bytes, and bounds (R + 1, rising) of runs of them."""
 
 
 _MAGIC = b"TCR1"
@@ -102,3 +109,195 @@ def checked_digest(value: object) -> str:
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
         raise ValueError(f"{str(value)[:70]!r} is no digest")
     return value
+
+
+def checksum(data: NDArray[Any]) -> int:
+    """Return the CRC32C of contiguous bytes."""
+    view = data.view()
+    view.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
+    return int(google_crc32c.value(view))
+
+
+def page_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each run of bytes between neighboring bounds, part after part."""
+    sums = []
+    for data, bounds in parts:
+        view = data.view()
+        view.flags.writeable = False
+        sums += [google_crc32c.value(view[a:b]) for a, b in pairwise(bounds.tolist())]
+    return np.array(sums, np.uint32)
+
+
+CHUNK_BYTES = 16 << 10
+"""Read and checked together."""
+_WHOLE_BYTES = 64 << 10
+"""An array of so many bytes is read at once, which takes hardly longer than one chunk of it."""
+CACHE_BYTES = 64 << 20
+"""Memory for the chunks that a store keeps."""
+_ALIGNED = 8
+_ARRAY_DTYPES = ("|u1", "<u4", "<u8", "<i8")
+
+
+class ArrayPlace(NamedTuple):
+    """The place of an array in its blob."""
+
+    dtype: str
+    size: int
+    """Numbers."""
+    begin: int
+    """Byte behind the head."""
+    first_chunk: int
+    """The number of its first chunk among those of all arrays."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all numbers."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
+    """Return where arrays stand that are described as (name, dtype, size), one after another.
+
+    Raises ValueError and TypeError for anything else.
+    """
+    places: dict[str, ArrayPlace] = {}
+    begin = chunk = 0
+    for name, dtype, size in described:
+        if dtype not in _ARRAY_DTYPES:
+            raise ValueError(f"array {name!r} is of {dtype!r}")
+        places[str(name)] = place = ArrayPlace(dtype, whole(size, "the size of an array"), begin, chunk)
+        begin += -(-place.num_bytes // _ALIGNED) * _ALIGNED
+        chunk += -(-place.num_bytes // CHUNK_BYTES)
+    return places
+
+
+def end_of(places: Mapping[str, ArrayPlace]) -> tuple[int, int]:
+    """Return the bytes of all arrays, and the number of their chunks."""
+    last = next(reversed(list(places.values())), None)
+    if last is None:
+        return 0, 0
+    size = last.num_bytes
+    return last.begin + -(-size // _ALIGNED) * _ALIGNED, last.first_chunk + -(-size // CHUNK_BYTES)
+
+
+def describe(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[list[Any]], list[NDArray[np.uint8]], NDArray[np.uint32]]:
+    """Return how arrays are described, their bytes one after another, and the CRC32C of each chunk."""
+    described: list[list[Any]] = []
+    parts: list[NDArray[np.uint8]] = []
+    sums: list[int] = []
+    for name, array in arrays.items():
+        dtype = array.dtype.newbyteorder("<") if array.dtype.itemsize > 1 else array.dtype
+        data = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8)
+        described.append([name, dtype.str, int(array.size)])
+        parts += [data, np.zeros(-data.size % _ALIGNED, np.uint8)]
+        sums += [checksum(data[at : at + CHUNK_BYTES]) for at in range(0, data.size, CHUNK_BYTES)]
+    return described, parts, np.array(sums, np.uint32)
+
+
+class ChunkCache:
+    """The chunks that were read last, of all arrays of a store; from any thread."""
+
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._chunks: OrderedDict[tuple[str, int], NDArray[np.uint8]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, blob: str, chunk: int) -> NDArray[np.uint8] | None:
+        """Return a chunk of a blob, if it is kept."""
+        with self._lock:
+            found = self._chunks.get((blob, chunk))
+            if found is not None:
+                self._chunks.move_to_end((blob, chunk))
+            return found
+
+    def put(self, blob: str, chunk: int, data: NDArray[np.uint8]) -> None:
+        """Keep a chunk in place of those that were used longest ago."""
+        with self._lock:
+            if (blob, chunk) not in self._chunks:
+                self._chunks[blob, chunk] = data
+                self.num_bytes += data.size
+            while self.num_bytes > self.most_bytes and len(self._chunks) > 1:
+                self.num_bytes -= self._chunks.popitem(last=False)[1].size
+
+
+class PagedArrays:
+    """The arrays of one blob."""
+
+    def __init__(
+        self,
+        blob: str,
+        places: Mapping[str, ArrayPlace],
+        checksums: NDArray[np.uint32],
+        read: Callable[[int, NDArray[np.uint8]], None],
+        cache: ChunkCache,
+        label: str,
+    ) -> None:
+        """``read`` fills memory from a byte behind the head on; ``label`` is the blob in the words of a message."""
+        self._blob, self._places, self._checksums, self._read = blob, places, checksums, read
+        self._cache, self._label = cache, label
+
+    def array(self, name: str) -> PagedArray:
+        """Return an array. Raises KeyError where there is none of that name."""
+        return PagedArray(self, self._places[name])
+
+    def chunks(self, place: ArrayPlace, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the bytes of chunks [first, last) of an array, neighbors read together. Raises CorruptStoreError."""
+        if last - first == 1:
+            kept = self._cache.get(self._blob, place.first_chunk + first)
+            if kept is not None:
+                return kept
+            if CHUNK_BYTES < place.num_bytes <= _WHOLE_BYTES:
+                return self.chunks(place, 0, -(-place.num_bytes // CHUNK_BYTES))[
+                    first * CHUNK_BYTES : last * CHUNK_BYTES
+                ]
+        found = [self._cache.get(self._blob, place.first_chunk + i) for i in range(first, last)]
+        i = 0
+        while i < len(found):
+            end = i
+            while end < len(found) and found[end] is None:
+                end += 1
+            if end > i:
+                self._fill(place, first, found, i, end)
+            i = end + 1
+        return np.concatenate([chunk for chunk in found if chunk is not None]) if found else np.empty(0, np.uint8)
+
+    def _fill(self, place: ArrayPlace, first: int, found: list[NDArray[np.uint8] | None], low: int, high: int) -> None:
+        """Read the chunks [first + low, first + high) of an array into ``found``."""
+        begin, end = (first + low) * CHUNK_BYTES, min((first + high) * CHUNK_BYTES, place.num_bytes)
+        data = np.empty(end - begin, np.uint8)
+        self._read(place.begin + begin, data)
+        for i in range(low, high):
+            chunk = data[(i - low) * CHUNK_BYTES : (i - low + 1) * CHUNK_BYTES]
+            number = place.first_chunk + first + i
+            seen, expected = checksum(chunk), int(self._checksums[number])
+            if seen != expected:
+                raise CorruptStoreError(
+                    f"chunk {number} of {self._label} has checksum {seen:08x} where {expected:08x} was written: "
+                    "restore the store from a copy"
+                )
+            found[i] = chunk if high - low == 1 else chunk.copy()
+            self._cache.put(self._blob, number, found[i])  # type: ignore[arg-type]
+
+
+class PagedArray:
+    """One array: ``array[low:high]`` and ``array[i]`` read what they need."""
+
+    def __init__(self, arrays: PagedArrays, place: ArrayPlace) -> None:
+        self._arrays, self._place = arrays, place
+        self.dtype, self.size = np.dtype(place.dtype), place.size
+
+    def __getitem__(self, part: Any) -> Any:
+        """Return numbers [low, high) of a slice without a step, or one number."""
+        if not isinstance(part, slice):
+            index = int(part) + (self.size if int(part) < 0 else 0)
+            if not 0 <= index < self.size:
+                raise IndexError(f"number {part} of an array of {self.size}")
+            return self[index : index + 1][0]
+        low, high, step = part.indices(self.size)
+        assert step == 1, "arrays are read in order"
+        if low >= high:
+            return np.empty(0, self.dtype)
+        begin, end = low * self.dtype.itemsize, high * self.dtype.itemsize
+        first = begin // CHUNK_BYTES
+        data = self._arrays.chunks(self._place, first, -(-end // CHUNK_BYTES))
+        return data[begin - first * CHUNK_BYTES : end - first * CHUNK_BYTES].view(self.dtype)

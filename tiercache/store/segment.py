@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.bits import hash_keys
+from tiercache.store.bits import hash_keys, hash_runs
 from tiercache.store.engines.engine import Blob, BlobRows
-from tiercache.store.key_map import KeyMap
-from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, ROWS, SegmentLayout, compressed_rows
-from tiercache.store.paged import CHUNK_BYTES, describe, end_of, places_of
-from tiercache.store.records import decode, encode, whole
+from tiercache.store.key_map import KeyMap, map_entries
+from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEYS, NEVER, ROWS, Range, SegmentLayout, compressed_rows
+from tiercache.store.records import CHUNK_BYTES, decode, describe, encode, end_of, page_checksums, places_of, whole
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
 
 if TYPE_CHECKING:
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.layout import Range
-    from tiercache.store.paged import ArrayPlace, PagedArray, PagedArrays
-    from tiercache.store.table import Group
+    from tiercache.store.key_map import Entries
+    from tiercache.store.records import ArrayPlace, PagedArray, PagedArrays, Part
+    from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]
     Uint32s = NDArray[np.uint32]
@@ -33,12 +32,22 @@ if TYPE_CHECKING:
     """In memory, or read in place: take slices of it."""
 
 
+class Compute(NamedTuple):
+    """The array functions of a store, from libraries; a training has kernels that return the same bits.
+
+    Each may be called by any thread.
+    """
+
+    checksums: Callable[[Sequence[Part]], NDArray[np.uint32]] = page_checksums
+    hashes: Callable[[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]], NDArray[np.uint64]] = hash_runs
+    map_entries: Entries = map_entries
+
+
 BASE_PASS = -1
 """The pass of a segment whose rows no pass dumped: a schedule begins with it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Changed:
+class Changed(NamedTuple):
     """The last changes of the rows of one layout, which a rewrite wrote. Shapes: B blocks of it.
 
     What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
@@ -57,15 +66,6 @@ class Changed:
         """True if every block of rows has a block of last changes."""
         return self.checksums_B.size > 0
 
-    def check_sizes(self, layout: SegmentLayout) -> None:
-        """Raise ValueError where it is not of ``layout``."""
-        blocks = layout.num_blocks
-        if not self.oldest_B.size == self.newest_B.size == blocks or self.checksums_B.size not in {0, blocks}:
-            raise ValueError(
-                f"{self.oldest_B.size}, {self.newest_B.size} and {self.checksums_B.size} numbers say which commits "
-                f"changed the rows of {blocks} blocks"
-            )
-
 
 def base_pass(first_pass: int) -> int:
     """Return the pass of the segment with which a schedule is entered at ``first_pass``; ``BASE_PASS`` for 0."""
@@ -73,117 +73,110 @@ def base_pass(first_pass: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SegmentMeta:
-    """The description of a segment's rows: a separate blob, whose head is read at the segment's first use.
+class GroupMeta:
+    """The description of a segment's rows of one group.
 
     Arrays in memory are those of a segment that this process wrote; else they are read in place.
     """
 
-    layouts: tuple[SegmentLayout, ...]
-    """By group; a group that dumped nothing has an empty one."""
-    checksums: tuple[Numbers, ...]
-    """By group: CRC32C of each page (uint32)."""
-    key_checksums: tuple[Numbers, ...]
-    """By group: CRC32C of each key page (uint32)."""
-    first_hashes: tuple[Numbers, ...]
-    """By group: the hash of the first key of each key page (uint64). A lookup reads only the key pages that may have
-    its keys."""
-    maps: tuple[KeyMap | None, ...]
-    """By group: in which ranges a key may be; None where there are too few ranges or too many rows for that."""
-    changed: tuple[Changed, ...] = ()
-    """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
+    layout: SegmentLayout
+    """An empty one if the group dumped nothing."""
+    checksums: Numbers
+    """CRC32C of each page (uint32)."""
+    key_checksums: Numbers
+    """CRC32C of each key page (uint32)."""
+    first_hashes: Numbers
+    """The hash of the first key of each key page (uint64). A lookup reads only the key pages that may have its keys."""
+    key_map: KeyMap | None = None
+    """In which ranges a key may be; None where there are too few ranges or too many rows for that."""
+    changed: Changed | None = None
+    """Of all groups, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named
+    it."""
 
-    def to_bytes(self, id_: int, groups: Sequence[Group]) -> tuple[bytes, list[NDArray[np.uint8]]]:
-        """Return the head of segment ``id_``, whose rows are those of ``groups``, and the arrays behind it."""
-        small: dict[str, NDArray[Any]] = {}
-        large: dict[str, NDArray[Any]] = {}
-        layouts, maps = [], []
-        for group, layout in enumerate(self.layouts):
-            numbers, of_layout = layout.to_record()
-            fields = [[field.name, field.dtype, field.width] for field in groups[group].fields]
-            names = [table.name for table in groups[group].tables]
-            layouts.append({**numbers, "tables": names, "fields": fields})
-            small |= {f"{name}/{group}": array for name, array in of_layout.items()}
-            large |= {f"pages/{group}": self.checksums[group][:], f"key_pages/{group}": self.key_checksums[group][:]}
-            large[f"first_hashes/{group}"] = self.first_hashes[group][:]
-            key_map = self.maps[group]
-            maps.append(None if key_map is None else key_map.to_record())
-            if key_map is not None:
-                large |= {f"{name}/{group}": array for name, array in key_map.arrays().items()}
-        for group, changed in enumerate(self.changed):
-            large |= {f"oldest/{group}": changed.oldest_B[:], f"newest/{group}": changed.newest_B[:]}
-            large[f"changed/{group}"] = changed.checksums_B[:]
-        described, parts, small["chunks"] = describe(large)
-        values = {"id": id_, "layouts": layouts, "maps": maps, "arrays": described}
-        return encode("segment", values, small), parts
-
-    def arrays(self) -> Iterator[Numbers]:
-        """Yield all arrays behind the head."""
-        yield from (*self.checksums, *self.key_checksums, *self.first_hashes)
-        for key_map in self.maps:
-            yield from () if key_map is None else (key_map.starts, key_map.counts, key_map.entries)
-        for changed in self.changed:
-            yield from (changed.oldest_B, changed.newest_B, changed.checksums_B)
-
-    @classmethod
-    def from_bytes(
-        cls, head: bytes, id_: int, name: str, arrays_of: Callable[[dict[str, ArrayPlace], Uint32s], PagedArrays]
-    ) -> SegmentMeta:
-        """Read the head of segment ``id_``; ``arrays_of`` gives the arrays behind it.
-
-        Raises CorruptStoreError that calls it ``name``.
-        """
-        values, small = decode("segment", head, name)
-        try:
-            if whole(values["id"], "id") != id_:
-                raise ValueError(f"it is of segment {values['id']}")
-            places = places_of(values["arrays"])
-            _, num_chunks = end_of(places)
-            if small["chunks"].size != num_chunks:
-                raise ValueError(f"it has {small['chunks'].size} checksums of {num_chunks} chunks")
-            layouts = tuple(
-                SegmentLayout.from_record(
-                    {**record, "tables": len(record["tables"])},
-                    {name: small[f"{name}/{g}"] for name in ("next_use", "table_rows")},
-                    most_pages=places[f"pages/{g}"].size,
-                )
-                for g, record in enumerate(values["layouts"])
+    def check(self) -> None:
+        """Raise ValueError where its arrays are not of its layout."""
+        layout, blocks = self.layout, self.layout.num_blocks
+        sizes = [array.size for array in (self.checksums, self.key_checksums, self.first_hashes)]
+        if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
+            raise ValueError(
+                f"{sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first hashes are of "
+                f"{layout.num_pages} pages and {layout.num_key_pages} key pages"
             )
-            arrays, groups = arrays_of(places, small["chunks"]), range(len(layouts))
+        sizes = [blocks, blocks, 0] if self.changed is None else [array.size for array in self.changed]
+        if not sizes[0] == sizes[1] == blocks or sizes[2] not in {0, blocks}:
+            raise ValueError(
+                f"{sizes[0]}, {sizes[1]} and {sizes[2]} numbers say which commits changed the rows of {blocks} blocks"
+            )
+
+    def arrays(self) -> dict[str, Numbers]:
+        """Return all arrays, but for those of ``changed``, by name."""
+        own = {"pages": self.checksums, "key_pages": self.key_checksums, "first_hashes": self.first_hashes}
+        return own if self.key_map is None else own | self.key_map.arrays()
+
+
+_CHANGED = ("oldest", "newest", "changed")
+"""Names of the arrays of ``Changed``."""
+
+
+def meta_to_bytes(
+    meta: Sequence[GroupMeta], id_: int, groups: Sequence[Group]
+) -> tuple[bytes, list[NDArray[np.uint8]]]:
+    """Return the head of segment ``id_``, whose rows are those of ``groups``, and the arrays behind it."""
+    small: dict[str, NDArray[Any]] = {}
+    large: dict[str, NDArray[Any]] = {}
+    layouts = []
+    for g, (one, group) in enumerate(zip(meta, groups, strict=True)):
+        numbers, of_layout = one.layout.to_record()
+        fields = [[field.name, field.dtype, field.width] for field in group.fields]
+        layouts.append({**numbers, "tables": [table.name for table in group.tables], "fields": fields})
+        small |= {f"{name}/{g}": array for name, array in of_layout.items()}
+        large |= {f"{name}/{g}": array[:] for name, array in one.arrays().items()}
+    for g, one in enumerate(meta):
+        large |= {f"{name}/{g}": array[:] for name, array in zip(_CHANGED, one.changed or (), strict=False)}
+    described, parts, small["chunks"] = describe(large)
+    maps = [None if one.key_map is None else one.key_map.to_record() for one in meta]
+    return encode("segment", {"id": id_, "layouts": layouts, "maps": maps, "arrays": described}, small), parts
+
+
+def meta_from_bytes(
+    head: bytes, id_: int, name: str, arrays_of: Callable[[dict[str, ArrayPlace], Uint32s], PagedArrays]
+) -> tuple[GroupMeta, ...]:
+    """Read the head of segment ``id_``; ``arrays_of`` gives the arrays behind it.
+
+    Raises CorruptStoreError that calls it ``name``.
+    """
+    values, small = decode("segment", head, name)
+    try:
+        if whole(values["id"], "id") != id_:
+            raise ValueError(f"it is of segment {values['id']}")
+        places = places_of(values["arrays"])
+        _, num_chunks = end_of(places)
+        if small["chunks"].size != num_chunks:
+            raise ValueError(f"it has {small['chunks'].size} checksums of {num_chunks} chunks")
+        if len(values["maps"]) != len(values["layouts"]):
+            raise ValueError(f"it has {len(values['maps'])} maps of keys for {len(values['layouts'])} layouts")
+        arrays, found = arrays_of(places, small["chunks"]), []
+        for g, (record, key_map) in enumerate(zip(values["layouts"], values["maps"], strict=True)):
+            layout = SegmentLayout.from_record(
+                {**record, "tables": len(record["tables"])},
+                {name: small[f"{name}/{g}"] for name in ("next_use", "table_rows")},
+                most_pages=places[f"pages/{g}"].size,
+            )
             checksums, key_checksums, first_hashes = (
-                tuple(arrays.array(f"{name}/{g}") for g in groups) for name in ("pages", "key_pages", "first_hashes")
+                arrays.array(f"{array}/{g}") for array in ("pages", "key_pages", "first_hashes")
             )
-            maps = tuple(
-                None if record is None else KeyMap.from_record(record, arrays, g, layouts[g])
-                for g, record in enumerate(values["maps"])
-            )
-            changed: tuple[Changed, ...] = ()
-            if "oldest/0" in places:
-                changed = tuple(
-                    Changed(**{f"{field}_B": arrays.array(f"{array}/{g}") for field, array in _CHANGED.items()})
-                    for g in groups
+            changed = Changed(*(arrays.array(f"{array}/{g}") for array in _CHANGED)) if "oldest/0" in places else None
+            found.append(
+                GroupMeta(
+                    layout=layout, checksums=checksums, key_checksums=key_checksums, first_hashes=first_hashes,
+                    key_map=None if key_map is None else KeyMap.from_record(key_map, arrays, g, layout),
+                    changed=changed,
                 )
-            for layout, one in zip(layouts, changed, strict=False):
-                one.check_sizes(layout)
-            for layout, *of_group in zip(layouts, checksums, key_checksums, first_hashes, strict=True):
-                sizes = [array.size for array in of_group]
-                if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
-                    raise ValueError(
-                        f"{sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first hashes are of "
-                        f"{layout.num_pages} pages and {layout.num_key_pages} key pages"
-                    )
-            if len(maps) != len(layouts):
-                raise ValueError(f"it has {len(maps)} maps of keys for {len(layouts)} layouts")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-        return cls(
-            layouts=layouts, checksums=checksums, key_checksums=key_checksums, first_hashes=first_hashes, maps=maps,
-            changed=changed,
-        )  # fmt: skip
-
-
-_CHANGED = {"oldest": "oldest", "newest": "newest", "checksums": "changed"}
-"""By field of ``Changed`` the name of its array."""
+            )  # fmt: skip
+            found[-1].check()
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+    return tuple(found)
 
 
 class Segment:
@@ -194,8 +187,8 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_lock", "_meta", "_read", "groups", "head_bytes", "head_digest", "id", "meta_bytes", "name",
-        "pass_index", "tombstone", "within",
+        "__weakref__", "_layouts", "_lock", "_meta", "_read", "groups", "head_bytes", "head_digest", "id", "meta_bytes",
+        "name", "pass_index", "tombstone", "within",
     )  # fmt: skip
 
     def __init__(
@@ -207,13 +200,12 @@ class Segment:
         within: bool,
         groups: Sequence[Group] = (),
         tombstone: bool = False,
-        meta: SegmentMeta | None = None,
-        read: Callable[[Segment], SegmentMeta] | None = None,
+        read: Callable[[Segment], tuple[GroupMeta, ...]] | None = None,
         meta_bytes: int = 0,
         head_bytes: int = 0,
         head_digest: str = "",
     ) -> None:
-        """``meta`` is at hand, or ``read`` reads it: a blob of ``meta_bytes``, whose head has ``head_bytes``."""
+        """``read`` reads what describes it, a blob of ``meta_bytes`` whose head has ``head_bytes``."""
         self.id = id_
         """Grows with every segment of a rank: of two live rows of one key, that of the larger id is newer."""
         self.name = name
@@ -228,55 +220,39 @@ class Segment:
         self.tombstone = tombstone
         """True if its keys were forgotten: they have no row here, and none in older segments."""
         self.meta_bytes, self.head_bytes, self.head_digest = meta_bytes, head_bytes, head_digest
-        self._meta, self._read, self._lock = meta, read, threading.Lock()
+        self._read, self._lock = read, threading.Lock()
+        self._meta: tuple[GroupMeta, ...] | None = None
+        self._layouts: tuple[SegmentLayout, ...] = ()
 
     def __repr__(self) -> str:
         return f"<segment {self.id} of pass {self.pass_index}>"
 
-    def describe(self, meta: SegmentMeta) -> SegmentMeta:
-        """Have it described by ``meta`` from now on, which adds what was to come; returns that."""
+    def describe(self, meta: tuple[GroupMeta, ...]) -> None:
+        """Have it described by ``meta`` from now on."""
+        self._layouts = tuple(one.layout for one in meta)
         self._meta = meta
-        return meta
 
     @property
-    def meta(self) -> SegmentMeta:
-        """The description of its rows, read at first use."""
+    def meta(self) -> tuple[GroupMeta, ...]:
+        """By group the description of its rows, read at first use."""
         if self._meta is None:
             with self._lock:
                 if self._meta is None:
-                    assert self._read is not None, "it has one or the other"
-                    self._meta = self._read(self)
+                    assert self._read is not None, "it is described or can be read"
+                    self.describe(self._read(self))
+        assert self._meta is not None, "it was read"
         return self._meta
 
     @property
     def layouts(self) -> tuple[SegmentLayout, ...]:
         """By group; a group that dumped nothing has an empty one."""
-        return self.meta.layouts
-
-    @property
-    def checksums(self) -> tuple[Numbers, ...]:
-        """By group: CRC32C of each page."""
-        return self.meta.checksums
-
-    @property
-    def key_checksums(self) -> tuple[Numbers, ...]:
-        """By group: CRC32C of each key page."""
-        return self.meta.key_checksums
-
-    @property
-    def first_hashes(self) -> tuple[Numbers, ...]:
-        """By group: the hash of the first key of each key page."""
-        return self.meta.first_hashes
-
-    @property
-    def maps(self) -> tuple[KeyMap | None, ...]:
-        """By group: in which ranges a key may be; None where nothing says so."""
-        return self.meta.maps
+        _ = self.meta
+        return self._layouts
 
     @property
     def changed(self) -> tuple[Changed, ...]:
         """By group, where a rewrite wrote it: when its rows changed."""
-        return self.meta.changed
+        return tuple(one.changed for one in self.meta if one.changed is not None)
 
     @property
     def within_pass(self) -> int | None:
@@ -298,8 +274,8 @@ class Segment:
     @property
     def changed_bytes(self) -> int:
         """Bytes of the last changes that are stored beside them."""
-        groups = zip(self.layouts, self.changed, strict=False)
-        return sum(CHANGED_BYTES * layout.rows for layout, changed in groups if changed.stored)
+        stored = [one.layout.rows for one in self.meta if one.changed is not None and one.changed.stored]
+        return CHANGED_BYTES * sum(stored)
 
     @property
     def meta_blob(self) -> Blob:
@@ -311,13 +287,13 @@ class Segment:
         layout = self.layouts[group.index]
         return Blob(rows_name(self.name, group.index, kind), layout.blob_bytes(kind), BlobRows(group, layout))
 
-    def blobs(self, groups: Sequence[Group]) -> Iterator[Blob]:
+    def blobs(self) -> Iterator[Blob]:
         """Yield the blobs with its rows, keys and, where they are stored, last changes, group after group."""
-        for group in groups:
+        for group in self.groups:
             if self.layouts[group.index].rows:
                 yield self.blob(ROWS, group)
                 yield self.blob(KEYS, group)
-                if self.changed and self.changed[group.index].stored:
+                if (changed := self.meta[group.index].changed) is not None and changed.stored:
                     yield self.blob(CHANGED, group)
 
 
@@ -377,6 +353,17 @@ def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     return SegmentLayout.of(
         row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
     )
+
+
+def base_layouts(
+    groups: Iterable[Group], rows: Callable[[Table], int], layout: Layout = base_layout
+) -> tuple[SegmentLayout, ...]:
+    """Return the layouts of so many rows of each table that no pass needs."""
+    found = []
+    for group in groups:
+        counts = tuple(rows(table) for table in group.tables)
+        found.append(layout(group, [Range(next_use=NEVER, table_rows=counts)] if any(counts) else []))
+    return tuple(found)
 
 
 def corrupt_block(

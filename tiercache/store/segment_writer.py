@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from tiercache.store.key_map import KeyMapBuilder, needs_map
-from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, key_page_bounds
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import digest
-from tiercache.store.segment import Changed, Segment, SegmentMeta, first_hashes_of
+from tiercache.store.segment import Changed, GroupMeta, Segment, first_hashes_of, meta_to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.compute import Compute
     from tiercache.store.engines.engine import Engine, Part
     from tiercache.store.key_map import KeyMap
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
+    from tiercache.store.segment import Compute
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
@@ -44,66 +44,36 @@ class SegmentWriter:
 
     def __init__(
         self,
-        id_: int,
-        name: str,
-        pass_index: int,
+        segment: Segment,
         layouts: Sequence[SegmentLayout],
-        groups: Sequence[Group],
         blocks: Iterable[RowBlock] | Iterable[MovedBlock],
         compute: Compute,
         *,
-        within: bool,
         stable: bool,
         moved: Sequence[bool] = (),
-        tombstone: bool = False,
     ) -> None:
-        """``name`` is that of the segment's blobs; ``moved``: by group, if last changes are stored; empty: no row has
-        one.
-        """
-        self._groups = groups
-        self._stored = list(moved) or [False] * len(layouts)
-        """By group: True if last changes are written."""
-        self._sums, self._key_sums = (
-            tuple(np.zeros(n, np.uint32) for n in sizes)
-            for sizes in ([one.num_pages for one in layouts], [one.num_key_pages for one in layouts])
-        )
-        self._first_hashes = tuple(np.zeros(layout.num_key_pages, np.uint64) for layout in layouts)
-        self._changed = [
-            [
-                np.zeros(blocks, np.uint32)
-                for blocks in (layout.num_blocks, layout.num_blocks, layout.num_blocks * stored)
-            ]
-            for layout, stored in zip(layouts, moved, strict=bool(moved))
-        ]
-        """By group, where last changes are given: the least and the greatest of each block, and its checksum."""
-        self._meta = SegmentMeta(
-            layouts=tuple(layouts), checksums=self._sums, key_checksums=self._key_sums,
-            first_hashes=self._first_hashes, maps=(None,) * len(layouts),
-            changed=tuple(Changed(oldest_B=a, newest_B=b, checksums_B=c) for a, b, c in self._changed),
-        )  # fmt: skip
-        self.segment = Segment(
-            id_=id_,
-            name=name,
-            pass_index=pass_index,
-            within=within,
-            groups=groups,
-            tombstone=tombstone,
-            meta=self._meta,
-        )
+        """``moved``: by group, if last changes are stored; empty: no row has one."""
+        self._segment = segment
         """All that describes it is there when it is written."""
-        self.head = b""
-        """That of what describes it, when it is written."""
+        self._meta = tuple(
+            GroupMeta(
+                layout=layout, checksums=np.zeros(layout.num_pages, np.uint32),
+                key_checksums=np.zeros(layout.num_key_pages, np.uint32),
+                first_hashes=np.zeros(layout.num_key_pages, np.uint64),
+                changed=Changed(*(np.zeros(layout.num_blocks * n, np.uint32) for n in (1, 1, moved[g])))
+                if moved else None,
+            )
+            for g, layout in enumerate(layouts)
+        )  # fmt: skip
+        """Its arrays are filled as blocks are sealed."""
+        segment.describe(self._meta)
         self._map_builders = [KeyMapBuilder(one) if needs_map(one) else None for one in layouts]
         self.written = {
-            "rows_written": sum(layout.rows for layout in layouts),
-            "row_bytes_written": sum(layout.rows * layout.row_bytes for layout in layouts),
-            "key_bytes_written": sum(KEY_BYTES * layout.rows for layout in layouts),
-            "changed_bytes_written": sum(
-                CHANGED_BYTES * layout.rows for layout, stored in zip(layouts, self._stored, strict=True) if stored
-            ),
-        }
+            "rows_written": segment.rows, "row_bytes_written": segment.row_bytes,
+            "key_bytes_written": KEY_BYTES * segment.rows, "changed_bytes_written": segment.changed_bytes,
+        }  # fmt: skip
         """By name of a counter: what the blocks hold."""
-        self.num_bytes = sum(self.written.values()) - self.written["rows_written"]
+        self.num_bytes = sum(self.written.values()) - segment.rows
         """Bytes of all blocks."""
         self._source: Iterator[RowBlock | MovedBlock] = iter(blocks)
         self._compute, self._stable = compute, stable
@@ -114,12 +84,12 @@ class SegmentWriter:
         self._maps: Future[tuple[KeyMap | None, ...]]
         self._seals: list[Future[None]] = []
 
-    def write(self, engine: Engine) -> None:
-        """Write all blobs; then the segment has all its checksums, and its last blob has them.
+    def write(self, engine: Engine) -> bytes:
+        """Write all blobs, then what describes the segment, which has all its checksums; return the head of that.
 
         Raises what the engine raises, and ValueError for blocks that are not what the layouts say: nothing is left.
         """
-        blobs = list(self.segment.blobs(self._groups))
+        blobs = list(self._segment.blobs())
         numbers = {(blob.of.group.index, blob.name.rsplit("/", 1)[1]): i for i, blob in enumerate(blobs) if blob.of}
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
             self._sealer = sealer
@@ -127,7 +97,7 @@ class SegmentWriter:
             try:
                 for seal in self._seals:
                     seal.result()
-                self._write_meta(engine, self._maps.result() if self._stable else self._made_maps())
+                return self._write_meta(engine, self._maps.result() if self._stable else self._made_maps())
             except BaseException:
                 engine.drop((blob.name, None) for blob in blobs)
                 raise
@@ -140,15 +110,17 @@ class SegmentWriter:
         self._map_builders.clear()
         return maps
 
-    def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> None:
+    def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> bytes:
         """Put what describes the segment, when all of its blocks are sealed."""
-        self._meta = self.segment.describe(replace(self._meta, maps=maps))
-        head, parts = self._meta.to_bytes(self.segment.id, self._groups)
+        meta = tuple(replace(one, key_map=key_map) for one, key_map in zip(self._meta, maps, strict=True))
+        segment = self._segment
+        segment.describe(meta)
+        head, parts = meta_to_bytes(meta, segment.id, segment.groups)
         data = np.concatenate([np.frombuffer(head, np.uint8), *parts])
-        self.segment.meta_bytes, self.segment.head_bytes, self.segment.head_digest = data.size, len(head), digest(head)
-        engine.put([self.segment.meta_blob], [(0, 0, data)])
+        segment.meta_bytes, segment.head_bytes, segment.head_digest = data.size, len(head), digest(head)
+        engine.put([segment.meta_blob], [(0, 0, data)])
         self.written["meta_bytes_written"] = data.size
-        self.head = head
+        return head
 
     def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
         """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
@@ -164,7 +136,7 @@ class SegmentWriter:
                 raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
             self._missing.remove((group, block))
             keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(given[4]) if len(given) == 5 else None
-            layout = self._meta.layouts[group]
+            layout = self._meta[group].layout
             size = layout.bytes_of_block(block)
             if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
                 raise ValueError(
@@ -176,7 +148,9 @@ class SegmentWriter:
                     f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
                     f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
                 )
-            if self._meta.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
+            if self._meta[group].changed is not None and (
+                changed is None or changed.dtype != np.uint32 or changed.size != keys.size
+            ):
                 raise ValueError(
                     f"block {block} of group {group} came without the uint32 last change of each of its rows"
                 )
@@ -193,7 +167,7 @@ class SegmentWriter:
             if not self._stable or held_bytes >= _HELD_BYTES:
                 yield from held
                 held, held_bytes = [], 0
-            if changed is not None and self._stored[group]:
+            if changed is not None and (known := self._meta[group].changed) is not None and known.stored:
                 yield numbers[group, CHANGED], layout.byte_in_blob(CHANGED, block), changed
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
@@ -202,11 +176,11 @@ class SegmentWriter:
 
     def _hashes(self, group: int, block: int, keys: Int64s, starts: Int64s) -> Hashes:
         """Return the hashes of the keys of a block at ``starts``; what makes a map of the layout takes all of them."""
-        layout, builder = self._meta.layouts[group], self._map_builders[group]
+        layout, builder = self._meta[group].layout, self._map_builders[group]
         first_row = block * layout.block_rows
         if builder is None:
-            return first_hashes_of(keys[starts], first_row + starts, layout, self._groups[group])
-        ids = np.array([table.table_id for table in self._groups[group].tables], np.uint64)
+            return first_hashes_of(keys[starts], first_row + starts, layout, self._segment.groups[group])
+        ids = np.array([table.table_id for table in self._segment.groups[group].tables], np.uint64)
         places, counts = layout.tables_between(first_row, first_row + keys.size)
         hashes = self._compute.hashes(keys, ids[places], counts)
         builder.add(first_row, hashes)
@@ -222,21 +196,23 @@ class SegmentWriter:
         """Compute the checksums of blocks, their keys and last changes, by one computation."""
         parts, targets = [], []
         for group, block, data, keys, changed in unsealed:
-            layout = self._meta.layouts[group]
+            meta = self._meta[group]
+            layout, arrays = meta.layout, (meta.checksums, meta.key_checksums, meta.first_hashes, *(meta.changed or ()))
+            page_sums, key_sums, first_hashes, *of_changes = cast("tuple[NDArray[Any], ...]", arrays)
             low, high = layout.pages_of_block(block)
             rows = layout.rows_of_pages(np.arange(low, high + 1))
             parts.append((data, (rows - rows[0]) * layout.row_bytes))
-            targets.append(self._sums[group][low:high])
+            targets.append(page_sums[low:high])
             bounds = key_page_bounds(keys.size)
             first = block * layout.key_pages
             last = first + bounds.size - 1
             parts.append((keys.view(np.uint8), bounds))
-            targets.append(self._key_sums[group][first:last])
-            self._first_hashes[group][first:last] = self._hashes(group, block, keys, bounds[:-1] // KEY_BYTES)
-            if changed is not None and self._changed:
-                oldest_B, newest_B, checksums_B = self._changed[group]
+            targets.append(key_sums[first:last])
+            first_hashes[first:last] = self._hashes(group, block, keys, bounds[:-1] // KEY_BYTES)
+            if changed is not None and of_changes:
+                oldest_B, newest_B, checksums_B = of_changes
                 oldest_B[block], newest_B[block] = changed.min(), changed.max()
-                if self._stored[group]:
+                if checksums_B.size:
                     parts.append((changed.view(np.uint8), np.array([0, changed.nbytes])))
                     targets.append(checksums_B[block : block + 1])
         sums, begin = self._compute.checksums(parts), 0

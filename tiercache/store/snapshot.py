@@ -10,9 +10,9 @@ import numpy as np
 
 from tiercache.store.layout import CHANGED, CHANGED_BYTES, KEY_BYTES, KEYS, ROWS, blob_bytes, block_stride
 from tiercache.store.live import Live
+from tiercache.store.row_codec import StoredTable
 from tiercache.store.segment import meta_name, rows_name
 from tiercache.store.store_errors import CorruptStoreError
-from tiercache.store.stored_table import StoredTable
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class Snapshot:
         self._tables: dict[str, StoredTable] = {}
         self.has_tombstones = any(segment.tombstone for segment in self.segments)
         """True if a segment hides keys that were forgotten."""
+
+    @property
+    def id(self) -> int:
+        """The id of its commit; -1 without one."""
+        return -1 if self.commit is None else self.commit.id
 
     @property
     def tables(self) -> tuple[Table, ...]:

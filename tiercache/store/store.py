@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.store.commit import Cursor
+from tiercache.store.commit import Cursor, between_passes
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.compaction_plan import CompactionPlan, NoUses
@@ -16,19 +16,17 @@ from tiercache.store.engines.engine import Counters
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
 from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
+from tiercache.store.rank_folder import open_ranks, open_ranks_to_write
+from tiercache.store.rank_writer import RankWriter, commit_together
 from tiercache.store.reading import BlockReader
 from tiercache.store.reads import StoreReads
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.segment import base_layout
-from tiercache.store.shards.joined_ranks import JoinedRanks
-from tiercache.store.shards.rank_folder import open_ranks, open_ranks_to_write
-from tiercache.store.shards.rank_writer import AllRanks, RankWriter
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import numpy as np
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import RowBlock
     from tiercache.store.segment import Layout, Segment
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.snapshot import History, Snapshot
     from tiercache.store.table import Table
 
@@ -68,16 +67,16 @@ class Store(StoreReads):
         self.ranks: tuple[Store, ...] = ()
         """What each rank has, of a store of several: ``reader`` and ``snapshot`` are those of rank 0 then."""
         engine, label, loader = opened.engine, self.label, opened.loader(self.counters)
-        self._commits: CommitWriter | AllRanks | CommitReader
+        self._commits: CommitWriter | CommitReader
         if held is not None:
-            self._commits = CommitReader(loader.commits, loader, held.snapshot, alone=True)
+            self._commits = CommitReader(loader, held.snapshot, alone=True)
         elif of is not None and at is not None and not isinstance(of._commits, CommitReader):
-            self._commits = CommitReader.pinned_in(loader.commits, loader, of._commits.pinned(at))
+            self._commits = CommitReader.pinned_in(loader, of._held(at))
         elif mode == "r":
-            self._commits = CommitReader.leased(loader.commits, loader, at)
+            self._commits = CommitReader.leased(loader, at)
         elif opened.ranks:
             self.ranks = tuple(Store(one, one.path, mode, None, retention, of=self) for one in opened.ranks)
-            self._commits = AllRanks([one._commits for one in self.ranks if isinstance(one._commits, RankWriter)])
+            self._commits = self.ranks[0]._commits
         elif opened.place is not None:
             self._commits = RankWriter(engine, loader, opened.tables, self.counters, retention, opened.place)
         else:
@@ -92,27 +91,25 @@ class Store(StoreReads):
         """Have the tables of the commit, which a rollback and an alteration change."""
         for rank in self.ranks:
             rank.take_tables()
-        commit, of_several = self.commit, self._opened.place is None
-        joined = of_several and commit is not None and commit.sharding is not None
-        self.tables = commit.tables if joined and commit is not None else self.snapshot.tables
-        """In the order of unsigned table ids."""
-        self.groups = group_tables(self.tables) if joined else self.snapshot.next_groups
+        commit, is_rank = self.commit, self._opened.place is not None
+        self.sharding = None if is_rank or commit is None or self.path is None else commit.sharding
+        self.tables = self.snapshot.tables
+        self.groups = self.snapshot.next_groups
         """Those of rows that are written."""
-        self._joined = self._join()
+        if self.sharding is not None and commit is not None and self.path is not None:
+            self.tables, self.groups = commit.tables, group_tables(commit.tables)
+            self._open_ranks(commit, self.path, self.sharding)
 
-    def _join(self) -> JoinedRanks | None:
-        """Open what the ranks have of a store of several; None for one rank, and for a rank of several."""
-        opened, commit, path = self._opened, self.commit, self.path
-        if opened.place is not None or commit is None or commit.sharding is None or path is None:
-            return None
+    def _open_ranks(self, commit: Commit, path: Path, sharding: ShardingPlan) -> None:
+        """Open what each rank has of a store of several, if that is not open."""
+        opened = self._opened
         if not opened.ranks:
-            open_ranks(opened, path, commit, commit.sharding, "r", None)
+            open_ranks(opened, path, commit, sharding, "r", None)
         if not self.ranks:
             held = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
             ranks = zip(opened.ranks, held, strict=True)
             of = self._of or self  # no cycle with a view, whose commit is given up when nobody has it any more
             self.ranks = tuple(Store(one, one.path, "r", None, None, of, of_rank) for one, of_rank in ranks)
-        return JoinedRanks(self.label, self.tables, commit.sharding, self.ranks)
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -238,19 +235,17 @@ class Store(StoreReads):
         """The commits that are kept, each as a snapshot."""
         return self._commits.history
 
-    def pinned(self) -> AbstractContextManager[Snapshot]:
-        """Keep all that the snapshot of now needs, which this yields, until it ends, whatever is committed meanwhile.
-
-        Raises ValueError for a store of several ranks: each of ``ranks`` has a snapshot of its own.
-        """
-        if self._joined is not None:
-            raise ValueError(f"{self.label} has {len(self.ranks)} ranks: read its rows by lookup, scan or changes")
-        return self._pinned()
+    @contextmanager
+    def _held(self, commit: int | None = None) -> Iterator[Snapshot]:
+        """Hold what a commit needs on all ranks, and yield the snapshot of rank 0. Raises CommitMissingError."""
+        with ExitStack() as stack:
+            held = [stack.enter_context(part._commits.pinned(commit)) for part in reversed(self.parts)]
+            yield held[-1]
 
     @contextmanager
     def _pinned(self) -> Iterator[Snapshot]:
         self.reader.check_open()
-        with self._commits.pinned() as snapshot:
+        with self._held() as snapshot:
             try:
                 yield snapshot
             except CorruptStoreError as error:  # of what describes rows: the reader explains those of blocks
@@ -261,19 +256,19 @@ class Store(StoreReads):
     @property
     def commit_writer(self) -> CommitWriter:
         """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
-        self.reader.check_open()
-        if isinstance(self._commits, CommitWriter):
-            return self._commits
-        _ = self._writer  # or raises
+        writer = self.any_writer
+        if not self.ranks:
+            return writer
         raise ValueError(
             f"{self.label} has {len(self.ranks)} ranks, which write its rows together: train on it, or train with one "
             "rank, which has all rows from then on"
         )
 
     @property
-    def _writer(self) -> CommitWriter | AllRanks:
+    def any_writer(self) -> CommitWriter:
+        """That of rank 0, of a store of several; else, and what it raises, as ``commit_writer``."""
         self.reader.check_open()
-        if not isinstance(self._commits, CommitReader):
+        if isinstance(self._commits, CommitWriter):
             return self._commits
         raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 
@@ -334,11 +329,8 @@ class Store(StoreReads):
         there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
         and CorruptStoreError, after which the store stands where it stood.
         """
-        writer = self._writer
-        with self._opened.uses.using():
-            commit = writer.rollback(self.commit_id(to))
-        self.take_tables()
-        return commit
+        commit = self.commit_id(to)
+        return self.commit_on_all(lambda part: part.commit_writer.rollback(commit))
 
     def pin(self, name: str, commit: int | None = None) -> Commit:
         """Keep ``commit``, the newest where not said, by ``name`` beside ``retention``, until ``unpin``.
@@ -348,15 +340,13 @@ class Store(StoreReads):
         without a commit.
         """
         check_pin(name)
-        writer, newest = self._writer, self.commit
-        with self._opened.uses.using():
-            return writer.pin(name, newest.id if commit is None and newest is not None else commit or 0)
+        newest = self.commit
+        kept = newest.id if commit is None and newest is not None else commit or 0
+        return self.commit_on_all(lambda part: part.commit_writer.pin(name, kept))
 
     def unpin(self, name: str) -> Commit:
         """Let go of the commit that ``name`` keeps; returns the commit that says so. Raises as ``pin`` does."""
-        writer = self._writer
-        with self._opened.uses.using():
-            return writer.pin(name, None)
+        return self.commit_on_all(lambda part: part.commit_writer.pin(name, None))
 
     def rewrite(
         self,
@@ -382,15 +372,14 @@ class Store(StoreReads):
         "read", "write" and rows done since then. Raises ValueError without a commit and for one inside a pass without
         ``start``, StoreFullError and CorruptStoreError; the store then stands where it did, without appended rows.
         """
-        writer = self.commit_writer
-        if self.commit is None or (self.commit.cursor.sample and start is None):
-            at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
-            raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
+        writer, commit = self.commit_writer, self.commit
+        if commit is None or start is None:
+            commit = between_passes(commit, self.label, "its rows are put in another order")
         self.discard_uncommitted()
         begin = Cursor(*(start or (0, 0)))
         whole = Rewrite(
             self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
-            retain_segments=retain_segments and not self.commit.stored,
+            retain_segments=retain_segments and not commit.stored,
         )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
             return writer.rewrite(rewrite, self.reader.compute, schedule_digest, begin)
@@ -403,10 +392,8 @@ class Store(StoreReads):
         Reads all keys once, in 128 MiB and temporary files of 16 bytes a key. Raises ValueError without a commit and
         for one inside a pass, StoreFullError and CorruptStoreError.
         """
-        writer, commit = self.commit_writer, self.commit
-        if commit is None or commit.cursor.sample:
-            at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
-            raise ValueError(f"{self.label} {at}: train to the end of a pass before rows are laid over it")
+        writer = self.commit_writer
+        between_passes(self.commit, self.label, "rows are laid over it")
         with (
             self._opened.uses.using(),
             CompactionPlan(self.reader, self.snapshot, NoUses(), lambda *_: None) as compaction,
@@ -431,12 +418,16 @@ class Store(StoreReads):
 
         After an error the store stands where it stood.
         """
-        writer = self._writer
-        if isinstance(writer, AllRanks):
-            commit = writer.commit([partial(step, rank) for rank in self.ranks])
-            self.take_tables()
-            return commit
-        step(self)
+        _ = self.any_writer  # or raises
+        with ExitStack() as stack:
+            for one in (self._opened, *self._opened.ranks[1:]):
+                stack.enter_context(one.uses.using())
+            if self.ranks:
+                writers = [one._commits for one in self.ranks if isinstance(one._commits, RankWriter)]
+                commit_together(writers, [partial(step, rank) for rank in self.ranks])
+            else:
+                step(self)
+        self.take_tables()
         assert self.commit is not None, "it was made"
         return self.commit
 

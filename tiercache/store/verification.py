@@ -9,17 +9,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.store import key_invariants
 from tiercache.store.bits import hash_keys
+from tiercache.store.commit_reader import ADVICE, check_blobs
 from tiercache.store.files import huge_pages
 from tiercache.store.opening import newest_record, store_path
 from tiercache.store.reading import Pages, read_ahead
-from tiercache.store.recovery import ADVICE, check_blobs
-from tiercache.store.runs import runs_of
+from tiercache.store.scan import runs_of
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.table import row_layout
@@ -85,12 +86,11 @@ class Verification:
         """Look if all blobs are there, in their full length, and read what describes each segment."""
         stored = self.store.reader.stored()
         for snapshot in snapshots:
-            id_ = -1 if snapshot.commit is None else snapshot.commit.id
-            self._report(_problem(partial(check_blobs, stored, [snapshot], self.store.label)), [id_])
+            self._report(_problem(partial(check_blobs, stored, [snapshot], self.store.label)), [snapshot.id])
         found: dict[str, tuple[Segment, list[int]]] = {}
-        for one in self._stores:
-            for segment in one.segments:
-                found.setdefault(segment.name, (segment, []))[1].append(-1 if one.commit is None else one.commit.id)
+        for snapshot in snapshots:
+            for segment in snapshot.segments:
+                found.setdefault(segment.name, (segment, []))[1].append(snapshot.id)
         self.counts["segments"] = len(found)
         for segment, commits in found.values():
             self._report(_problem(partial(_read_arrays, segment)), commits)
@@ -269,7 +269,7 @@ def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str,
         assert record is not None, "a store without a commit has no older one that is damaged"
     except CorruptStoreError:
         return {"problems": [str(error)]}
-    kept = [*(one.id for one in record.values["kept"]), record.values["id"]]
+    kept = [*(one.id for one in record.kept), record.id]
     problems: dict[str, dict[int, None]] = {}
     for id_ in kept:
         found: dict[str, dict[int, None]] = {}
@@ -330,7 +330,7 @@ def _problem(call: Callable[[], object]) -> list[str]:
 
 def _read_arrays(segment: Segment) -> None:
     """Read all that describes a segment, each chunk checked."""
-    for array in segment.meta.arrays():
+    for array in chain.from_iterable((*one.arrays().values(), *(one.changed or ())) for one in segment.meta):
         for low in range(0, array.size, _ARRAY_STEP):
             array[low : low + _ARRAY_STEP]
 

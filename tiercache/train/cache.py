@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tiercache.reporting.report import PassReport
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.train.joint_optimizer import JointOptimizer
     from tiercache.train.passes import Pass
     from tiercache.train.rank_rows import CurrentRows

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.training_store import TrainingStore
     from tiercache.rows.backends.base import Backend
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.rank_rows import RankRows

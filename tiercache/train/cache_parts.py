@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.options import TierCacheOptions
 

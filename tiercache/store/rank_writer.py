@@ -13,30 +13,28 @@ Why a kill of one rank or of all loses nothing. Let c be the newest commit.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.commit import CommitRecord, before_commits, head_of
+from tiercache.store.commit import Commit, CommitRecord, before_commits, head_of
+from tiercache.store.commit_reader import read_whole
 from tiercache.store.commit_writer import CommitWriter
 from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.locks import leased_commits
-from tiercache.store.recovery import read_whole
 from tiercache.store.snapshot import Snapshot
 from tiercache.store.store_errors import BlockReadError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from tiercache.store.commit import Commit
+    from tiercache.store.commit_reader import CommitLoader
     from tiercache.store.engines.engine import Counters, Engine, Head, MemoryEngine, Stored
     from tiercache.store.opening import RankPlace
-    from tiercache.store.recovery import CommitLoader
     from tiercache.store.segment import Segment
-    from tiercache.store.snapshot import History
     from tiercache.store.table import Table
 
 
@@ -81,8 +79,8 @@ class RankWriter(CommitWriter):
         if place.sharding.num_ranks > 1:
             self.sharding, self.folders = place.sharding, place.folders
         if place.anew and (before := loader.newest_record()) is not None:
-            self.first_id, self._abandoned = before.values["id"] + 1, before.values["abandoned"]
-            self.retention = retention or before.values["retention"]
+            self.first_id, self._abandoned = before.id + 1, before.abandoned
+            self.retention = retention or before.retention
         for one in self._replaced:
             assert one.commit is not None, "it is kept"
             self._next_id = one.commit.own.next_segment
@@ -102,14 +100,9 @@ class RankWriter(CommitWriter):
     # -- preparing ---------------------------------------------------------------------------------------
 
     def _advance(
-        self,
-        kept: Sequence[Snapshot],
-        commit: Commit,
-        state: bytes | None = None,
-        *,
-        appended: Sequence[Segment] = (),
-        shrink: bool = False,
-    ) -> Commit:
+        self, commit: Commit, state: bytes | None = None, *, kept: Sequence[Snapshot] | None = None,
+        appended: Sequence[Segment] = (), shrink: bool = False,
+    ) -> Commit:  # fmt: skip
         """Prepare a commit; it has no blob of its own yet."""
         self._publisher.check_known()
         if self.prepared is not None:
@@ -117,6 +110,7 @@ class RankWriter(CommitWriter):
                 f"commit {self.prepared.commit.id} of {self._label} waits for the other ranks: publish it before "
                 "another one"
             )
+        kept = self._kept(self.history.snapshots, commit) if kept is None else kept
         before, written = self._publisher.head, self.snapshot.appended
         # A commit that is rolled back to names the folders that ranks had then, and they may be elsewhere now.
         commit = replace(commit, folders=self.folders)
@@ -124,8 +118,8 @@ class RankWriter(CommitWriter):
             commit = replace(commit, abandoned=self._abandoned)
         commit, own, blobs = self._own_blobs(commit, state)
         if blobs:
-            publish = partial(self._publish_list, own, before) if self.rank else _nothing
-            self._put(blobs, commit, publish)
+            # what rank 0 has put is durable with the commit
+            self._put(blobs, commit, partial(self._publish_list, own, before) if self.rank else lambda: None)
         self.prepared = Prepared(
             commit=commit, kept=tuple(kept), head=own, before=before, blobs=tuple(blob for blob, _ in blobs),
             written=written, waiting=tuple(appended), shrink=shrink,
@@ -188,7 +182,7 @@ class RankWriter(CommitWriter):
 
     def newest_blobs(self) -> list[tuple[Head, bytes]]:
         """Return, as rank 0, the blobs of the newest commit, those that it keeps, and those given up and still read."""
-        snapshots = [*self._given_up, *(self._replaced or self._history.snapshots)]
+        snapshots = [*self._given_up, *(self._replaced or self.history.snapshots)]
         heads = [one.commit.head for one in snapshots if one.commit is not None and one.commit.head is not None]
         return [(head, read_whole(self._engine, head, head.name).tobytes()) for head in heads]
 
@@ -197,13 +191,9 @@ class RankWriter(CommitWriter):
         with self._lock:
             prepared = self.prepared
             if prepared is None or record.ranks[self.rank] != prepared.head:
-                raise StoreError(
-                    f"{self._label} has not prepared commit {record.values['id']}: close it and open it again"
-                )
-            commit, kept = (
-                record.commit(prepared.commit.own, prepared.commit.groups, head),
-                {one.id for one in record.values["kept"]},
-            )
+                raise StoreError(f"{self._label} has not prepared commit {record.id}: close it and open it again")
+            commit = Commit(**vars(record), own=prepared.commit.own, groups=prepared.commit.groups, head=head)
+            kept = {one.id for one in record.kept}
             after = [one for one in prepared.kept if one.commit is not None and one.commit.id in kept]
             self._stand_at([*after, Snapshot(commit, self._groups, prepared.waiting)], prepared.before)
             self.prepared = None
@@ -226,9 +216,6 @@ class RankWriter(CommitWriter):
 
     def leased_now(self) -> set[int]:
         """Return the commits that other processes read."""
-        return self._leased()
-
-    def _leased(self) -> set[int]:
         folder = self._loader.commits.lease_folder
         return {*self.leased} if folder is None else leased_commits(folder)
 
@@ -236,72 +223,30 @@ class RankWriter(CommitWriter):
         return super()._leased_before(self._loader.commits.list() if self.rank else stored)
 
 
-class AllRanks:
-    """The writers of all ranks in one process: each step is prepared by all of them and committed at once."""
+def commit_together(writers: Sequence[RankWriter], steps: Iterable[Callable[[], object]]) -> None:
+    """Make a commit of what one step of each rank prepares. After an error the store stands where it stood."""
+    zero, *others = writers
+    before = zero.snapshot.commit
 
-    def __init__(self, writers: Sequence[RankWriter]) -> None:
-        self._writers = tuple(writers)
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The newest commit, with the segments of rank 0."""
-        return self._writers[0].snapshot
-
-    @property
-    def history(self) -> History:
-        """The commits that are kept, with the segments of rank 0."""
-        return self._writers[0].history
-
-    @property
-    def retention(self) -> int:
-        """The number of newest commits to keep."""
-        return self._writers[0].retention
-
-    @contextmanager
-    def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
-        """Do what ``CommitWriter.pinned`` does, on all ranks."""
-        with ExitStack() as stack:
-            for one in reversed(self._writers):
-                snapshot = stack.enter_context(one.pinned(commit))
-            yield snapshot
-
-    def rollback(self, to: int) -> Commit:
-        """Do what ``CommitWriter.rollback`` does."""
-        return self.commit([partial(one.rollback, to) for one in self._writers])
-
-    def pin(self, name: str, commit: int | None) -> Commit:
-        """Do what ``CommitWriter.pin`` does."""
-        return self.commit([partial(one.pin, name, commit) for one in self._writers])
-
-    def commit(self, steps: Sequence[Callable[[], object]]) -> Commit:
-        """Make a commit of what one step of each rank prepares. After an error the store stands where it stood."""
-        zero, *others = self._writers
-        before = zero.snapshot.commit
-        try:
-            for step in steps:
-                step()
-            prepared = [one.prepared for one in self._writers if one.prepared is not None]
-            zero.publish_prepared([one.head for one in prepared], max(one.commit.forgot for one in prepared))
-        except BaseException:
-            if zero.snapshot.commit is before and zero.is_known:
-                for one in self._writers:
-                    with suppress(StoreError):
-                        one.abandon()
-                raise
-            if not zero.is_known:
-                raise
-            self._tell(others)
-            raise
-        self._tell(others)
-        commit = zero.snapshot.commit
-        assert commit is not None, "it was published"
-        return commit
-
-    def _tell(self, others: Sequence[RankWriter]) -> None:
-        """Have all ranks take the newest commit of rank 0."""
-        head, data = self._writers[0].newest_blobs()[-1]
+    def tell_others() -> None:
+        head, data = zero.newest_blobs()[-1]
         for one in others:
             one.take(head, CommitRecord.from_bytes(data, head.name))
+
+    try:
+        for step in steps:
+            step()
+        prepared = [one.prepared for one in writers if one.prepared is not None]
+        zero.publish_prepared([one.head for one in prepared], max(one.commit.forgot for one in prepared))
+    except BaseException:
+        if zero.is_known and zero.snapshot.commit is before:
+            for one in writers:
+                with suppress(StoreError):
+                    one.abandon()
+        elif zero.is_known:
+            tell_others()
+        raise
+    tell_others()
 
 
 def commit_blobs(
@@ -312,7 +257,7 @@ def commit_blobs(
     Those are the newest commit, those that it keeps, and those that it gave up and that others read.
     """
     leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
-    kept = () if record is None else record.values["kept"]
+    kept = () if record is None else record.kept
     heads = [*(one.head for one in kept), newest]
     found = [(head, read_whole(engine, head, head.name).tobytes()) for head in heads]
     known, stored = {head.name for head, _ in found}, engine.list() if leased else {}
@@ -342,7 +287,3 @@ def _list_of(snapshot: Snapshot) -> Head:
     commit = snapshot.commit
     assert commit is not None, "it is a commit"
     return commit.ranks[commit.own.rank]
-
-
-def _nothing() -> None:
-    """Publish nothing: what rank 0 has put is durable with the commit."""

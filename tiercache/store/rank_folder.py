@@ -2,6 +2,10 @@
 
 Rank 0 uses the folder of the store itself. That of rank R is ``rank-R`` in it, or in a folder that was given. Its
 marker is written before anything else and deleted last, so what a kill left is known for what it is.
+
+A copy of a store has the same id, and its commits name the rank folders of the original. So each folder outside a store
+has a file ``home.json`` with the path of its store and its own path. A writer checks it before it takes the lock of the
+folder, and writes it under that lock.
 """
 
 from __future__ import annotations
@@ -11,23 +15,23 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercache.store.commit import rank_folder
+from tiercache.store.commit_reader import record_at
 from tiercache.store.directory import FORMAT_VERSION, RANK_FORMAT, StoreDirectory, check_version, delete_folder
 from tiercache.store.files import read_whole, reason, replace_file, room_for, sync
 from tiercache.store.locks import MARKER
 from tiercache.store.opening import ENGINES, Opened, RankPlace, label_of, open_folder
-from tiercache.store.recovery import record_at
-from tiercache.store.shards.rank_home import RankHome
 from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.store.commit import Commit, CommitRecord
-    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.commit import CommitRecord
+    from tiercache.store.sharding import ShardingPlan
     from tiercache.store.table import Table
+
 
 _DRAFT = f"{MARKER}.new"
 _NOTE = "other-ranks.json"
@@ -126,11 +130,8 @@ class RankFolder:
 def is_among(folder: Path, others: Iterable[Path]) -> bool:
     """Return True if a folder is one of ``others``, which may have another name for it, as a symbolic link has."""
     with suppress(OSError):
-        found = folder.stat()
-        for other in others:
-            with suppress(OSError):
-                if os.path.samestat(found, other.stat()):
-                    return True
+        folder.stat()
+        return any(_is_same(folder, other) for other in others)
     return False
 
 
@@ -189,7 +190,7 @@ def open_rank(
 
 
 def open_ranks(
-    whole: Opened, path: Path, of: Commit | CommitRecord, sharding: ShardingPlan, mode: str, store_budget: int | None
+    whole: Opened, path: Path, of: CommitRecord, sharding: ShardingPlan, mode: str, store_budget: int | None
 ) -> None:
     """Open the engines of all ranks of a store whose own, that of rank 0, is open, for one of its commits.
 
@@ -218,8 +219,8 @@ def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> 
     check_homes(path, folders)
     delete_others(path, folders, noted_folders(path))
     note_folders(path, ())
-    if record is not None and folders:
-        open_ranks(whole, path, record, record.values["sharding"], "a", store_budget)
+    if record is not None and record.sharding is not None:
+        open_ranks(whole, path, record, record.sharding, "a", store_budget)
 
 
 def check_homes(path: Path, folders: Sequence[str]) -> None:
@@ -276,3 +277,83 @@ def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) 
         is_rank = number.isdecimal() and name == rank_folder(int(number)) != "."
         if is_rank and folder not in folders and not is_among(path / folder, current):
             RankFolder(path, folder, int(number), id_).delete()
+
+
+HOME = "home.json"
+_HOME_BYTES = 16384
+"""More than the file has."""
+
+
+class RankHome:
+    """The home of the folder of one rank; a folder inside its store, with links followed, needs none."""
+
+    def __init__(self, folder: Path, store: Path, id_: str, rank: int) -> None:
+        """``id_``: that of the store at ``store``."""
+        self._folder, self._store, self._id, self._rank = folder.resolve(), store.resolve(), id_, rank
+        self._is_inside = self._folder.is_relative_to(self._store)
+
+    def check(self) -> None:
+        """Raise StoreError if another store with the same id is the home: writing here would change its rows.
+
+        A store that is no longer at its path was moved. A folder that is a copy of the one it names has no home yet.
+        """
+        values = self._read()
+        if values is None:
+            return
+        home, folder = Path(values["store"]), Path(values["folder"])
+        is_copy = not _is_same(folder, self._folder) and self._is_rank(folder)
+        if is_copy or _is_same(home, self._store) or not self._is_store(home):
+            return
+        raise StoreError(
+            f"{self._folder} has rank {self._rank} of the store at {home}, and the store at {self._store} is a copy "
+            "of that one, without this folder: writing to the copy would change the original. Copy the folders of "
+            f"other ranks, too, and train with shard_dirs= that name the copies; or delete {home} if the copy replaces "
+            "it; or open the copy with mode='r'"
+        )
+
+    def take(self) -> None:
+        """Make the store the home, durably. Call it with the lock of the folder held. Raises as ``check`` does."""
+        self.check()
+        values = {"store": str(self._store), "folder": str(self._folder)}
+        if not self._is_inside and values != self._read():
+            with room_for(_HOME_BYTES, self._folder, f"{HOME} of rank {self._rank}"):
+                replace_file(self._folder / HOME, json.dumps(values).encode() + b"\n", suffix=".new")
+
+    def _read(self) -> Mapping[str, str] | None:
+        """Return the paths in the file; None without one. Raises StoreError for a file that cannot be read."""
+        path = self._folder / HOME
+        if self._is_inside:
+            return None
+        try:
+            values: Any = json.loads(read_whole(str(path)))
+            if not isinstance(values, dict) or not {*map(type, map(values.get, ("store", "folder")))} <= {str}:
+                raise ValueError("it does not name two folders")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise StoreError(
+                f"{path}, which names the store of the rank, cannot be read ({reason(error)}): delete it if the folder "
+                f"belongs to the store at {self._store}"
+            ) from error
+        return values
+
+    def _is_store(self, folder: Path) -> bool:
+        """Return True if a folder has a store with this id, or one whose marker cannot be read."""
+        try:
+            return StoreDirectory(folder).marker().get("id") == self._id
+        except StoreError:
+            return os.path.lexists(folder / MARKER)
+
+    def _is_rank(self, folder: Path) -> bool:
+        """Return True if a folder has the same rank of a store with this id."""
+        with suppress(StoreError):
+            marker = StoreDirectory(folder).marker()
+            return (marker.get("store"), marker.get("rank")) == (self._id, self._rank)
+        return False
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Return True if two paths name the same folder, as those of a bind mount and its source do."""
+    with suppress(OSError, ValueError):
+        return one == other or one.samefile(other)
+    return False

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tiercache.store.bits import HASHES
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Group, Table
 
+
 Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HASHES = 1 << 64
-"""How many hashes keys can have."""
 
 
 @dataclass(frozen=True, slots=True)
