@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tiercache.io.importing import import_store as import_store
     from tiercache.planning.sharding_rules import CostModel as CostModel
     from tiercache.planning.sharding_rules import ShardingRules as ShardingRules
+    from tiercache.rows.sizing import estimate as estimate
     from tiercache.schema import DenseFeature as DenseFeature
     from tiercache.schema import Feature as Feature
     from tiercache.schema import KeptColumn as KeptColumn
