@@ -78,6 +78,10 @@ CASES = {
         of_u(hotness='"ragged"') | {"csv": {"list_separator": '"|"'}},
         [[KEY("1"), A], [KEY("2")]],
     ),
+    "lists without a separator": Case(text("u,y\n1;20,0\n3,1\n"), of_u(hotness='"ragged"'), [[1, 20], [3]]),
+    "single keys of a text where lists are wanted": Case(
+        text("u,y\n1,0\n2,1\n"), of_u(hotness='"ragged"'), [1, 2], choice=1
+    ),
     "another delimiter, by the header": Case(text("u;y\n1;0\n2;1\n"), of_u(), [1, 2]),
     "a delimiter of several characters": Case(text("u::y\n1::0\n2::1\n"), of_u(), [1, 2]),
     "tabs in a csv": Case(text("u\ty\n1\t0\n"), of_u(), [1]),

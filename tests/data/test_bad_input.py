@@ -210,6 +210,29 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
         extracted(path, plain_schema(), tmp_path / "out", **call)
 
 
+@pytest.mark.parametrize(
+    ("changes", "columns", "message"),
+    [
+        ({"tables": (table("a", 8),)}, GOOD, r"a row of table 'a' took 44 bytes .* takes 60 now, by its dim, dtype"),
+        ({"dense": (tc.DenseFeature(column="b"),)}, GOOD, r"\(the schema has other columns, features or tables now\)"),
+        ({}, {**GOOD, "a": [4, 5, 6], "b": [0.0, 0.0, 1.0]}, r"add files .* with append=True \(--append\)"),
+    ],
+)
+def test_another_extraction_into_a_finished_dataset_says_what_differs(
+    tmp_path: Path, changes: dict[str, Any], columns: dict[str, Any], message: str
+) -> None:
+    """In the words of the schema and of Python's arguments; the dataset stays."""
+    path = tmp_path / "x.parquet"
+    schema = {"tables": (table("a", 4),)}
+    pq.write_table(pa.table({**GOOD, "b": [0.0, 1.0, 0.0]}), path)
+    dataset = extracted(path, plain_schema(**schema), tmp_path / "out")
+    if columns is not GOOD:
+        pq.write_table(pa.table(columns), path)
+    with pytest.raises(ExtractionError, match=message):
+        extracted(path, plain_schema(**schema | changes), tmp_path / "out")
+    assert tc.PassDataset.open(tmp_path / "out").digest == dataset.digest
+
+
 def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Path) -> None:
     """The kernel refuses to write on, as it does where a disk is full; what was closed stays."""
     n = 40_000

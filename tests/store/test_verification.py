@@ -70,7 +70,9 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     assert found["rows"] >= info(path)["rows"]
     assert seen[-1] == (found["bytes"], found["bytes"])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert "is whole: 3 commits" in CliRunner().invoke(app, ["verify", str(path)]).stdout
+    told = CliRunner().invoke(app, ["verify", str(path)]).stdout
+    assert "is whole: 3 commits" in told
+    assert f"{found['rows']:,} rows, live and stale" in told
 
 
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:

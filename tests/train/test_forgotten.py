@@ -270,3 +270,24 @@ def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDa
             return lambda: [change() for change in changes] and None
 
         assert rates_warnings(cache, schedule, late=False) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_initialization_of_all_parameters_is_refused_as_it_reaches_no_row(
+    store: tc.Store, passes: tc.PassDataset, resident: bool
+) -> None:
+    """When a cache is first given the model: later, any optimizer may have moved the parameter."""
+    net = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
+    for parameter in net["top"].parameters():
+        nn.init.normal_(parameter)
+    with tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net):
+        pass
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    with tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net):
+        pass
+    net["rows"] = tc.EmbeddingBagCollection(CASE.schema).to(torch.bfloat16)
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    with one_sentence(ValueError, "the parameter of model.rows was written (0.5", "leave model.rows.anchor out"):
+        tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net)

@@ -81,7 +81,7 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
 def test_a_store_of_other_passes_is_put_into_their_order(
     tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what may move; where that is not wanted, it is refused."""
+    """And says what may move and what is trained again; where that is not wanted, it is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
@@ -94,7 +94,9 @@ def test_a_store_of_other_passes_is_put_into_their_order(
             tc.TierCache(store, others, **BUDGETS | {"host_budget": "40KiB"})
         assert store.commits == before
     with tc.TierCache(tmp_path / "model.tc", others, **BUDGETS) as cache:
-        assert re.search(r"at most [\d.]+ KiB of rows are read", re.sub(r"\s+", " ", capsys.readouterr().err))
+        said = re.sub(r"\s+", " ", capsys.readouterr().err)
+        assert re.search(r"at most [\d.]+ KiB of rows are read", said)
+        assert "training begins at epoch 0 of all 2 sub-datasets, whatever was trained before" in said
         assert cache.store.commit is not None
         assert cache.store.commit.cursor == (0, 0)
         train(cache, CASE, epochs=1)

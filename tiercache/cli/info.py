@@ -54,8 +54,8 @@ def verified(report: dict[str, Any]) -> str:
         return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
     return (
         f"{report['path']} is whole: {ranks}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
-        f"segments, {report['pages']:,} pages and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
-        "was written"
+        f"segments, and {report['pages']:,} pages of {report['rows']:,} rows, live and stale "
+        f"({format_bytes(report['bytes'])}), are what was written"
     )
 
 

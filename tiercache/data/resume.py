@@ -92,10 +92,10 @@ def check_same(
 ) -> None:
     """Raise ExtractionError if options or inputs differ from the old ones, naming the first that does."""
     advice = "choose another directory, or delete this one to start over"
-    append = "add files to a finished dataset with --append"
-    for name in sorted({*old_options, *options}):
+    append = "add files to a finished dataset with append=True (--append)"
+    for name in sorted({*old_options, *options}, key=lambda name: (name != "schema", name)):
         if old_options.get(name) != options.get(name):
-            seen = f"{name} was {_short(old_options.get(name))} and is {_short(options.get(name))} now"
+            seen = _difference(name, old_options.get(name), options.get(name))
             raise ExtractionError(f"{where} holds an extraction with other options ({seen}): {advice}")
     if len(old_inputs) != len(inputs):
         seen = f"it had {len(old_inputs)} files and has {len(inputs)} now"
@@ -160,6 +160,23 @@ class WorkFolder:
     def close(self) -> None:
         """Release the lock; the files stay."""
         self._lock.close()
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Return the difference between two values of an option, in the words of the schema."""
+    if name == "schema":
+        return "the schema has other columns, features or tables now"
+    if name == "groups":
+        bytes_of = [{table: row for tables, row in groups for table in tables} for groups in (before, now)]
+        for table in sorted(set(bytes_of[0]).intersection(bytes_of[1])):
+            old, new = (rows[table] for rows in bytes_of)
+            if old != new:
+                return (
+                    f"a row of table {table!r} took {old} bytes on the device and takes {new} now, by its dim, dtype "
+                    "or optimizer"
+                )
+        return "tables with rows of one kind are others now, by their dims, dtypes or optimizers"
+    return f"{name} was {_short(before)} and is {_short(now)} now"
 
 
 def _short(value: Any) -> str:

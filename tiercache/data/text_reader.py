@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from tiercache.data.column_types import csv_types
+from tiercache.data.column_types import csv_types, kind_of
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.data.text_fields import (
@@ -46,6 +46,8 @@ _MOST_BLOCK_BYTES = _BLOCK_BYTES << 9
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())
 _DELIMITERS = (",", ";", "\t", "|", "::", ":", " ")
 """The delimiters to suggest if the schema's does not fit a file."""
+_LIST_SEPARATORS = ("|", ";", ",", " ", ":", "\t")
+"""The separators to suggest for the values of lists."""
 _SNIFFED = 64 << 10
 
 
@@ -91,6 +93,7 @@ class TextReader(FileReader):
         # Of repeated columns, the first: the check of columns has a better message for them.
         known = pa.schema({field.name: field for field in reversed(list(guessed))}.values())
         self._check_names(guessed.names)
+        self._check_lists(known)
         chosen = csv_types({use.column for use in uses}, known, uses, dict(self._csv.types))
         self._kinds = dict(chosen)
         chosen |= {name: pa.list_(chosen[name]) for name in self._lists.intersection(chosen)}
@@ -122,6 +125,23 @@ class TextReader(FileReader):
                     f"{self._file.path} has no column {missing[0]!r}: its first line is separated by {delimiter!r}, "
                     f"not by {self._delimiter!r}: say {_say(delimiter)} in [csv]"
                 )
+
+    def _check_lists(self, known: Any) -> None:
+        """Raise SourceError if a feature needs lists and the schema does not say how their values are separated."""
+        use = next((use for use in self._uses if use.is_list and use.column in known.names), None)
+        if use is None or self._csv.list_separator is not None:
+            return
+        values = list[str]()
+        if kind_of(known.field(use.column).type) == "string":
+            with suppress(pa.ArrowInvalid, UnicodeError), self._open() as stream:
+                batch = self._reader(stream, quiet=True).read_next_batch()
+                values = [str(one) for one in batch.column(batch.schema.names.index(use.column))[:1000].to_pylist()]
+        found = next((one for one in _LIST_SEPARATORS if any(one in value for value in values)), "|")
+        raise SourceError(
+            f"{self._file.path}, column {use.column!r}: {use.who} needs lists, and text has lists only if the schema "
+            f"names the separator of their values: say list_separator = {_quoted(found)} in [csv], or say hotness = "
+            '"one_hot" for the feature'
+        )
 
     def _grows(self, error: Exception) -> bool:
         """Enlarge blocks if a row was longer than one; return True if so."""
@@ -376,5 +396,9 @@ class TextReader(FileReader):
 
 def _say(delimiter: str) -> str:
     """Return the line of the schema that names a delimiter."""
-    quoted = "\\t" if delimiter == "\t" else delimiter
-    return f'delimiter = "{quoted}"' + (' and quote = ""' if len(delimiter) > 1 else "")
+    return f"delimiter = {_quoted(delimiter)}" + (' and quote = ""' if len(delimiter) > 1 else "")
+
+
+def _quoted(text: str) -> str:
+    """Return TOML's spelling of a separator."""
+    return '"\\t"' if text == "\t" else f'"{text}"'

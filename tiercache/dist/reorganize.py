@@ -88,9 +88,13 @@ def reorganize(
     rows = {table: store.live_rows(table.name) for table in store.tables}
     if progress is not False:
         most = sum(count * table.row_bytes for table, count in rows.items())
+        again = "" if not commit.cursor.pass_index or begin != (0, 0) else (
+            f"; training begins at epoch 0 of all {schedule.num_passes:,} sub-datasets, whatever was trained before: "
+            "to train new files alone, extract them into a dataset of their own"
+        )  # fmt: skip
         Console(stderr=True).print(
             f"reorganizing {store.label} for {passes.path}: at most {format_bytes(most)} of rows are read, and as many "
-            "written",
+            f"written{again}",
             markup=False,
         )
     with rewrite_bars(sum(rows.values()), shown=shown) as advance:

@@ -100,8 +100,9 @@ class StoreReads:
         memory_bytes: int = SCAN_BYTES,
         scratch: Path | None = None,
     ) -> Iterator[Chunk]:
-        """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
+        """Yield all rows of a table at the newest commit in hash order: keys (n,), and a tuple of fields (n, width).
 
+        The first field is the vector; the optimizer's follow, in the order in which ``lookup`` has their names.
         At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
         it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
         change nothing. Raises ValueError, StoreFullError and CorruptStoreError.

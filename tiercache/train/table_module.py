@@ -133,6 +133,19 @@ class TableModule(nn.Module):
                     f"{module} has {field} {ours!r} for {what}, and {data} has {field} {other!r}: {advice}"
                 )
 
+    def check_initialized(self, name: str) -> None:
+        """Raise ValueError if the module of this name is in its first cache and its anchor was written before."""
+        anchor = self.anchor
+        is_first = self._rows is _of_no_cache and self._plain is _of_no_cache and not self.copied_from
+        if not is_first or type(anchor) is not nn.Parameter or anchor.is_meta or anchor.numel() != 1:
+            return
+        if (value := anchor.item()) != _ANCHOR:
+            raise ValueError(
+                f"the parameter of {name} was written ({value:g} in place of {_ANCHOR:g}), as a loop that initializes "
+                f"all parameters does, and no row of {', '.join(self.tables)} begins so: leave {name}.anchor out, and "
+                "say how rows begin by the initializer of the table, or initialize the model before tc.convert"
+            )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -208,7 +221,8 @@ class TableModule(nn.Module):
             return
         raise StateError(
             f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
-            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
+            f"of commit {now['commit']} of {now['store']}: load the state of its rows, or roll the store back to that "
+            "commit if it has it (cache.keep(name) keeps one, and TierCache(at=name) goes on from it)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,10 +312,15 @@ def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
 
 
 def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
-    """Raise DatasetError for a module among ``objects``, by name, that was made with another schema's tables."""
+    """Raise an error for a module among ``objects``, by name, that a cache cannot have.
+
+    DatasetError if it was made with another schema's tables, ValueError if its anchor was initialized.
+    """
     for name, one in objects.items():
         for path, module in named_table_modules(one):
-            module.check(f"{name}.{path}" if path else name, passes.schema, f"the dataset {passes.path}")
+            full = f"{name}.{path}" if path else name
+            module.check(full, passes.schema, f"the dataset {passes.path}")
+            module.check_initialized(full)
 
 
 def anchor_ids(objects: Iterable[object]) -> set[int]:
