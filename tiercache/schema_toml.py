@@ -59,7 +59,7 @@ def load_schema(cls: type[_T], path: str | Path | None, format: str | None = Non
 
 @dataclass(config=STRICT)
 class _File:
-    label: _Section | None = None
+    label: Any = None
     dense: list[Any] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)
     features: dict[str, _Section] = field(default_factory=dict)
@@ -77,6 +77,11 @@ class _Label:
 
 
 def _schema_values(file: _File, format_: str | None) -> _Section:
+    if file.label is not None and (not isinstance(file.label, dict) or isinstance(file.label.get("column"), list)):
+        raise SchemaError(
+            f'the file has label = {file.label!r}: write label = {{ column = "click" }}, or of several labels label = '
+            '{ columns = ["click", "buy"] }'
+        )
     label = None if file.label is None else checked(_Label, "[label]", file.label)
     if label is not None and (label.column is None) == (not label.columns):
         has = "'column' and 'columns'" if label.columns else "no 'column'"
@@ -124,6 +129,11 @@ def _feature(name: str, entry: _Section) -> Feature:
     where = f"[features.{name}]"
     if "name" in entry:
         raise SchemaError(unknown_key(where, "name", _FEATURE))
+    if of_table := sorted(_TABLE.intersection(entry)):
+        table = entry.get("table", name)
+        raise SchemaError(
+            f"{where} has {of_table[0]!r}, which is of its table: write it in [tables.{table}] or [defaults]"
+        )
     if "column" in entry and "columns" in entry:
         raise SchemaError(f"{where} has 'column' and 'columns': give one of them")
     for key in ("columns", "buckets"):

@@ -127,6 +127,15 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
     assert load(tmp_path, text).dense == (tc.DenseFeature(column="x", null=-1.0), tc.DenseFeature(column="z"))
 
 
+@pytest.mark.parametrize("label", ['"y"', '["y", "z"]', '{ column = ["y", "z"] }'])
+def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, label: str) -> None:
+    """One label or several, spelled as the schema spells it."""
+    with pytest.raises(
+        SchemaError, match=r'write label = \{ column = "click" \}, or of several .* columns = \["click"'
+    ):
+        load(tmp_path, f"label = {label}\n[features.a]\n")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -148,6 +157,7 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
         ("dim = 8", "dim = 0", "dim of table 'route' is 0"),
         ("dim = 8", 'dim = "8"', "dim of table 'route' is '8'"),
         ('column = "late"', "", r"\[label\] has no 'column'"),
+        ("length = 4", "dim = 8", r"has 'dim', which is of its table: write it in \[tables\.airport\] or \[defaults\]"),
         (
             'column = "late"',
             'column = "late"\nnull = "own"',
