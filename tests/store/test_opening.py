@@ -97,7 +97,9 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
 def test_other_tables_are_refused(home: Home, given: list[Table], words: str) -> None:
     """With the first difference and what to do."""
     home.open([one("t"), one("u")])
-    with pytest.raises(TableMismatchError, match=words + ".*: give the tables it has"):
+    with pytest.raises(
+        TableMismatchError, match=words + r".*: give the tables it has, alter the store by tiercache\.store\.alter"
+    ):
         home.open(given)
     assert len(home.open([one("u"), one("t")]).tables) == 2
 

@@ -72,7 +72,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     told = CliRunner().invoke(app, ["verify", str(path)]).stdout
     assert "is whole: 3 commits" in told
-    assert f"{found['rows']:,} rows, live and stale" in told
+    assert f"{found['rows']:,} rows, live and dead" in told
 
 
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:

@@ -146,6 +146,23 @@ def test_gradients_that_are_changed_are_refused(world: World, how: str) -> None:
     assert np.array_equal(world.rows(), before)
 
 
+@pytest.mark.parametrize("how", CHANGES)
+def test_gradients_that_are_changed_before_another_backward_are_refused(world: World, how: str) -> None:
+    """The second backward would hide it: it says so, and no row changes. Gradients that are dropped are forgotten."""
+    before = world.rows()
+    world.model(world.batches[0]).backward()
+    CHANGES[how](world)
+    with one_sentence(StateError, "gradients were changed", "cache.clip_grad_norm_(max_norm)"):
+        world.model(world.batches[1]).backward()
+    assert np.array_equal(world.rows(), before)
+    world.optimizer.zero_grad()
+    world.model(world.batches[1]).backward()
+    world.cache.clip_grad_norm_(1e9)
+    world.model(world.batches[1]).backward()
+    world.optimizer.step()
+    assert not np.array_equal(world.rows(), before)
+
+
 def test_clipping_returns_the_norm_of_all_gradients(world: World) -> None:
     """Of a table's dense gradient and of the dense layer; what is below the norm stays as it is."""
     weights = [nn.Parameter(torch.from_numpy(world.rows(name))) for name in ("a", "b")]

@@ -54,7 +54,7 @@ def verified(report: dict[str, Any]) -> str:
         return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
     return (
         f"{report['path']} is whole: {ranks}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
-        f"segments, and {report['pages']:,} pages of {report['rows']:,} rows, live and stale "
+        f"segments, and {report['pages']:,} pages of {report['rows']:,} rows, live and dead "
         f"({format_bytes(report['bytes'])}), are what was written"
     )
 
@@ -79,10 +79,11 @@ def _files(found: dict[str, Any]) -> str:
 
 
 def _segments_line(found: dict[str, Any]) -> str:
-    rows = sum(segment["rows"] for segment in found["segments"])
+    rows, live = (sum(segment[name] for segment in found["segments"]) for name in ("rows", "live_rows"))
     return (
-        f"{len(found['segments'])} with {rows:,} rows, {found['stale_rows']:,} of them stale; {found['live_ranges']:,} "
-        f"live and {found['dead_ranges']:,} dead ranges (--segments shows each)"
+        f"{len(found['segments'])} of {rows:,} rows: {live:,} live, {found['stale_rows']:,} stale and "
+        f"{rows - live - found['stale_rows']:,} dead; {found['live_ranges']:,} live and {found['dead_ranges']:,} dead "
+        "ranges (--segments shows each)"
     )
 
 

@@ -335,7 +335,10 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
 
 def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: str) -> None:
     """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
-    advice = "give the tables it has, alter the store, or give the path of a new one"
+    advice = (
+        "give the tables it has, alter the store by tiercache.store.alter(store, tables) or `tiercache alter STORE "
+        "--schema FILE`, or give the path of a new one"
+    )
     stored_by_name, requested_by_name = ({table.name: table for table in tables} for tables in (stored, requested))
     for name in sorted(stored_by_name.keys() | requested_by_name.keys()):
         if name not in requested_by_name:

@@ -100,8 +100,10 @@ class Anchor:
             self._follow(parameter)
         if task != self._task:
             if self.arrived and not self._is_lent:
-                self.drop_dropped()
+                written = self.drop_dropped()
                 self.arrived = self.pending  # without those that were only returned
+                if not self._in_task:  # in a backward within another, the anchor's is not noted yet
+                    self._check_rescaled(written, self.arrived)
             if self.expired:
                 self._check_expired()
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
@@ -246,14 +248,18 @@ class Anchor:
             return []
         if self.expired:
             self._check_expired()
+        self._check_rescaled(written, found)
+        self._check_penalty()
+        return found
+
+    def _check_rescaled(self, written: torch.Tensor | None, found: Sequence[Arrival]) -> None:
+        """Raise StateError if the anchor's gradient was changed and not that of its rows."""
         if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
             raise StateError(
                 f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
                 "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
                 "clip with cache.clip_grad_norm_(max_norm), and scale the loss in place of gradients"
             )
-        self._check_penalty()
-        return found
 
     def _check_penalty(self) -> None:
         """Raise StateError if the loss has the anchor itself. Waits for a GPU, if it is time for a check."""
