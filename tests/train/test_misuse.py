@@ -290,3 +290,15 @@ def test_an_unknown_word_in_the_options_is_refused(name: str) -> None:
     """When they are made, with the words that there are."""
     with one_sentence(ValueError, f"{name} 'int8' is unknown: it must be one of '"):
         tc.TierCacheOptions(**{name: "int8"})
+
+
+def test_a_cache_is_shown_with_its_store_and_its_place(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """As a notebook shows it: the pass that a new loop begins with, or that it is closed."""
+    with tiered(tmp_path / "s.tc", passes) as cache:
+        assert repr(cache) == f"<TierCache: the store {tmp_path / 's.tc'}, next pass 0>"
+        for p in cache.passes(epochs=1):
+            p.skip()
+        assert repr(cache) == f"<TierCache: the store {tmp_path / 's.tc'}, next pass {len(passes)}>"
+    assert repr(cache) == f"<TierCache: the store {tmp_path / 's.tc'}, closed>"
+    with tc.InMemoryCache(passes) as cache:
+        assert repr(cache) == "<InMemoryCache: rows in memory, next pass 0>"

@@ -456,6 +456,11 @@ class TierCache(CacheFacts):
         if getattr(self, "_pid", None) == os.getpid() and not self._closed and self.store is not None:
             warn_unclosed(self, f"the cache of {self.store.label}")
 
+    def __repr__(self) -> str:
+        where = "rows in memory" if self.store is None else f"the store {self.store.path or 'in memory'}"
+        state = "closed" if self._closed else f"next pass {self._loop.position[0]:,}"
+        return f"<{type(self).__name__}: {where}, {state}>"
+
     def __enter__(self) -> TierCache:
         return self
 
