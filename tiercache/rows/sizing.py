@@ -74,7 +74,9 @@ def estimate(
         device_budget: bytes, or text such as "8GiB", that the rows of a pass may take on the device. Without
             ``unique_per_pass`` and ``passes`` it says where passes are cut. Default then: 8 GiB.
         host_budget: default: what caches all rows that wait, if 70 % of the free memory are not less.
-        eval_budget, commit_every, retention: as in `TierCache`.
+        eval_budget: as in `TierCache`.
+        commit_every: as in `TierCache`.
+        retention: as in `TierCache`.
         samples_per_second: how fast the model trains from memory; None: only the seconds of moving rows are predicted.
         disk_gbps: GB/s (10^9 bytes) of reading and of writing, in place of measuring the disk.
         link_gbps: GB/s from host to device, in place of measuring it.
