@@ -156,8 +156,8 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) 
         ({"batch_multiple": 16}, "batch_multiple was 8192 and is 16 now"),
         ({"split_by": "file"}, 'split_by was "budget" and is "file" now'),
         ({"min_count": 2}, "min_count was 1 and is 2 now"),
-        ({"schema": plain_schema(label=None)}, "schema was"),
-        ({"schema": plain_schema(tables=(table("a", dim=9),))}, "groups was"),
+        ({"schema": plain_schema(label=None)}, "the schema has other columns, features or tables now"),
+        ({"schema": plain_schema(tables=(table("a", dim=9),))}, "a row of table 'a' took 44 bytes on the device and"),
     ],
 )
 def test_a_finished_set_of_other_options_is_refused(

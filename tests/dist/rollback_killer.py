@@ -115,7 +115,7 @@ def go_on(path: Path) -> list[str]:
     if any(errors := train_shards(path, RANKS, 0)):
         return [f"opened, {errors}"]
     now = newest_record(path)
-    if now != record:
+    if now is None or now.to_bytes() != record.to_bytes():
         found.append(f"opened, it has {now} and had {record}")
     found += [f"opened, {problem}" for problem in [*of_all_commits(path), *leftovers(path)]]
     if record.id < NEW:

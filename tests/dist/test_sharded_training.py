@@ -378,7 +378,8 @@ def assert_form(path: Path, size: int, engine: str, disk: Path | None = None) ->
     folders = [path, *((disk or path) / f"rank-{rank}" for rank in range(1, size))]
     for rank, folder in enumerate(folders):
         names = {entry.name for entry in folder.iterdir() if entry not in folders} - {"leases", "schedule"}
-        assert names == {"store.json", "writer.lock", *FILES[engine]} - ({"commits"} if rank else set()), folder
+        home = {"home.json"} if rank and disk is not None else set()
+        assert names == {"store.json", "writer.lock", *FILES[engine], *home} - ({"commits"} if rank else set()), folder
     for rank, folder in enumerate(folders[1:], 1):
         marker = json.loads((folder / "store.json").read_text())
         assert (marker["format"], marker["engine"], marker["rank"]) == ("tiercache rank", engine, rank)

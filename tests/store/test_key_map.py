@@ -45,7 +45,7 @@ def test_slices_are_those_of_the_arrays(
     for which, low, high in parts:
         name = str(which % len(sizes))
         found = behind.arrays.array(name)
-        assert (len(found), found.dtype) == (arrays[name].size, arrays[name].dtype)
+        assert (found.size, found.dtype) == (arrays[name].size, arrays[name].dtype)
         assert np.array_equal(found[low:high], arrays[name][low:high])
         if -found.size <= low < found.size:
             assert found.item(low) == arrays[name].item(low)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.data.keyset import KeySet
     from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers, SubDataset
     from tiercache.dist.shard_layout import Owners
     from tiercache.schema import Schema
@@ -116,6 +117,10 @@ class ShardView:
     def share(self) -> str:
         """Hexadecimal digest of sharding and rank: of the part of each key set that the rank has."""
         return hashlib.sha256(f"{self.sharding.digest}\0{self.rank}".encode()).hexdigest()
+
+    def rare_keys(self) -> KeySet | None:
+        """Return the keys that share the out-of-vocabulary row of their table, of all ranks."""
+        return self.whole.rare_keys()
 
     @property
     def samples(self) -> int:

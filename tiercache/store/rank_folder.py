@@ -289,7 +289,11 @@ class RankHome:
 
     def __init__(self, folder: Path, store: Path, id_: str, rank: int) -> None:
         """``id_``: that of the store at ``store``."""
-        self._folder, self._store, self._id, self._rank = folder.resolve(), store.resolve(), id_, rank
+        try:
+            self._folder, self._store = folder.resolve(), store.resolve()
+        except (OSError, RuntimeError) as error:  # a loop of links
+            raise StoreError(f"{folder}, the folder of rank {rank}, cannot be found: {error}") from error
+        self._id, self._rank = id_, rank
         self._is_inside = self._folder.is_relative_to(self._store)
 
     def check(self) -> None:

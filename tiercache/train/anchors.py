@@ -267,7 +267,7 @@ class Anchor:
         if grad is None or _is_sharded(grad) or grad.dtype == torch.float16:
             return
         self._unchecked -= 1
-        if grad.device.type != "cpu" and self._unchecked > 0:
+        if self._anchors.is_queued and self._unchecked > 0:
             return
         self._unchecked = _CHECKED_EVERY
         if _LARGEST < abs(float(grad)) < math.inf:
@@ -329,6 +329,8 @@ class Anchors:
         self.flags_overflow = False
         """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it all
         see it then, and the GradScaler of each one skips the step."""
+        self.is_queued = False
+        """True if calls of the backend return before their work is done: reading a gradient would wait for it."""
         self.is_stepped = False
         """True once the cache has an optimizer or took a step. Without either, rows may never be stepped."""
         self.ledger: PassLedger | None = None

@@ -142,6 +142,7 @@ class CacheParts:
             row_optimizer = self.rows.state.optimizer
             row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow, row_optimizer.num_ranks = ranks.size > 1, ranks.size
+            row_optimizer.anchors.is_queued = self.backend.queues
             self.modules: list[nn.Module] = []
             """The registered modules."""
             self.exchange = self._open_exchange(live_rows, comm_dtype)
