@@ -48,7 +48,7 @@ def test_slices_are_those_of_the_arrays(
         assert (found.size, found.dtype) == (arrays[name].size, arrays[name].dtype)
         assert np.array_equal(found[low:high], arrays[name][low:high])
         if -found.size <= low < found.size:
-            assert found.item(low) == arrays[name].item(low)
+            assert found[low] == arrays[name][low]
         else:
             with pytest.raises(IndexError):
                 found[low]
