@@ -30,9 +30,10 @@ def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuf
     whole = SimpleNamespace(keys=nothing, schema=None)
     source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
     rows: Any = SimpleNamespace(check=nothing)
+    raw: Any = SimpleNamespace(exchange=SimpleNamespace(ranks=None))
     for done in (MANY // 2, MANY - 8192):
         pass_index = Pass(
-            index=0, epoch=1, source=source, rows=rows, seed=2, raw=SimpleNamespace(exchange=None),  # type: ignore[arg-type]
+            index=0, epoch=1, source=source, rows=rows, seed=2, raw=raw,
             pipeline=SimpleNamespace(), first_sample=done,  # type: ignore[arg-type]
         )  # fmt: skip
         cuts = pass_index._cuts(8192, shuffle)

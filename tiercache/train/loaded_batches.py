@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +42,7 @@ class LoadedBatches:
 
     def __init__(self, owner: Pass, recorded: RecordedBatches, previous: LoadedBatches | None) -> None:
         """previous: the batches of the pass before, if some of them are not trained yet."""
-        self._pass, self._recorded, self._previous = owner, recorded, previous
+        self._owner, self._recorded, self._previous = weakref.ref(owner), recorded, previous
         self.checked = True
         """True if recorded batches have to make their recorded lookups."""
         self._taken: deque[LoadedBatch] = deque()
@@ -51,6 +52,12 @@ class LoadedBatches:
         self._has_begun = False
         self._seen: set[int] = set()
         """Digests of the lookups of the first batch."""
+
+    @property
+    def _pass(self) -> Pass:
+        found = self._owner()
+        assert found is not None, "the batches of a pass that is gone"
+        return found
 
     def take(self, batch: LoadedBatch) -> None:
         """Count a batch that is handed out."""

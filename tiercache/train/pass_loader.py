@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -239,7 +240,7 @@ class PassLoaders:
     """Makes the loaders of one pass; see `Pass.loader`, `Pass.sampler` and `Pass.sample`."""
 
     def __init__(self, taken: Pass) -> None:
-        self._pass = taken
+        self._taken = weakref.ref(taken)  # a pass that nobody refers to frees its rows at once
         self.loaded: LoadedBatches | None = None
         """The batches of ``loader``, if it was called."""
         self.previous: LoadedBatches | None = None
@@ -247,6 +248,12 @@ class PassLoaders:
         self.is_sampled = False
         """True if ``sampler`` was called."""
         self._negatives: NegativeSampler | None = None
+
+    @property
+    def _pass(self) -> Pass:
+        found = self._taken()
+        assert found is not None, "the loaders of a pass that is gone"
+        return found
 
     @property
     def has_more(self) -> bool:
