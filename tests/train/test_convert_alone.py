@@ -141,10 +141,12 @@ def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path:
     same = torch.optim.Adagrad(model.parameters(), lr=0.01)
     tiered(tmp_path / "a.tc", data, model=model, optimizer=same).close()
     other = tc.convert(Net(), parameters=["entity_embedding"])
-    with pytest.raises(
-        StateError, match=r"rows of words step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): say how"
-    ):
+    words = r"rows of words step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): say how"
+    with pytest.raises(StateError, match=words):
         tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
+    later = tc.convert(Net(), parameters=["entity_embedding"])
+    with tiered(tmp_path / "c.tc", data, model=later) as cache, pytest.raises(StateError, match=words):
+        cache.register(optimizer=torch.optim.SGD(later.parameters(), lr=0.5))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +241,36 @@ class Holder:
         return self.weight.square().sum()
 
 
+class Slotted:
+    """Has a weight in a slot."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, weight: Any) -> None:
+        self.kept = weight
+
+
+def nested(value: Any, depth: int) -> Any:
+    """Return a value in lists of lists."""
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def near(model: Any) -> None:
+    """Keep a nest of lists far away first, and then near; it refers to itself, too."""
+    inner = nested(model.words.weight, 3)
+    inner.append(inner)
+    model.far, model.near = nested(inner, 9), inner
+
+
+def tied_to(weight: Any) -> nn.Module:
+    """Return a layer with a weight."""
+    layer = nn.Linear(DIM, ROWS, bias=False)
+    layer.weight = weight
+    return layer
+
+
 def of_class(model: Any) -> None:
     """Keep a weight in a class."""
     model.__class__ = type("Own", (Net,), {"regularized": [model.words.weight]})
@@ -256,6 +288,13 @@ CAPTURED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: setattr(m, "own", torch.optim.SGD(m.parameters(), lr=0.1)), r"own.param_groups\[0\]\['params'\]",
     ),
     "its class": (of_class, r"regularized\[0\]"),
+    "a deep nest": (lambda m: setattr(m, "nest", nested(m.words.weight, 30)), r"nest(\[0\]){30}"),
+    "a nest that is also near": (near, r"near(\[0\])+"),
+    "slots": (lambda m: setattr(m, "slotted", Slotted(m.words.weight)), "slotted.kept"),
+    "a bound forward": (lambda m: setattr(m, "lookup", m.words.forward), "lookup.__self__.weight"),
+    "a module in a dict": (
+        lambda m: setattr(m, "others", {"tied": tied_to(m.words.weight)}), r"others\['tied'\]._parameters\['weight'\]",
+    ),
 }  # fmt: skip
 
 
@@ -313,7 +352,19 @@ def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
     table: Any = model.entity_embedding
     keys, mask = torch.tensor([[3, 5], [29, 0]]), torch.arange(ROWS) % 7 == 1
     with tiered(tmp_path / "m.tc", data, model=model), torch.no_grad():
-        for index in (keys, keys[0], 4, -1, slice(2, 9, 3), [1, 2], mask, keys - 5, (keys, slice(1, 3)), (keys, 2)):
+        for index in (
+            keys,
+            keys[0],
+            4,
+            -1,
+            slice(2, 9, 3),
+            [1, 2],
+            mask,
+            keys - 5,
+            keys.numpy(),
+            (keys, slice(1, 3)),
+            (keys, 2),
+        ):
             torch.testing.assert_close(table[index], weight[index], rtol=0, atol=0)
         torch.testing.assert_close(functional.embedding(keys, table), weight[keys], rtol=0, atol=0)
         torch.testing.assert_close(table.index_select(0, keys[0]), weight[keys[0]], rtol=0, atol=0)
@@ -326,6 +377,7 @@ def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
             lambda: functional.embedding(keys, table, max_norm=1.0),
             lambda: torch.index_select(table, 1, torch.tensor([0])),
             lambda: torch.norm(table),
+            lambda: table[True],
         ):
             with pytest.raises(TypeError, match="is not defined for the table 'entity_embedding'"):
                 call()

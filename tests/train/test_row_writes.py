@@ -79,6 +79,9 @@ def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_typ
             far = torch.arange(ROWS - 5, ROWS)  # never trained: what is returned is scaled
             torch.testing.assert_close(model.words(far), theirs.words(far))
             torch.testing.assert_close(model.bag(far[None]), theirs.bag(far[None]))
+            served = tc.to_torch(model, cache.store)
+            batch = torch.arange(ROWS - 1).view(-1, 3), torch.arange(ROWS - 14, ROWS - 1)[:, None]
+            torch.testing.assert_close(served(*batch), theirs(*batch))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

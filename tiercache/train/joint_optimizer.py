@@ -161,7 +161,7 @@ class JointOptimizer(torch.optim.Optimizer):
                     rows.anchors.of(module)
                 if module.max_norm is not None:
                     rows.check_one_rank("max_norm")
-        check_defaults(objects, rows.dense)
+        check_defaults([*objects, *rows.anchors.readers], rows.dense)
 
     def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
         """Call ``hook`` after each step of ``table`` with the vectors that the step updated, and write what it returns.

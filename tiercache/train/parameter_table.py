@@ -7,6 +7,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -53,11 +54,13 @@ class ParameterTable(Embedding):
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the rows of keys of any shape, of one key, a slice, a list or a mask of the table's keys."""
         index, *others = index if isinstance(index, tuple) else (index,)
+        if isinstance(index, np.ndarray):
+            index = torch.from_numpy(index)
         if isinstance(index, slice | list) or (isinstance(index, torch.Tensor) and index.dtype == torch.bool):
             keys = torch.arange(self.num_embeddings, device="cpu")[index]
         elif isinstance(index, torch.Tensor):
             keys = index
-        elif hasattr(index, "__index__"):
+        elif hasattr(index, "__index__") and not isinstance(index, bool):
             keys = torch.tensor(int(index), dtype=torch.int64, device="cpu")
         else:
             raise TypeError(self.refusal(f"indexing by a {type(index).__name__}"))

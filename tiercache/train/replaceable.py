@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch.nn.utils import parametrize
 from tiercache.train.derived_schema import weight_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -99,7 +98,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 def _others(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of other modules by name: parameters, buffers, and those in attributes and closures."""
     inside = tuple(f"{name}." for names in modules.values() for name in names if name)
-    every, seen = set(model.modules()), set[int]()
+    roots: list[tuple[str, Any]] = []
     for name, module in model.named_modules():
         if module in modules or name.startswith(inside):
             continue
@@ -114,33 +113,32 @@ def _others(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> Iterator[
             if not isinstance(one, FunctionType | staticmethod | classmethod | property)
         }
         for named in (parameters, module._buffers, others, of_class):
-            for key, value in named.items():
-                yield from _tensors(f"{prefix}{key}", value, 0, every, seen)
+            roots += [(f"{prefix}{key}", value) for key, value in named.items()]
+    yield from _tensors(roots, set(model.modules()))
 
 
-_DEEPEST = 6
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, np.ndarray, np.generic)
 
 
-def _tensors(
-    name: str, value: Any, depth: int, modules: Collection[nn.Module], seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a value reaches: through containers, attributes, and what functions captured.
+def _tensors(roots: Iterable[tuple[str, Any]], modules: Collection[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that values reach: through containers, attributes, and what functions captured.
 
-    modules: those of the model, which are looked through by themselves.
+    roots: values by name. modules: those of the model, which are looked through by themselves.
     """
-    if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided:
-            yield name, value
-    elif not isinstance(value, _PLAIN) and depth < _DEEPEST and id(value) not in seen:
-        seen.add(id(value))
-        for part_name, part in _parts(name, value, modules):
-            yield from _tensors(part_name, part, depth + 1, modules, seen)
+    pending, seen = deque(roots), set[int]()
+    while pending:
+        name, value = pending.popleft()
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided:
+                yield name, value
+        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            seen.add(id(value))
+            pending += _parts(name, value, modules)
 
 
 def _parts(name: str, value: Any, modules: Collection[nn.Module]) -> Iterable[tuple[str, Any]]:
     """Return the parts of a value with their names."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | MappingProxyType):  # other mappings may read files
         return [(f"{name}[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return ((f"{name}[{i}]", part) for i, part in enumerate(value) if not isinstance(part, _PLAIN))

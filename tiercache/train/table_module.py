@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,6 @@ from tiercache.values.compiled import number_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
@@ -258,7 +258,7 @@ class TableModule(nn.Module):
 
 def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:
     """Raise IndexError if a key is outside [0, bound), as torch's embeddings do; None: any key is inside."""
-    if bound is None or not keys.size or (int(keys.min()) >= 0 and int(keys.max()) < bound):
+    if bound is None or not keys.size or int(keys.view(np.uint64).max()) < bound:  # negative ones are the largest
         return
     beyond = keys[((keys < 0) & (keys > NULL_KEY)) | (keys >= bound)]
     if beyond.size:

@@ -87,13 +87,7 @@ def to_torch(
         for table in one.tables:
             if table not in tables:
                 tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
-        lookups = [
-            KeyedEmbedding(
-                tables[one.feature_specs[feature].table], one.mode_of(feature), one.padding,
-                has_last=getattr(one, "include_last_offset", False),
-            )
-            for feature in one.features
-        ]  # fmt: skip
+        lookups = [KeyedEmbedding(tables[one.feature_specs[name].table], one, name) for name in one.features]
         collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
         plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
@@ -109,10 +103,12 @@ def to_torch(
 class KeyedEmbedding(nn.Module):
     """Rows of a table by raw keys, pooled or not."""
 
-    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None, *, has_last: bool = False) -> None:
-        """has_last: whether offsets end with the number of keys."""
+    def __init__(self, rows: _KeyedRows, trained: TableModule, feature: str) -> None:
+        """trained: the module that looked the feature up, whose settings this has."""
         super().__init__()
-        self.rows, self.pooling, self.padding, self.has_last = rows, pooling, padding, has_last
+        self.rows, self.pooling, self.padding = rows, trained.mode_of(feature), trained.padding
+        self.max_norm, self.norm_type = trained.max_norm, trained.norm_type
+        self.has_last = bool(getattr(trained, "include_last_offset", False))
 
     def forward(
         self,
@@ -124,11 +120,12 @@ class KeyedEmbedding(nn.Module):
         rows, weight = self.rows.find(input, self.padding)
         none = None if self.padding is None else weight.shape[0] - 1
         if self.pooling is None:
-            return functional.embedding(rows, weight, none)
+            return functional.embedding(rows, weight, none, self.max_norm, self.norm_type)
         return functional.embedding_bag(
             rows if offsets is not None or rows.ndim > 1 else rows[:, None], weight, offsets, mode=self.pooling,
             per_sample_weights=per_sample_weights, padding_idx=none,
-            include_last_offset=self.has_last and offsets is not None,
+            include_last_offset=self.has_last and offsets is not None, max_norm=self.max_norm,
+            norm_type=self.norm_type,
         )  # fmt: skip
 
 
