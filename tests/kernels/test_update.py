@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.launch import most_parts, struct
-from tiercache.kernels.cuda.sorting import STRETCH, LookupPositions, sort_positions
+from tiercache.kernels.cuda.sorting import STRETCH
 from tiercache.kernels.step import NO_ROUNDING, Gradients, Rule, Step, Vectors, make_rounding
 from tiercache.rows.backends import optimizer_step
 from tiercache.store.bits import from_bits
@@ -358,131 +356,6 @@ def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
         rule, gradients = optimizer_step.rule_of(Adam(), 4, RATE, 1), m.one_id(np.array([[1, -2, 3, -4]], F4))
         m.step(Step(Vectors(fields[0], 4), fields[1:], pairs, gradients, rule))
         np.testing.assert_allclose(m.read(fields[0])[0], [-RATE, RATE, -RATE, RATE], rtol=1e-5)
-
-
-def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
-    """And in one that sums stretches; each group as if it stepped alone; one of them has no entries.
-
-    Rows that have fewer than 16 elements, or whose elements are not read four at a time, are other kernels.
-    """
-    rng, steps, wanted = np.random.default_rng(0), [], []
-    with machine("cuda", 2) as m:
-        for dim, size, dtype, optimizer in (
-            (4, 500, "float32", "adagrad"), (7, 0, "float32", "adagrad"), (65, 900, "float32", "adagrad"),
-            (7, 300, "bfloat16", "adagrad"), (64, 300, "float16", "adagrad"), (8, 300, "float16", "sgd"),
-        ):  # fmt: skip
-            slots, gradient = rng.integers(0, 20, size).astype(np.int32), rng.standard_normal((size, dim)).astype(F4)
-            fields = [rng.standard_normal((20, dim)).astype(F4), *states(optimizer, 20, dim, rng)]
-            noise = make_rounding(m.place(rng.integers(0, 1 << 63, 20).astype(np.uint64)), 4)
-            noise = NO_ROUNDING if dtype == "float32" else noise
-            described = m.one_id(gradient)
-            wanted.append(stepped(m, optimizer, fields, slots, described, dtype=dtype, rounding=noise))
-            pairs, placed = m.sort(m.place(slots), 20), [m.place(field) for field in fields[1:]]
-            steps.append(Step(m.vectors(fields[0], dtype), placed, pairs, described, rule_of(optimizer, dim), noise))
-        m.device.launches.clear()
-        m.step(*steps)
-        assert m.device.launches == [
-            "update.sum_stretches_any", "update.sum_stretches", "update.update_adagrad_any",
-            "update.update_adagrad_narrow_any", "update.update_adagrad_narrow", "update.update_sgd_narrow_any",
-        ]  # fmt: skip
-        for step, right in zip(steps, wanted, strict=True):
-            found = [m.read(array) for array in (step.vectors.values, *step.states)]
-            assert all(one.tobytes() == other.tobytes() for one, other in zip(found, right, strict=True))
-
-
-def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
-    """A device keeps few tables by itself: that of a step's gradients must not go before it runs."""
-
-    class Forgetful(ShimDevice):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made: list[weakref.ref[Any]] = []
-
-        def put(self, table: NDArray[Any]) -> NDArray[Any]:
-            there = super().put(table)
-            self.made.append(weakref.ref(there))
-            return there
-
-        def launch(self, kernel: str, blocks: int, arguments: Any) -> None:
-            if kernel.startswith("update."):
-                assert [table() is not None for table in self.made] == [True], kernel
-            super().launch(kernel, blocks, arguments)
-
-    m, steps = Cuda(Forgetful()), []
-    for _ in range(2):
-        pairs = m.sort(m.place(np.arange(3, dtype=np.int32)), 3)
-        steps.append(Step(m.vectors(np.ones((3, 4), F4)), (), pairs, m.one_id(np.ones((3, 4), F4)), Rule("sgd", 1.0)))
-    m.step(*steps)
-    assert m.device.launches[-2:] == ["update.sum_stretches_any", "update.update_sgd_any"]
-    assert all(not step.vectors.values.any() for step in steps)
-
-
-@pytest.mark.parametrize("dim", [1, 8, 16, 20, 128])
-@pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
-def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> None:
-    """Gradients lie where each lookup left them: columns of one array, rows of another, bags with factors or maxima.
-
-    The bits are those of one array with the gradient of each entry, in the order of the lookups.
-    """
-    rng, num_slots = np.random.default_rng(dim), 40
-    bags = Bags(
-        num_samples=60, dim=dim, table_rows=[num_slots], modes=np.array([mode], np.int8),
-        offsets=np.arange(0, 181, 3), ids=(rng.random(180) ** 3 * num_slots).astype(np.int32),
-        weights=np.zeros(0, F4), slot_of_local=rng.permutation(num_slots).astype(np.int32),
-        vectors=rng.standard_normal((num_slots, dim)).astype(F4), distance=4,
-    )  # fmt: skip
-    for m in machines("cuda"):
-        done = pool(m, bags)
-        wide = rng.standard_normal((50, 3 * dim + 4)).astype(F4)
-        alone, pooled = (rng.standard_normal((n, width)).astype(F4) for n, width in ((7, dim), (60, bags.width)))
-        cols = np.array([0, dim + 4], np.int64)
-        slots = [(rng.random(n) ** 4 * num_slots).astype(np.int32) for n in (100, 7)]
-        entries = gradients_of_entries(pooled, {name: m.read(array) for name, array in done.items()}, dim)
-        rows = [*(wide[:, col : col + dim] for col in cols.tolist()), entries, alone]
-        order = np.concatenate([slots[0], m.read(done["slots"]), slots[1]])
-        described = [m.one_id(wide, cols), m.of_bags(pooled, done, np.zeros(1, np.int64)), m.one_id(alone)]
-        if mode != MAX:
-            described[1] = described[1]._replace(argmax=np.empty(0, np.int32))
-        fields = [bags.vectors, *states("adam", num_slots, dim, rng)]
-        wanted = stepped(m, "adam", fields, order, m.one_id(np.ascontiguousarray(np.concatenate(rows))))
-        found = stepped(m, "adam", fields, order, described)
-        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-@pytest.mark.parametrize("dim", [3, 64])
-def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int) -> None:
-    """Ids are sorted before anybody knows in which slots their rows will be: the same bits, wherever these are."""
-    rng, size, limits = np.random.default_rng(dim), 700, np.array([30, 9, 200], np.int64)
-    starts, bases = np.array([0, 300, 300 + 50, size], np.int64), np.array([200, 230, 0], np.int64)
-    feature = np.repeat(np.arange(3), np.diff(starts))
-    ids = (rng.random(size) ** 3 * limits[feature]).astype(np.int32)
-    slot_of = rng.permutation(300)[:239].astype(np.int32)
-    slots, gradient = slot_of[ids + bases[feature]], rng.standard_normal((size, dim)).astype(F4)
-    fields = [rng.standard_normal((300, dim)).astype(F4), *states("adagrad", 300, dim, rng)]
-    for m in machines("cuda"):
-        wanted = stepped(m, "adagrad", fields, slots, m.one_id(gradient))
-        few = LookupPositions(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
-        _, runs = sort_positions(m.device, [few, LookupPositions(m.place(ids), starts, bases, limits)])
-        assert np.array_equal(m.pairs(runs) >> np.uint64(32), np.sort(ids + bases[feature]))
-        vectors, placed = m.vectors(fields[0]), [m.place(field) for field in fields[1:]]
-        runs = runs._replace(slot_of=m.place(slot_of))
-        m.step(Step(vectors, placed, runs, m.one_id(gradient), rule_of("adagrad", dim)))
-        found = [m.read(vectors.values), *(m.read(state) for state in placed)]
-        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_more_groups_than_travel_with_a_launch_step_in_several_on_cuda() -> None:
-    """Each steps its own rows."""
-    m = Cuda(ShimDevice())
-    steps = []
-    for number in range(2 * most_parts(struct("UpdatePart", "update")) + 1):
-        gradients = m.one_id(np.full((2, 16), number, F4))
-        pairs = m.sort(m.place(np.array([1, 1], np.int32)), 3)
-        steps.append(Step(m.vectors(np.zeros((3, 16), F4)), (), pairs, gradients, Rule("sgd", 1.0)))
-    m.step(*steps)
-    assert m.device.launches.count("update.update_sgd") == 3
-    for number, step in enumerate(steps):
-        assert step.vectors.values[:, 0].tolist() == [0, -2 * number, 0]
 
 
 @every_machine
