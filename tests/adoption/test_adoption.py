@@ -120,7 +120,7 @@ def test_losses_are_those_of_torch_also_after_a_kill(name: str, tmp_path: Path) 
 
 
 def test_a_penalty_that_captured_weights_when_the_model_was_made_is_refused() -> None:
-    """As the published DeepFM keeps them; the error names the place. A penalty on outputs is one line of the loss."""
+    """The published DeepFM keeps them so; the error names the place. A penalty on outputs is one line of the loss."""
     with pytest.raises(
         ValueError, match=r"is also regularization_weight\[0\]\[0\]\[0\], which would keep its old values"
     ):

@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:
-    """Of an optimizer that was made before, modules take the place of weights; another is made of the new model."""
+    """Modules replace the weights in an optimizer that was made before; another one is made of the new model."""
     torch.manual_seed(1)
     theirs = Net()
     model = copy.deepcopy(theirs)
