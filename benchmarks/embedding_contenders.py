@@ -154,6 +154,9 @@ class WholeTables:
         """Return all keys of a table, in hash order."""
         return _hash_ordered(self._rows, self._tables[table].table_id)
 
+    def rare_keys(self) -> None:
+        """Return None: no key shares its row."""
+
     def check_samples(self) -> None:
         """Return: there are some."""
 

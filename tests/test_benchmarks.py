@@ -15,6 +15,7 @@ import pytest
 from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
 from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.kernel_cases import OPTIMIZERS
 from benchmarks.machine import Goal
 from benchmarks.out_of_core import fewest_rows_read, means
 from benchmarks.store_flips import TRAINED, Training, outcome, outcomes
@@ -247,7 +248,7 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
-    assert found["operations_run_by_the_shim"] == 2 * (2 + 20 + 2 * 18 + 2)
+    assert found["operations_run_by_the_shim"] == 2 * (2 + 20 + 2 * (6 + 3 * len(OPTIMIZERS)) + 2)
     assert found["kernels_run_by_the_shim"] >= 24
     words = "pool, four to sort all groups at once, and stretches and an update, of quick rows and of others"
     assert found["launches_one_id"] == found["launches_bags"] == 9, words
