@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 ORDERS = ("forward", "reversed", "random")
 HEADER = Path(__file__).with_name("shim.h")
-FLAGS = (
-    "-std=c++17", "-O1", "-shared", "-fPIC", "-x", "c++", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
-    "-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error",
-)  # fmt: skip
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+CHECKED = ("-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error")
+COUNTED = ("-fsanitize=thread", "-include", str(HEADER.with_name("traffic.h")))
 
 
 class KernelError(Exception):
@@ -47,12 +46,12 @@ FOLDER = Path(__file__).with_name("__pycache__")
 def _compiler() -> str:
     """Return what says which compiler it is, and what sources include beside their own text."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    return "\n".join([version, *FLAGS, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
+    return "\n".join([version, *FLAGS, *CHECKED, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
 
 
 @functools.cache
-def compiled(text: str) -> ctypes.CDLL:
-    """Return the library of a kernel source, compiled when first asked for."""
+def compiled(text: str, *, counted: bool = False) -> ctypes.CDLL:
+    """Return the library of a kernel source, compiled when first asked for; counted: its accesses to memory are."""
     if shutil.which("g++") is None:
         pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
     expanded = subprocess.run(["g++", "-E", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=True)
@@ -65,18 +64,31 @@ def compiled(text: str) -> ctypes.CDLL:
         for name in names
     )
     whole = f'#include "{HEADER}"\n{text}\n{calls}'
-    library = FOLDER / f"shim-{hashlib.sha256((_compiler() + whole).encode()).hexdigest()[:32]}.so"
+    library = FOLDER / f"shim-{hashlib.sha256((_compiler() + whole + str(counted)).encode()).hexdigest()[:32]}.so"
     if not library.exists():
         FOLDER.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            written, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            written, part, made = (Path(folder) / f"kernel.{end}" for end in ("cpp", "o", "so"))
             written.write_text(whole)
-            done = subprocess.run(
-                ["g++", *FLAGS, str(written), "-o", str(made)], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr
+            kind = COUNTED if counted else CHECKED
+            for command in (
+                (*FLAGS, *kind, "-c", str(written), "-o", str(part)),
+                ("-shared", str(part), "-o", str(made)),
+            ):
+                done = subprocess.run(["g++", *command], capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stderr
             made.replace(library)
     return ctypes.CDLL(str(library))
+
+
+class Traffic(NamedTuple):
+    """Bytes of one array that a launch reads and writes."""
+
+    read: int
+    written: int
+    sectors_read: int
+    """Bytes of the distinct 32-byte sectors that were read: those that a cache without a limit moves."""
+    sectors_written: int
 
 
 class ShimDevice:
@@ -84,7 +96,7 @@ class ShimDevice:
 
     ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled: so errors are
     planted. ``flush`` takes subnormal numbers for zero. One SM, so that small launches have more work than
-    warps.
+    warps. ``counted`` has ``traffic`` count what launches read and write, by kernel and address of an array.
     """
 
     num_sms = 1
@@ -96,9 +108,12 @@ class ShimDevice:
         changed: Callable[[str, str], str] | None = None,
         *,
         flush: bool = False,
+        counted: bool = False,
     ) -> None:
         self.memory = GuardedMemory(at_end=order != "reversed")
         self.launches: list[str] = []
+        self.traffic: dict[str, dict[int, Traffic]] = {}
+        self._counted = counted
         self._order, self._seed, self._changed, self._flush = ORDERS.index(order), seed, changed, flush
 
     def place(self, array: Any) -> NDArray[Any]:
@@ -138,7 +153,7 @@ class ShimDevice:
         name, function = kernel.split(".")
         self.launches.append(kernel)
         text = source(name)
-        library = compiled(self._changed(name, text) if self._changed else text)
+        library = compiled(self._changed(name, text) if self._changed else text, counted=self._counted)
         tables = [self.put(a) if isinstance(a, np.ndarray) and a.ndim else a for a in arguments]
         held = [_word(a) for a in tables]
         words = (ctypes.c_void_p * len(held))(*(ctypes.addressof(word) for word in held))
@@ -146,7 +161,15 @@ class ShimDevice:
         run.restype = ctypes.c_char_p
         run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
+        arrays = self.memory.ranges if self._counted else np.empty((0, 2), np.uint64)
+        if self._counted:
+            library.traffic_begin(ctypes.c_void_p(arrays.ctypes.data), ctypes.c_int64(len(arrays)))
         trouble = run(words, grid, block, self._order, self._seed, self._flush)
+        if self._counted:
+            counts = np.empty((len(arrays), len(Traffic._fields)), np.uint64)
+            library.traffic_end(ctypes.c_void_p(counts.ctypes.data))
+            found = {int(first): Traffic(*map(int, row)) for (first, _), row in zip(arrays, counts, strict=True)}
+            self.traffic[kernel] = {address: one for address, one in found.items() if any(one)}
         if trouble is not None:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()

@@ -81,6 +81,11 @@ class GuardedMemory:
         memory = (ctypes.c_char * nbytes).from_address(address)
         return np.frombuffer(memory, dtype).reshape(shape) if nbytes else np.empty(shape, dtype)
 
+    @property
+    def ranges(self) -> NDArray[np.uint64]:
+        """The first address of each array that has elements, and the one after its last, in order: (arrays, 2)."""
+        return np.array(sorted((at, at + size) for _, _, at, size in self._blocks if size), np.uint64).reshape(-1, 2)
+
     def place(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of an array."""
         copy = self.empty(array.shape, array.dtype)
