@@ -25,7 +25,7 @@ TIERS = [f"tests/rows/test_{name}.py" for name in ("cuda_training", "two_ways")]
 TRAINING = TIERS + [f"tests/train/test_{name}.py" for name in (
     "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
     "row_gradients", "adoption", "store_given", "single_modules", "closing", "real_gpu", "table_steps",
-    "finite",
+    "finite", "batch_mapping",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/train/test_{name}.py" for name in (
@@ -58,6 +58,16 @@ CPU_ALONE = {
     "schema_of_modules": "schemas that are compared before a device has a part in it",
     "second_derivatives": "autograd, with models on the CPU",
     "unseen_keys": "rows of keys that are not in a pass, with models on the CPU",
+    "convert_alone": "which modules and optimizers of torch are taken over, with models on the CPU",
+    "keep": "commits that are kept by a name, with models on the CPU",
+    "sized_loop": "lengths and states of loops, with models on the CPU",
+    "epoch_loader": "the same",
+    "pass_loader": "samples and orders of the host",
+    "checked_keys": "keys that are compared on the host",
+    "negatives": "keys that are drawn on the host",
+    "recorded_key_sets": "a run of a model without rows, on the CPU",
+    "row_settings": "numbers that steps take, with models on the CPU; test_oracle steps by them on a GPU",
+    "row_writes": "writes by operators of torch, with models on the CPU",
     "loaders": "loaders and forms of keys of the host, whose batches test_raw_keys trains on a GPU",
 }
 """The other files of tests/train and tests/rows, and why a GPU would show nothing there."""
