@@ -103,7 +103,13 @@ def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: 
                     if one is theirs:
                         expected = out.detach()
                 torch.testing.assert_close(out.detach(), expected)
+            if p.index == 1:
+                cache.keep("second")
+                second = copy.deepcopy(theirs.state_dict())
         made = tc.to_torch(model, cache.store, like=Net())
+        kept = tc.to_torch(model, cache.store, at="second", like=Net()).state_dict()
+    for key, value in second.items():
+        torch.testing.assert_close(kept[key], value)
     state, other = made.state_dict(), theirs.state_dict()
     assert [*state] == [*other]
     for key, value in other.items():
