@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -60,6 +61,13 @@ def uneven_gather(ranks: AnyCommunicator, dtype: str, sizes: list[int]) -> list[
     gathered = ranks.all_gather(mine, sizes)
     assert gathered.dtype == mine.dtype
     return gathered.to(torch.float64).tolist()
+
+
+def even_gather(ranks: AnyCommunicator) -> list[float]:
+    """Gather one number of every rank, and count the collectives that torch is asked for."""
+    with patch.object(dist, "broadcast", side_effect=AssertionError("one for each rank")) as broadcast:
+        gathered = ranks.all_gather(torch.full((1,), ranks.rank + 0.5, dtype=torch.float64), [1] * ranks.size)
+    return [broadcast.call_count, *gathered.tolist()]
 
 
 def two_threads(ranks: AnyCommunicator) -> list[float]:

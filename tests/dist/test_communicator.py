@@ -50,6 +50,12 @@ def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_number_of_each_rank_is_gathered_in_one_collective(ranks_pool: RanksPool, size: int) -> None:
+    """As a clipping and a check for overflow do: not in one collective for each rank."""
+    assert ranks_pool.run(size, BODIES + "even_gather") == [[0, *(rank + 0.5 for rank in range(size))]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_two_threads_exchange_in_any_order_where_one_has_a_clone(ranks_pool: RanksPool, size: int) -> None:
     """Half the ranks run the thread's exchanges first, half last, and nothing waits or mixes."""
     total = float(size * sum(range(20)))

@@ -256,16 +256,17 @@ class Communicator:
         return received
 
     def all_gather(self, own: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
-        """Return every rank's flat tensor one after the other, in rank order; rank r brings ``sizes[r]`` elements.
-
-        Any dtype; sizes may be 0.
-        """
+        """Return every rank's flat tensor, in rank order; rank r brings ``sizes[r]`` elements of any dtype, or none."""
         return self._gather(own, sizes, self._data, what)
 
     def _gather(self, own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str) -> Tensor:
-        """Have every rank fill its piece on all others: Gloo's own all-gather wants equal sizes."""
+        """Gather pieces of equal sizes in one collective, others in one for each rank, as all-gathers need."""
         gathered = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         pieces = torch.split(gathered, list(sizes))
+        if sizes[0] and len(set(sizes)) == 1:
+            with self._reaching(what):
+                dist.all_gather([_bytes_of(piece) for piece in pieces], _bytes_of(own.contiguous()), group=group)
+            return gathered
         pieces[self.rank].copy_(own)
         with self._reaching(what):
             assert group is not None
