@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from tiercache.data.dataset_writer import write_key_sets as write_key_sets
     from tiercache.data.encode import key_of as key_of
     from tiercache.data.extract import extract as extract
+    from tiercache.data.ngram_recording import record_ngrams as record_ngrams
+    from tiercache.data.ngrams import NGrams as NGrams
+    from tiercache.data.ngrams import ngrams as ngrams
     from tiercache.data.repartition import repartition as repartition
+    from tiercache.data.token_files import TokenFiles as TokenFiles
     from tiercache.dist.reorganize import reorganize as reorganize
     from tiercache.errors import TierCacheError as TierCacheError
     from tiercache.io.exporting import export_store as export_store
@@ -54,6 +58,7 @@ _HOME = {
     "EmbeddingBag": "train.embedding",
     "Feature": "schema",
     "KeptColumn": "schema",
+    "NGrams": "data.ngrams",
     "PassDataset": "data.dataset",
     "ShardingPlan": "store.sharding",
     "CostModel": "planning.sharding_rules",
@@ -66,6 +71,7 @@ _HOME = {
     "TierCache": "train.cache",
     "TierCacheError": "errors",
     "TierCacheOptions": "train.options",
+    "TokenFiles": "data.token_files",
     "EmbeddingCollection": "train.embedding",
     "EmbeddingBagCollection": "train.embedding",
     "ParameterTable": "train.parameter_table",
@@ -76,7 +82,9 @@ _HOME = {
     "extract": "data.extract",
     "import_store": "io.importing",
     "key_of": "data.encode",
+    "ngrams": "data.ngrams",
     "record_key_sets": "train.record",
+    "record_ngrams": "data.ngram_recording",
     "reorganize": "dist.reorganize",
     "repartition": "data.repartition",
     "to_torch": "train.to_torch",
@@ -94,6 +102,7 @@ __all__ = [
     "Feature",
     "InMemoryCache",
     "KeptColumn",
+    "NGrams",
     "ParameterTable",
     "Pass",
     "PassDataset",
@@ -106,6 +115,7 @@ __all__ = [
     "TierCache",
     "TierCacheError",
     "TierCacheOptions",
+    "TokenFiles",
     "convert",
     "estimate",
     "export_store",
@@ -113,8 +123,10 @@ __all__ = [
     "import_store",
     "init",
     "key_of",
+    "ngrams",
     "optim",
     "record_key_sets",
+    "record_ngrams",
     "reorganize",
     "repartition",
     "to_torch",

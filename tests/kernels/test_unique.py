@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -175,6 +177,29 @@ def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     unique.remove(np.array([6, 6], np.int64), counts)
     found, occurrences, _ = unique.sorted()
     assert dict(zip(found.tolist(), occurrences.tolist(), strict=True)) == {5: (1 << 32), 6: (1 << 32) - 1}
+
+
+@settings(deadline=None)
+@given(
+    calls=st.lists(st.lists(st.tuples(SMALL_KEYS, st.integers(1, (1 << 32) - 1)), max_size=40), min_size=1, max_size=4),
+    parts=st.sampled_from([1, 4]),
+)
+def test_a_key_may_be_added_many_times_at_once(calls: list[list[tuple[int, int]]], parts: int) -> None:
+    """And be removed again, also where its count went beyond 32 bits."""
+    unique, expected = UniqueKeys(7, parts), Counter[int]()
+    for call in calls:
+        keys, times = (np.array([pair[i] for pair in call], np.int64) for i in range(2))
+        for turn in range(2):
+            before = list(unique.counts)
+            for part in range(parts):
+                unique.add(keys, np.empty(keys.size, np.int32), part, times)
+            if turn == 0:
+                unique.remove(keys, before, times)
+                assert unique.counts == before
+        for key, count in call:
+            expected[key] += count
+    keys, counts, _ = unique.sorted(with_positions=False)
+    assert dict(zip(keys.tolist(), counts.tolist(), strict=True)) == expected
 
 
 def test_too_many_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

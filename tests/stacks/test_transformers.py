@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.stacks.installed import installed
 from tests.stacks.training import (
     CASE,
     EPOCHS,
@@ -27,22 +26,14 @@ from tests.stacks.training import (
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import tiercache as tc
 
 
-def imported() -> Any:
-    """Import Transformers without the folder ``kernels`` of this repository, which it takes for a package."""
-    before, root = list(sys.path), Path(__file__).parents[2]
-    sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != root]
-    try:
-        found = pytest.importorskip("transformers", reason="Transformers is not installed: make test-stacks")
-        pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-stacks")
-        return found, found.Trainer
-    finally:
-        sys.path[:] = before
-
-
-transformers, BaseTrainer = imported()
+transformers = installed("transformers")
+installed("accelerate")
+BaseTrainer = transformers.Trainer
 
 
 class Trainer(BaseTrainer):  # type: ignore[misc, valid-type]

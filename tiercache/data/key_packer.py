@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,37 +12,47 @@ from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from tiercache.data.extraction_resources import Workers
     from tiercache.data.pass_builder import RowBudget
     from tiercache.store.table import Table
 
+_MOST_PARTS = 8
 _NO_KEYS = np.empty(0, np.int64)
 
 
 class KeyPacker:
     """The unique keys of the open sub-dataset. Memory: up to 100 bytes for each of them."""
 
-    def __init__(self, tables: Sequence[Table], budget: RowBudget) -> None:
-        """tables: in the order of table ids."""
-        self.tables, self._budget = tuple(tables), budget
+    def __init__(self, tables: Sequence[Table], budget: RowBudget, workers: Workers | None = None) -> None:
+        """tables: in the order of table ids. workers: share the work of large blocks; None: this thread does it."""
+        self.tables, self._budget, self._workers = tuple(tables), budget, workers
         self.num_blocks = 0
         """Blocks of the open sub-dataset."""
         self._unique = self._empty_tables()
 
-    def add(self, keys: Mapping[str, NDArray[np.int64]], block: str, smaller: str) -> bool:
+    def add(
+        self, keys: Mapping[str, NDArray[np.int64]], block: str, smaller: str,
+        times: Mapping[str, NDArray[np.int64]] | None = None,
+    ) -> bool:  # fmt: skip
         """Add a block: its keys by table, all of its occurrences. Returns False if the open sub-dataset has no room.
+
+        times: occurrences of each key; None: each is one.
 
         Nothing is added then, and the block fits the next sub-dataset. Raises BudgetError, in which ``block`` names the
         block and ``smaller`` says how to make it smaller, if it fits none.
         """
-        before = {name: list(unique.counts) for name, unique in self._unique.items()}
+        before, times = {name: list(unique.counts) for name, unique in self._unique.items()}, times or {}
         for name, unique in self._unique.items():
             of_table = keys.get(name, _NO_KEYS)
-            unique.add(of_table, np.empty(of_table.size, np.int32))
+            numbers = np.empty(of_table.size, np.int32)
+            self._run(
+                partial(unique.add, of_table, numbers, part, times.get(name, _NO_KEYS)) for part in range(unique.parts)
+            )
         rows = [unique.count for unique in self._unique.values()]
         if self._budget.fits(rows):
             self.num_blocks += 1
@@ -49,7 +60,7 @@ class KeyPacker:
         if not self.num_blocks:
             raise BudgetError(f"{block} {self._budget.excess(rows)}: raise device_budget, or {smaller}")
         for name, unique in self._unique.items():
-            unique.remove(keys.get(name, _NO_KEYS), before[name])
+            unique.remove(keys.get(name, _NO_KEYS), before[name], times.get(name, _NO_KEYS))
         return False
 
     @property
@@ -60,7 +71,7 @@ class KeyPacker:
     def close(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return keys, in hash order, and counts of each table; begin the next sub-dataset."""
         self._budget.close([unique.count for unique in self._unique.values()])
-        columns = [unique.sorted(with_positions=False)[:2] for unique in self._unique.values()]
+        columns = [unique.sorted(with_positions=False, run=self._run)[:2] for unique in self._unique.values()]
         self._unique, self.num_blocks = self._empty_tables(), 0
         return columns
 
@@ -70,4 +81,12 @@ class KeyPacker:
         return rows, write_key_set(path, self.tables, rows, self.close())
 
     def _empty_tables(self) -> dict[str, UniqueKeys]:
-        return {table.name: UniqueKeys(table.table_id) for table in self.tables}
+        parts = 1 if self._workers is None else 1 << (self._workers.count - 1).bit_length()
+        return {table.name: UniqueKeys(table.table_id, min(parts, _MOST_PARTS)) for table in self.tables}
+
+    def _run(self, work: Iterable[Callable[[], None]]) -> None:
+        if self._workers is not None:
+            self._workers.run(work)
+            return
+        for one in work:
+            one()

@@ -49,12 +49,20 @@ class RecordedBatch:
     """The keys of one batch of a loader."""
 
     keys: Mapping[str, NDArray[np.int64]]
-    """All of them, by table."""
+    """By table: all of them, or unique ones with ``times``."""
     digests: Sequence[int]
     """Digests of its different lookups, ascending."""
     num_samples: int
     indices: NDArray[np.int64] | None
     """The samples in the loader's dataset, if it has indices."""
+    times: Mapping[str, NDArray[np.int64]] | None = None
+    """By table, the occurrences of each key; None: one."""
+
+    @property
+    def occurrences(self) -> dict[str, NDArray[np.int64]]:
+        """All keys, by table."""
+        times = self.times
+        return {name: keys if times is None else np.repeat(keys, times[name]) for name, keys in self.keys.items()}
 
 
 class BatchSource(Protocol):
@@ -82,6 +90,8 @@ class RecordingPlan:
     """The options and the facts of the loader that decide the content."""
     recording: Recording
     """The record of a sub-dataset, without its batches."""
+    has_large_batches: bool = False
+    """True to share the work of one batch among threads."""
 
 
 def write_recording(
@@ -113,7 +123,8 @@ def write_recording(
             if not state.is_counted:
                 state = rare.count(source, state, reporter)
             rare.decide(state)
-        state = _Writer(plan, out, work, state).write(source, rare, reporter)
+        shared = workers if plan.has_large_batches else None
+        state = _Writer(plan, out, work, state, shared).write(source, rare, reporter)
         record = None if rare is None else rare.filter.write_rare(out / RARE_KEYS)
         Manifest(schema=plan.schema, passes=state.passes, options=plan.options, inputs=(), rare=record).write(out)
         work.remove()
@@ -125,14 +136,16 @@ def write_recording(
 class _Writer:
     """Writes the sub-datasets of a recording."""
 
-    def __init__(self, plan: RecordingPlan, out: Path, work: WorkFolder, state: ExtractionState) -> None:
+    def __init__(
+        self, plan: RecordingPlan, out: Path, work: WorkFolder, state: ExtractionState, workers: Workers | None
+    ) -> None:
         self._plan, self._out, self._work, self._state = plan, out, work, state
         self._layout = SampleLayout(plan.schema)
         self._tables = plan.schema.ordered_tables
         budget = RowBudget(plan.schema.tables, plan.device_bytes, plan.devices)
         for record in state.passes:
             budget.close([record.rows[table.name] for table in self._tables])
-        self._packer = KeyPacker(self._tables, budget)
+        self._packer = KeyPacker(self._tables, budget, workers)
         self._open: list[RecordedBatch] = []
         """The batches of the open sub-dataset, without keys."""
 
@@ -149,11 +162,11 @@ class _Writer:
                 self._check_skipped(skipped.hexdigest())
             keys = batch.keys if rare is None else rare.without(batch.keys)
             name = f"batch {number} of the loader"
-            if not self._packer.add(keys, name, "make the loader's batches smaller"):
+            if not self._packer.add(keys, name, "make the loader's batches smaller", batch.times):
                 self._close()
-                self._packer.add(keys, name, "make the loader's batches smaller")
+                self._packer.add(keys, name, "make the loader's batches smaller", batch.times)
                 reporter.passes += 1
-            self._open.append(replace(batch, keys={}, indices=_compact(batch.indices)))
+            self._open.append(replace(batch, keys={}, times=None, indices=_compact(batch.indices)))
             number += 1
             reporter.samples += batch.num_samples
             reporter.update(0)
@@ -228,7 +241,7 @@ class _RareKeys:
             return replace(state, runs=(*state.runs, run), **changes)
 
         for batch in source.batches(number, lambda _: None):
-            is_full = counter.add(self._raw(batch.keys))
+            is_full = counter.add(self._raw(batch.occurrences))
             number += 1
             reporter.samples += batch.num_samples
             reporter.update(0)

@@ -6,6 +6,10 @@ the key, both in one cache line. Numbers are given in the order of appearance; n
 Legend: n keys given, C slots of a part (a power of two), K unique keys of a part.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeAlias
+
 import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, aligned_zeros, same_length
@@ -40,6 +44,7 @@ def _add(
     part_bits: int,
     slots: Written[U8],  # (2 * C,)
     count: int,  # K before
+    times: I8,  # (n,) occurrences of each key, less than 2^32; (0,): one
     out: Written[I4],  # (n,) numbers of the keys of this part; others stay
 ) -> tuple[int, int]:
     """Return how many keys were gone through, and K.
@@ -50,6 +55,7 @@ def _add(
     one, mask = np.uint64(1), np.uint64(slots.size // 2 - 1)
     room = (slots.size // 2) * 5 // 8
     shift, is_large = np.uint64(64 - part_bits), slots.size > _SMALL
+    step, are_counted = _ONE, times.size > 0
     hashes = np.empty(_BLOCK + _AHEAD, np.uint64)
     for first in range(0, keys.size, _BLOCK):
         size = min(_BLOCK, keys.size - first)
@@ -62,6 +68,8 @@ def _add(
             hashed = hashes[np.uint64(i)]
             if part_bits and np.int64(hashed >> shift) != part:
                 continue
+            if are_counted:
+                step = np.uint64(times[first + i]) << _HALF
             at = (hashed & mask) << one
             word = slots[at + one]
             while slots[at] != hashed and word != 0:
@@ -73,18 +81,21 @@ def _add(
                 count += 1
                 slots[at] = hashed
                 word = np.uint64(count)
-            elif word >= _FULL:
+            elif word + step < word:
                 return first + i, count
-            slots[at + one] = word + _ONE
+            slots[at + one] = word + step
             out[np.uint64(first + i)] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
     return keys.size, count
 
 
 @serial
 def _remove(
-    keys: I8, table_id: Word, part: int, part_bits: int, slots: Written[U8], carried: Written[I8], before: int
-) -> None:
+    keys: I8, times: I8, table_id: Word, part: int, part_bits: int, slots: Written[U8], carried: Written[I8],
+    before: int,
+) -> None:  # fmt: skip
     """Remove occurrences of keys that are all in the table; keys numbered `before` or higher leave with their last.
+
+    `times` as of `_add`.
 
     The keys after one that leaves move up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
     """
@@ -97,10 +108,11 @@ def _remove(
         while slots[at] != hashed or slots[at + 1] == 0:
             at = (at + 2) & ring
         number = np.int64(slots[at + 1] & _NUMBER) - 1
-        if (slots[at + 1] >> _HALF) == 0:
-            carried[number] -= 1
-        else:
-            slots[at + 1] -= _ONE
+        removed = np.uint64(times[i]) if times.size else np.uint64(1)
+        here = min(removed, slots[at + 1] >> _HALF)
+        slots[at + 1] -= here << _HALF
+        if removed > here:
+            carried[number] -= np.int64(removed - here)
         if number >= before and (slots[at + 1] >> _HALF) == 0 and (number >= carried.size or carried[number] == 0):
             following = (at + 2) & ring
             while slots[following + 1] != 0:
@@ -227,6 +239,15 @@ def _finish(
         begin = end
 
 
+Run: TypeAlias = Callable[[Iterable[Callable[[], None]]], None]
+"""Runs some work, on several threads or not."""
+
+
+def _in_turn(work: Iterable[Callable[[], None]]) -> None:
+    for one in work:
+        one()
+
+
 class UniqueKeys:
     """Numbers the keys of one table as they first appear, counts them, and returns them in hash order.
 
@@ -264,14 +285,20 @@ class UniqueKeys:
             total, largest = total + size, max(largest, size // 2 if size > slots.nbytes else 0)
         return total + largest
 
-    def add(self, keys: I8, out: I4, part: int = 0) -> None:
-        """Write the number of each key (n,) of a part to `out` (n,). Raises ValueError if it would not fit int32."""
+    def add(self, keys: I8, out: I4, part: int = 0, times: I8 = NONE_I8) -> None:
+        """Write the number of each key (n,) of a part to `out` (n,). Raises ValueError if it would not fit int32.
+
+        times: (n,) occurrences of each key, less than 2^32; empty: one.
+        """
         same_length(keys=keys, out=out)
+        if times.size:
+            same_length(keys=keys, times=times)
         done = 0
         while done < keys.size:
             step, self.counts[part] = _add(
-                keys[done:], self.table_id, part, self._bits, self._slots[part], self.counts[part], out[done:]
-            )
+                keys[done:], self.table_id, part, self._bits, self._slots[part], self.counts[part], times[done:],
+                out[done:],
+            )  # fmt: skip
             done += step
             if done < keys.size:
                 self._grow(part)
@@ -283,22 +310,23 @@ class UniqueKeys:
             _by_number(slots, self.table_id, part, self._bits, _INVERSES, keys)
         return keys
 
-    def remove(self, keys: I8, counts: list[int]) -> None:
+    def remove(self, keys: I8, counts: list[int], times: I8 = NONE_I8) -> None:
         """Remove the keys (n,) that were added last; `counts`: the attribute before the first of them."""
         for part, before in enumerate(counts):
-            _remove(keys, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
+            _remove(keys, times, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
             self.counts[part] = before
 
-    def sorted(self, *, with_positions: bool = True) -> tuple[I8, I8, I4]:
+    def sorted(self, *, with_positions: bool = True, run: Run = _in_turn) -> tuple[I8, I8, I4]:
         """Return keys (K,) in hash order, their counts (K,), and the position of each number among them.
 
-        The table is empty then.
+        The table is empty then. run: runs the sorting of each part.
         """
         firsts = np.cumsum([0, *self.counts]).tolist()
         keys, counts = np.empty(firsts[-1], np.int64), np.empty(firsts[-1], np.int64)
         carries = any(carried.size for carried in self._carried)
         positions = np.empty(max(self.counts) << self._bits if with_positions or carries else 0, np.int32)
-        for part in range(self.parts):
+
+        def sort(part: int) -> None:
             low, high = firsts[part], firsts[part + 1]
             slots, carried, self._slots[part] = self._slots[part], self._carried[part], _slots(64)
             bits = max(0, (high - low).bit_length() - 12)
@@ -311,6 +339,8 @@ class UniqueKeys:
             size = min(carried.size, high - low)
             if size:
                 counts[positions[np.arange(size) * self.parts + part]] += carried[:size]
+
+        run(partial(sort, part) for part in range(self.parts))
         self.counts, self._carried = [0] * self.parts, [NONE_I8] * self.parts
         return keys, counts, positions
 

@@ -1,0 +1,115 @@
+"""N-gram keys: the published numbers, the obvious loop, torch's operators, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+
+VOCAB = 13
+MADE: dict[str, tc.NGrams] = {
+    "exact": tc.ngrams("exact", vocab_size=VOCAB, orders=(2, 4)),
+    "exact with borders": tc.ngrams("exact", vocab_size=VOCAB, orders=(2, 3), border=5),
+    "qwen4_exp": tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=50, border=0, heads=3),
+    "engram": tc.ngrams(
+        "engram", vocab_size=7, orders=(2, 3, 4), rows_per_head=20, padding=2, layers=(1, 4), layer=4, heads=2,
+        token_map=np.arange(VOCAB) % 7,
+    ),
+}  # fmt: skip
+
+
+def obvious(grams: tc.NGrams, sequence: list[int]) -> list[list[int]]:
+    """Return the keys of each token, n-gram by n-gram."""
+    numbers = sequence if grams.token_map is None else [int(grams.token_map[token]) for token in sequence]
+    found, begin = [], 0
+    for t, number in enumerate(numbers):
+        keys = []
+        for order, moduli, offsets in zip(grams.orders, grams.moduli, grams.offsets, strict=True):
+            mixed = 0
+            for k in range(order):
+                token = numbers[t - k] if t - k >= begin else grams.padding
+                mixed ^= token * grams.factors[k]
+            mixed = (mixed + (1 << 63)) % (1 << 64) - (1 << 63)
+            keys += [(mixed % m if m else mixed) + offset for m, offset in zip(moduli, offsets, strict=True)]
+        found.append(keys)
+        if number == grams.border:
+            begin = t + 1
+    return found
+
+
+@pytest.mark.parametrize("name", MADE)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_keys_are_those_of_the_obvious_loop(name: str, data: st.DataObject) -> None:
+    """Of NumPy and of torch, and by torch's operators as on a GPU."""
+    grams, length = MADE[name], data.draw(st.integers(1, 12))
+    token = st.integers(0, VOCAB - 1)
+    rows = data.draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=1, max_size=3))
+    expected = np.array([obvious(grams, row) for row in rows])
+    found = grams(np.array(rows, np.uint16))
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, expected)
+    tensor = torch.tensor(rows)
+    np.testing.assert_array_equal(grams(tensor).numpy(), expected)
+    np.testing.assert_array_equal(grams._on_device(tensor).numpy(), expected)
+    np.testing.assert_array_equal(grams(tensor[0]).numpy(), expected[0])
+    assert 0 <= int(found.min()) <= int(found.max()) < grams.num_embeddings
+
+
+def test_exact_keys_are_those_of_one_ngram_alone() -> None:
+    """Of either order, also where tokens are missing at the beginning."""
+    grams = tc.ngrams("exact", vocab_size=3, orders=(2, 3))
+    sequences = np.stack(np.meshgrid(*[np.arange(3)] * 4, indexing="ij"), -1).reshape(-1, 4)
+    keys, seen = grams(sequences), dict[int, tuple[int, ...]]()
+    for row, of_row in zip(sequences.tolist(), keys.tolist(), strict=True):
+        for t, of_token in enumerate(of_row):
+            for order, key in zip(grams.orders, of_token, strict=True):
+                gram = (order, *([-1] * order + row)[t + 1 : t + 1 + order])
+                assert seen.setdefault(key, gram) == gram
+    assert len(set(seen.values())) == len(seen) == (3 + 9) + (3 + 9 + 27)
+
+
+def test_published_tables_have_their_sizes_and_factors() -> None:
+    """Qwen3.8-Flash-Next's 320,001,536 rows, and those of both layers of DeepSeek-V4.1-Flash."""
+    grams = tc.ngrams("qwen4_exp", vocab_size=248_320, rows_per_head=20_000_000, border=0)
+    assert (grams.num_embeddings, grams.num_heads) == (320_001_536, 16)
+    options: dict[str, Any] = {
+        "vocab_size": 99_092, "orders": (2, 3, 4), "rows_per_head": 16_000_000, "padding": 2, "layers": (1, 14),
+    }  # fmt: skip
+    first, second = (tc.ngrams("engram", layer=layer, **options) for layer in (1, 14))
+    assert (first.num_embeddings, second.num_embeddings) == (384_006_168, 384_016_682)
+    assert first.factors == (76632096046245, 4839876093313, 35959672319349, 73987337458391)
+    assert second.factors == (67716810739261, 51510806800915, 30921347202721, 82619226485591)
+    primes = [one for grams in (first, second) for of_order in grams.moduli for one in of_order]
+    assert len(set(primes)) == 48
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (ValueError, "'bigram' is no recipe: use 'exact'", lambda: tc.ngrams("bigram", vocab_size=4)),  # type: ignore[arg-type]
+        (ValueError, "vocab_size is 0", lambda: tc.ngrams("exact", vocab_size=0)),
+        (ValueError, "4 tokens of a vocabulary of 70,000 take 68 bits, and a key has 61",
+         lambda: tc.ngrams("exact", vocab_size=70_000, orders=(2, 4))),
+        (ValueError, r"orders are \(3, 2\)", lambda: tc.ngrams("exact", vocab_size=4, orders=(3, 2))),
+        (ValueError, r"orders of 'engram' are \(3,\)",
+         lambda: tc.ngrams("engram", vocab_size=4, orders=(3,), rows_per_head=9, padding=0)),
+        (ValueError, "rows_per_head is 1", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=1, border=0)),
+        (ValueError, r"layer 3 is not among layers \(1, 2\)",
+         lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, layers=(1, 2), layer=3)),
+        (TypeError, "border", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9)),
+        (ValueError, r"token 13 is outside the vocabulary, \[0, 13\)", lambda: MADE["exact"](np.array([1, 13]))),
+        (ValueError, r"token -1 is outside", lambda: MADE["exact"](torch.tensor([-1, 3]))),
+        (TypeError, "tokens are float64: give integers", lambda: MADE["exact"](np.array([1.0]))),
+    ],
+)  # fmt: skip
+def test_what_makes_no_keys_is_refused(error: type[Exception], words: str, call: Any) -> None:
+    """The error says what was found, and what to give."""
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,210 @@
+"""record_ngrams: key sets of the n-grams of token files, cut at the device budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tiercache as tc
+from tests.files import files_of
+from tiercache.errors import BudgetError, DatasetError, ExtractionError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB, LENGTH, BUDGET = 50, 16, "90KiB"
+TABLE = tc.Table(
+    name="gram", dim=8, optimizer=tc.optim.Adagrad(learning_rate=0.1, eps=1e-10), initializer=tc.init.Zeros()
+)
+GRAMS = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=400, border=0, heads=2)
+OPTIONS: dict[str, Any] = {"tables": TABLE, "device_budget": BUDGET, "progress": False}
+
+
+def tokens_of(count: int = 20_000) -> Any:
+    """Return tokens, of which few are frequent."""
+    rng = np.random.default_rng(0)
+    return np.minimum(rng.zipf(1.3, count), VOCAB - 1).astype(np.uint16)
+
+
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_a_sub_dataset_has_the_keys_of_its_sequences_and_their_counts(tmp_path: Path, min_count: int) -> None:
+    """As if each n-gram of each sequence were counted; keys that are too rare share a row."""
+    tokens = tc.TokenFiles(tokens_of(), LENGTH)
+    data = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", min_count=min_count, **OPTIONS)
+    assert len(data) > 1
+    everything, counts = np.unique(GRAMS(tokens.read(0, len(tokens))), return_counts=True)
+    rare = everything[counts < min_count]
+    sequences = list[int]()
+    for one in data.passes:
+        mine = one.recorded.indices(np.arange(one.samples))
+        keys = GRAMS(tokens.read(int(mine[0]), int(mine[-1]) + 1)).reshape(-1)
+        unique, times = np.unique(keys[~np.isin(keys, rare)], return_counts=True)
+        order = np.argsort(one.keys("gram"))
+        found, seen = one.keys("gram")[order], one.counts("gram")[order]
+        own = found >= 0
+        np.testing.assert_array_equal(found[own], unique)
+        np.testing.assert_array_equal(seen[own], times)
+        assert seen[~own].sum() == keys.size - times.sum()
+        sequences += mine.tolist()
+    assert sequences == list(range(len(tokens)))
+    again = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", min_count=min_count, **OPTIONS)
+    assert again.digest == data.digest
+
+
+def test_a_stop_at_any_pass_resumes_to_the_same_files(tmp_path: Path) -> None:
+    """And other tokens or n-grams are refused there."""
+    tokens = tc.TokenFiles(tokens_of(), LENGTH)
+    whole = tc.record_ngrams(tokens, GRAMS, tmp_path / "whole", **OPTIONS)
+    assert len(whole) > 1
+
+    class Stopping(tc.TokenFiles):
+        left = 0
+
+        def read(self, first: int, last: int) -> Any:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            return super().read(first, last)
+
+    stopping = Stopping(tokens_of(), LENGTH)
+    for reads in (1, 12, 25):
+        out, stopping.left = tmp_path / f"stopped-{reads}", reads
+        with pytest.raises(KeyboardInterrupt):
+            tc.record_ngrams(stopping, GRAMS, out, **OPTIONS)
+        tc.record_ngrams(tokens, GRAMS, out, **OPTIONS)
+        assert files_of(out) == files_of(tmp_path / "whole")
+    other = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=400, border=0, heads=2, seed=1)
+    with pytest.raises(ExtractionError, match="ngrams"):
+        tc.record_ngrams(tokens, other, out, **OPTIONS)
+    changed = tokens_of()
+    changed[0] += 1
+    with pytest.raises(ExtractionError, match="checksums"):
+        tc.record_ngrams(tc.TokenFiles(changed, LENGTH), GRAMS, out, **OPTIONS)
+
+
+def test_a_model_trains_on_the_recorded_sequences_as_in_torch(tmp_path: Path) -> None:
+    """Shuffled, out of core, with the losses of nn.Embedding and Adagrad on the same batches."""
+
+    class Net(torch.nn.Module):
+        def __init__(self, memory: torch.nn.Module) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.memory, self.head = memory, torch.nn.Linear(8 * GRAMS.num_heads, VOCAB)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.head(self.memory(GRAMS(x)).flatten(-2))
+            return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+    tokens = tc.TokenFiles(tokens_of(8000), LENGTH)
+    data = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", **OPTIONS)
+    mine = Net(tc.Embedding(data.schema, "gram"))
+    theirs = Net(torch.nn.Embedding(GRAMS.num_embeddings, 8, sparse=True))
+    torch.nn.init.zeros_(theirs.memory.weight)
+    others = [torch.optim.SGD(theirs.head.parameters(), lr=0.1),
+              torch.optim.Adagrad(theirs.memory.parameters(), lr=0.1, eps=1e-10)]  # fmt: skip
+    optimizer = torch.optim.SGD(mine.head.parameters(), lr=0.1)
+    steps = 0
+    with tc.TierCache(
+        tmp_path / "store", data, model=mine, optimizer=optimizer, device_budget="1MiB", host_budget="16MiB",
+        progress=False,
+    ) as cache:  # fmt: skip
+        for p in cache.passes(epochs=2):
+            for x in p.loader(tokens, batch_size=32, shuffle=True):
+                loss, other = mine(x), theirs(x)
+                for one, each in ((loss, [cache.optimizer]), (other, others)):
+                    one.backward()
+                    for step in each:
+                        step.step()
+                        step.zero_grad()
+                torch.testing.assert_close(loss, other, atol=1e-5, rtol=1e-5)
+                steps += 1
+    assert steps > 10
+
+
+def test_several_tables_have_ngrams_of_their_own(tmp_path: Path) -> None:
+    """As the layers of an Engram do."""
+    tables = [tc.Table(name=f"layer{layer}", dim=8) for layer in (1, 4)]
+    grams = {
+        f"layer{layer}": tc.ngrams(
+            "engram", vocab_size=VOCAB, rows_per_head=300, padding=0, layers=(1, 4), layer=layer, heads=2
+        )
+        for layer in (1, 4)
+    }
+    tokens = tc.TokenFiles(tokens_of(2000), LENGTH)
+    data = tc.record_ngrams(tokens, grams, tmp_path / "keys", **OPTIONS | {"tables": tables, "device_budget": "1MiB"})
+    for name, one in grams.items():
+        assert set(data.passes[0].keys(name)) == set(one(tokens.read(0, len(tokens))).reshape(-1).tolist())
+    with pytest.raises(ValueError, match="n-grams were given for layer1, and tables layer1, layer4: give a dict"):
+        tc.record_ngrams(tokens, {"layer1": grams["layer1"]}, tmp_path / "x", **OPTIONS | {"tables": tables})
+
+
+def test_budgets_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """With what was found and what to change."""
+    tokens = tc.TokenFiles(tokens_of(2000), LENGTH)
+    with pytest.raises(BudgetError, match="raise device_budget"):
+        tc.record_ngrams(tokens, GRAMS, tmp_path / "a", **OPTIONS | {"device_budget": "1KiB"})
+    small = tc.ngrams("exact", vocab_size=10)
+    with pytest.raises(ValueError, match=r"token 49 is outside the vocabulary, \[0, 10\)"):
+        tc.record_ngrams(tokens, small, tmp_path / "b", **OPTIONS)
+    with pytest.raises(ValueError, match="min_count is 0"):
+        tc.record_ngrams(tokens, GRAMS, tmp_path / "c", min_count=0, **OPTIONS)
+
+
+def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:
+    """Bare tokens, NumPy's files, arrays and tensors; what is left at the end of a file makes no sequence."""
+    rows = np.arange(50, dtype=np.int64)
+    rows.astype(np.uint16).tofile(tmp_path / "a.bin")
+    np.save(tmp_path / "b.npy", rows[:35].astype(np.int32))
+    tokens = tc.TokenFiles([tmp_path / "a.bin", tmp_path / "b.npy", rows[::-1].copy(), torch.arange(9)], 8)
+    assert len(tokens) == 6 + 4 + 6 + 1
+    expected = [*rows[:48].reshape(-1, 8), *rows[:32].reshape(-1, 8), *rows[::-1][:48].reshape(-1, 8), rows[:8]]
+    np.testing.assert_array_equal(tokens.read(0, 17), expected)
+    np.testing.assert_array_equal(tokens.read(5, 11), expected[5:11])
+    assert tokens[7].dtype == torch.int64
+    np.testing.assert_array_equal(torch.stack([*map(tokens.__getitem__, range(17))]).numpy(), expected)
+    with pytest.raises(IndexError, match="sequence 17 of 17"):
+        tokens[17]
+
+
+def test_texts_become_one_file(tmp_path: Path) -> None:
+    """Of Parquet, Arrow and any iterable, with a separator after each; never half written."""
+    texts = [[1, 2, 3], [], [4, 5]]
+    table = pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    expected = [1, 2, 3, 9, 9, 4, 5, 9]
+    for number, given in enumerate([iter(texts), tmp_path / "t.parquet", [tmp_path / "t.arrow"]]):
+        path = tc.TokenFiles.write(tmp_path / f"{number}.bin", given, separator=9, dtype=np.uint16)
+        assert np.fromfile(path, np.uint16).tolist() == expected
+        assert tc.TokenFiles(path, 4).read(0, 2).reshape(-1).tolist() == expected
+    with pytest.raises(FileExistsError):
+        tc.TokenFiles.write(path, texts)
+    for bad, words in (([[1, 70_000]], "do not fit uint16"), ([[1.5]], "float64"), (tmp_path / "t.parquet", "'words'")):
+        column = "words" if words == "'words'" else "tokens"
+        with pytest.raises(DatasetError, match=words):
+            tc.TokenFiles.write(tmp_path / "bad.bin", bad, dtype=np.uint16, column=column)
+        assert not (tmp_path / "bad.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "words"),
+    [
+        ([np.zeros(9)], {}, "has float64 of shape"),
+        ([np.zeros((3, 3), int)], {}, r"shape \(3, 3\)"),
+        ([np.zeros(3, int)], {}, "1 files with 3 tokens have no sequence of 8"),
+        (["none.bin"], {}, "cannot be read as tokens of uint16"),
+        (["t.parquet"], {}, "write its tokens to one file with TokenFiles.write"),
+        ([np.zeros(9, int)], {"dtype": float}, "dtype is float64"),
+    ],
+)
+def test_files_without_tokens_are_refused(tmp_path: Path, files: Any, options: Any, words: str) -> None:
+    """The error names the file."""
+    given = [tmp_path / one if isinstance(one, str) else one for one in files]
+    with pytest.raises((DatasetError, ValueError), match=words):
+        tc.TokenFiles(given, 8, **options)

@@ -1,0 +1,157 @@
+"""Key sets of the n-grams of tokens, without the model and without samples."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.data.extraction_resources import Workers
+from tiercache.data.manifest import Recording
+from tiercache.data.ngrams import NGrams
+from tiercache.data.pass_builder import device_bytes
+from tiercache.data.recording import RecordedBatch, RecordingPlan, write_recording
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.schema import Feature, Schema
+from tiercache.sizes import parse_bytes
+from tiercache.store.files import local_path
+from tiercache.store.table import Table, group_tables
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.extraction_progress import ExtractionProgress
+    from tiercache.data.token_files import TokenFiles
+
+_LARGEST_BLOCK = 1 << 20  # tokens
+_BLOCKS_OF_PASS = 8  # at least, where every n-gram is unique
+
+
+def record_ngrams(
+    tokens: TokenFiles,
+    grams: NGrams | Mapping[str, NGrams],
+    out: str | os.PathLike[str],
+    *,
+    tables: Table | Iterable[Table],
+    device_budget: int | str,
+    min_count: int = 1,
+    devices: int = 1,
+    memory_limit: int | str = "1GiB",
+    progress: bool | Callable[[ExtractionProgress], None] = True,
+) -> PassDataset:
+    """Write which keys the n-grams of tokens have: a dataset of key sets and numbers of sequences, as of recorded ones.
+
+    A sub-dataset has as many sequences, in their order, as fit the device budget; ``Pass.loader(tokens, batch_size)``
+    feeds exactly these in training. The model looks up ``grams(x)`` of each batch ``x``, or of part of its tokens.
+
+    Args:
+        tokens: the sequences. They must stay as they are.
+        grams: how n-grams become keys; by table if there are several.
+        out: the directory for the dataset.
+        tables: the tables, each with one feature of the same name; ``tc.Embedding(data.schema, name)`` looks it up.
+        device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in `extract`.
+        min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. Tokens are read twice.
+        devices: the number of devices with that budget that train a pass together, as in `extract`.
+        memory_limit: host memory for counting keys, with ``min_count``.
+        progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
+
+    Memory: up to 100 bytes for each key of a sub-dataset. After a kill, the same call resumes from the last closed
+    sub-dataset; a finished dataset of the same arguments is returned unchanged. Not collective.
+
+    Raises:
+        ValueError: a token is outside a vocabulary, or an argument makes no sense.
+        BudgetError: the n-grams of one block of sequences exceed the budget.
+        ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
+    """
+    of_table = {one.name: one for one in ([tables] if isinstance(tables, Table) else tables)}
+    by_table = dict.fromkeys(of_table, grams) if isinstance(grams, NGrams) else dict(grams)
+    if by_table.keys() != of_table.keys() or (isinstance(grams, NGrams) and len(of_table) != 1):
+        raise ValueError(
+            f"n-grams were given for {', '.join(by_table) or 'no table'}, and tables {', '.join(of_table)}: give a "
+            "dict with the NGrams of each table"
+        )
+    for name, number in {"min_count": min_count, "devices": devices}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
+    features = tuple(Feature(name=name, table=name, hotness="ragged") for name in of_table)
+    schema = Schema(label=None, dense=(), features=features, tables=tuple(of_table.values()))
+    budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))
+    most_keys = sum(one.num_heads for one in by_table.values())
+    block_tokens = min(_LARGEST_BLOCK, budget * devices // (row_bytes * most_keys * _BLOCKS_OF_PASS))
+    block = max(1, block_tokens // tokens.sequence_length)
+    recording = Recording(
+        batches=0, lookups=0, batch_size=block, first_batch=0, dataset_length=len(tokens), seed=0, same_draws=False
+    )
+    options = {
+        "schema": schema.digest,
+        "groups": [[[t.name for t in g.tables], device_bytes(g)] for g in group_tables(schema.tables)],
+        "device_budget": budget,
+        "min_count": min_count,
+        "devices": devices,
+        "block": block,
+        "ngrams": {name: _digest(one) for name, one in by_table.items()},
+        **tokens.facts,
+    }
+    plan = RecordingPlan(
+        schema=schema, device_bytes=budget, devices=devices, min_count=min_count,
+        memory_bytes=parse_bytes(memory_limit), options=options, recording=recording, has_large_batches=True,
+    )  # fmt: skip
+    folder = local_path(out, "a dataset that one machine writes")
+    return write_recording(folder, plan, _Blocks(tokens, by_table, block), progress)
+
+
+def _digest(grams: NGrams) -> str:
+    """Return what tells the keys of n-grams from others."""
+    facts = asdict(grams)
+    numbers = facts.pop("token_map")
+    content = b"" if numbers is None else numbers.tobytes()
+    return hashlib.sha256(repr(sorted(facts.items())).encode() + content).hexdigest()[:32]
+
+
+class _Blocks:
+    """The unique keys of blocks of sequences, with their occurrences: heads are computed for unique n-grams alone."""
+
+    def __init__(self, tokens: TokenFiles, grams: Mapping[str, NGrams], block: int) -> None:
+        self._tokens, self._grams, self._block = tokens, grams, block
+
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+        """Yield the keys of each block from number ``first`` on; ``skipped`` gets the sequences of those before."""
+        with closing(Workers()) as workers:
+            for begin in range(0, len(self._tokens), self._block):
+                end = min(len(self._tokens), begin + self._block)
+                if begin < first * self._block:
+                    skipped(np.arange(begin, end))
+                    continue
+                tokens = self._tokens.read(begin, end)
+                found = {name: _unique_keys(one, tokens, workers) for name, one in self._grams.items()}
+                yield RecordedBatch(
+                    keys={name: keys for name, (keys, _) in found.items()}, digests=(), num_samples=end - begin,
+                    indices=np.arange(begin, end), times={name: times for name, (_, times) in found.items()},
+                )  # fmt: skip
+
+
+def _unique_keys(
+    grams: NGrams, tokens: NDArray[np.int64], workers: Workers
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the keys of unique n-grams, and the occurrences of each. A key may repeat if two n-grams have it."""
+    mixed_ON = grams.mixed(grams.checked(tokens))
+    keys, times = ([np.empty(0, np.int64) for _ in grams.orders] for _ in range(2))
+
+    def spread(order: int) -> None:
+        mixed = mixed_ON[order]
+        unique = UniqueKeys(expected=mixed.size // 2)
+        unique.add(mixed, np.empty(mixed.size, np.int32))
+        distinct, counts, _ = unique.sorted(with_positions=False)
+        of_order = grams.keys_of(order, distinct)
+        keys[order], times[order] = of_order.reshape(-1), np.repeat(counts, of_order.shape[1])
+
+    workers.run(partial(spread, order) for order in range(len(keys)))
+    return np.concatenate(keys), np.concatenate(times)

@@ -1,0 +1,291 @@
+"""N-gram keys of tokens, for the tables of language models.
+
+A key is a function of a token and those before it, so the keys of a text are known before training. `NGrams` computes
+them; `ngrams` returns the published ways by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from tiercache.kernels.cpu.ngrams import mix_ngrams, spread_ngrams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+Recipe: TypeAlias = Literal["qwen4_exp", "engram", "exact"]
+_MOST = (1 << 63) - 1
+_MASK = (1 << 64) - 1
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_OF_LAYER = 10007
+"""The seeds of two layers are this far apart, in both published recipes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NGrams:
+    """How n-grams become keys: the heads of each order, one after another.
+
+    The tokens of an n-gram, the last one first, are multiplied by ``factors`` and combined by exclusive or modulo 2^64.
+    Head h of an order adds ``offsets`` to the rest of the division of that number by a modulus.
+    """
+
+    orders: tuple[int, ...]
+    """Tokens of an n-gram, ascending, from 2 on."""
+    factors: tuple[int, ...]
+    """Of the last token and of those before it: as many as the largest order."""
+    moduli: tuple[tuple[int, ...], ...]
+    """By order and head; 0: none, every n-gram has a key of its own."""
+    offsets: tuple[tuple[int, ...], ...]
+    """By order and head: the first key."""
+    vocab_size: int
+    """Tokens are in [0, vocab_size)."""
+    padding: int
+    """The number in place of tokens before the beginning of a sequence, as `token_map` maps it."""
+    border: int | None = None
+    """The token that ends a sequence, as `token_map` maps it: no n-gram has it before its last place. None: none."""
+    token_map: NDArray[np.int64] | None = None
+    """(vocab_size,): the number of each token; None: the token."""
+    num_embeddings: int = _MOST
+    """Keys are in [0, num_embeddings)."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the numbers do not fit together."""
+        if not self.orders or list(self.orders) != sorted({*self.orders}) or self.orders[0] < 2:
+            raise ValueError(f"orders are {self.orders}: give whole numbers from 2 on, ascending, such as (2, 3)")
+        if len(self.factors) != self.orders[-1]:
+            raise ValueError(
+                f"orders up to {self.orders[-1]} have {len(self.factors)} factors: give one for each token"
+            )
+        heads, others = ([len(one) for one in numbers] for numbers in (self.moduli, self.offsets))
+        if heads != others or len(heads) != len(self.orders):
+            raise ValueError("moduli and offsets have different heads or orders: give one of each for every head")
+        if self.token_map is not None and self.token_map.shape != (self.vocab_size,):
+            raise ValueError(
+                f"token_map has shape {self.token_map.shape}: give a number for each of {self.vocab_size} tokens"
+            )
+
+    @property
+    def num_heads(self) -> int:
+        """Keys of a token."""
+        return sum(map(len, self.moduli))
+
+    def __call__(self, tokens: Any) -> Any:
+        """Return the keys of each token: int64 (..., num_heads) for integers (..., T), of NumPy or torch.
+
+        The last axis of ``tokens`` is that of a sequence. Keys of a tensor are computed on its device. A GPU is not
+        waited for, so tokens there are not checked. Raises ValueError for tokens outside the vocabulary, TypeError for
+        anything but integers.
+        """
+        if hasattr(tokens, "detach") and tokens.device.type != "cpu":
+            return self._on_device(tokens)
+        array = self.checked(tokens)
+        rows = array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
+        keys = np.empty((rows.size, self.num_heads), np.int64)
+        first = 0
+        for mixed, moduli, offsets in zip(self.mixed(rows), self.moduli, self.offsets, strict=True):
+            spread_ngrams(mixed, np.array(moduli), np.array(offsets), first, keys)
+            first += len(moduli)
+        keys = keys.reshape(*array.shape, self.num_heads)
+        if not hasattr(tokens, "detach"):
+            return keys
+        import torch
+
+        return torch.from_numpy(keys)
+
+    def checked(self, tokens: ArrayLike) -> NDArray[np.int64]:
+        """Return tokens on the host as int64. Raises ValueError outside the vocabulary, TypeError for no integers."""
+        array = tokens.detach().numpy() if hasattr(tokens, "detach") else np.asarray(tokens)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"tokens are {array.dtype}: give integers in [0, {self.vocab_size})")
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= self.vocab_size):
+            bad = int(array.min()) if int(array.min()) < 0 else int(array.max())
+            raise ValueError(
+                f"token {bad} is outside the vocabulary, [0, {self.vocab_size}): give the vocab_size of the tokenizer"
+            )
+        return array.astype(np.int64, copy=False)
+
+    def mixed(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of each n-gram that ends at a token, (orders, N * T), of checked tokens (N, T).
+
+        N-grams of one order have the same keys if they have the same number.
+        """
+        mixed = np.empty((len(self.orders), tokens.size), np.int64)
+        numbers = np.ascontiguousarray(tokens if self.token_map is None else self.token_map[tokens])
+        border = -1 if self.border is None else self.border
+        mix_ngrams(numbers, np.array(self.factors), np.array(self.orders), border, self.padding, mixed)
+        return mixed
+
+    def keys_of(self, order: int, mixed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the keys (U, heads) of n-grams of ``orders[order]`` that have the numbers ``mixed`` (U,)."""
+        keys = np.empty((mixed.size, len(self.moduli[order])), np.int64)
+        spread_ngrams(mixed, np.array(self.moduli[order]), np.array(self.offsets[order]), 0, keys)
+        return keys
+
+    def _on_device(self, tokens: Any) -> Any:
+        import torch
+
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens are {tokens.dtype}: give integers in [0, {self.vocab_size})")
+        device, numbers = tokens.device, tokens.long()
+        if self.token_map is not None:
+            numbers = torch.from_numpy(self.token_map).to(device)[numbers]
+        places = torch.arange(tokens.shape[-1], device=device)
+        begins = torch.zeros_like(numbers)
+        if self.border is not None:  # the first place after the last border before each token
+            after = torch.where(numbers == self.border, places + 1, 0)
+            begins[..., 1:] = after.cummax(dim=-1).values[..., :-1]
+        number, found = numbers * self.factors[0], list[Any]()
+        for k in range(1, self.orders[-1]):
+            before = torch.nn.functional.pad(numbers, (k, 0))[..., : tokens.shape[-1]]
+            token = torch.where(places - k >= begins, before, self.padding)
+            number = number ^ (token * self.factors[k])
+            if k + 1 in self.orders:
+                order = self.orders.index(k + 1)
+                for modulus, offset in zip(self.moduli[order], self.offsets[order], strict=True):
+                    found.append((number.remainder(modulus) if modulus else number) + offset)
+        return torch.stack(found, dim=-1)
+
+
+def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), **options: Any) -> NGrams:
+    """Return n-gram keys by the name of how they are computed.
+
+    "exact": every n-gram has a key of its own, one of each order. vocab_size and orders have to fit 62 bits: three
+    tokens of up to 2^20, or four of up to 2^15. Options: ``border``.
+
+    "qwen4_exp": as `Qwen4ExpTextNGramEmbedding` of transformers, key for key: ``heads`` (8) of each order, each with a
+    prime modulus from ``rows_per_head`` (its ngram_vocab_size_base) on. ``border`` is its eos_token_id, which also
+    takes the place of tokens before the first one. Options: ``layer`` (0, its ple_layer_index), ``seed`` (1234),
+    ``divisible_by`` (128, of the number of rows).
+
+    "engram": as DeepSeek's Engram (arXiv 2601.07372): ``heads`` (8) of each order, with different primes from
+    ``rows_per_head`` on for all orders of all ``layers``, of which this is ``layer``. vocab_size is the number of
+    canonical tokens, to which ``token_map`` maps those of the tokenizer (None: they are the same), and ``padding`` the
+    canonical token before the first one. Options: ``seed`` (0).
+
+    Args:
+        recipe: the name.
+        vocab_size: tokens of the vocabulary.
+        orders: tokens of an n-gram; for the published recipes 2 up to a largest one.
+        options: of the recipe.
+
+    Raises:
+        ValueError: the numbers make no keys.
+        TypeError: the recipe has no such option.
+    """
+    makers = {"exact": _exact, "qwen4_exp": _qwen4_exp, "engram": _engram}
+    if recipe not in makers:
+        raise ValueError(f"{recipe!r} is no recipe: use {', '.join(map(repr, makers))}, or an NGrams of your own")
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size!r}: give the number of tokens, at least 1")
+    if recipe != "exact" and tuple(orders) != tuple(range(2, len(orders) + 2)):
+        raise ValueError(f"orders of {recipe!r} are {tuple(orders)}: it has all from 2 on, such as (2, 3)")
+    make: Any = makers[recipe]
+    return make(vocab_size, tuple(orders), **options)  # type: ignore[no-any-return]
+
+
+def _exact(vocab_size: int, orders: tuple[int, ...], *, border: int | None = None) -> NGrams:
+    bits, most, largest = vocab_size.bit_length(), 62 - (len(orders) - 1).bit_length(), max(orders, default=0)
+    if bits * largest > most:
+        raise ValueError(
+            f"{largest} tokens of a vocabulary of {vocab_size:,} take {bits * largest} bits, and a key has {most} for "
+            "them: use smaller orders, or the recipe 'engram'"
+        )
+    return NGrams(
+        orders=orders, factors=tuple(1 << (bits * k) for k in range(largest)), moduli=tuple((0,) for _ in orders),
+        offsets=tuple((i << most,) for i in range(len(orders))), vocab_size=vocab_size, padding=vocab_size,
+        border=border,
+    )  # fmt: skip
+
+
+def _qwen4_exp(
+    vocab_size: int,
+    orders: tuple[int, ...],
+    *,
+    rows_per_head: int,
+    border: int,
+    heads: int = 8,
+    layer: int = 0,
+    seed: int = 1234,
+    divisible_by: int = 128,
+) -> NGrams:
+    half = max(1, _MOST // vocab_size // 2)
+    base = seed + _OF_LAYER * layer
+    factors = tuple(2 * (_splitmix((base + _GAMMA * (k + 1)) & _MASK) % half) + 1 for k in range(orders[-1]))
+    total = len(orders) * heads
+    primes = _primes(rows_per_head, (layer + 1) * total)[layer * total :]
+    offsets = np.cumsum([0, *primes]).tolist()
+    return NGrams(
+        orders=orders, factors=factors, moduli=_by_order(primes, heads), offsets=_by_order(offsets[:-1], heads),
+        vocab_size=vocab_size, padding=border, border=border,
+        num_embeddings=-(-offsets[-1] // divisible_by) * divisible_by,
+    )  # fmt: skip
+
+
+def _engram(
+    vocab_size: int,
+    orders: tuple[int, ...],
+    *,
+    rows_per_head: int,
+    padding: int,
+    layers: Sequence[int] = (0,),
+    layer: int | None = None,
+    heads: int = 8,
+    seed: int = 0,
+    token_map: ArrayLike | None = None,
+) -> NGrams:
+    layer = layers[0] if layer is None else layer
+    if layer not in layers:
+        raise ValueError(f"layer {layer} is not among layers {tuple(layers)}: name those that have a table")
+    half = max(1, _MOST // vocab_size // 2)
+    drawn = np.random.default_rng(seed + _OF_LAYER * layer).integers(0, half, orders[-1], dtype=np.int64)
+    total = len(orders) * heads
+    primes = _primes(rows_per_head, len(layers) * total)[[*layers].index(layer) * total :][:total]
+    offsets = np.cumsum([0, *primes]).tolist()
+    numbers = None if token_map is None else np.asarray(token_map, np.int64)
+    return NGrams(
+        orders=orders, factors=tuple((2 * drawn + 1).tolist()), moduli=_by_order(primes, heads),
+        offsets=_by_order(offsets[:-1], heads), vocab_size=vocab_size if numbers is None else numbers.size,
+        padding=padding, token_map=numbers, num_embeddings=offsets[-1],
+    )  # fmt: skip
+
+
+def _by_order(numbers: Sequence[int], heads: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(numbers[first : first + heads]) for first in range(0, len(numbers), heads))
+
+
+def _splitmix(value: int) -> int:
+    """Return the next number of splitmix64 (Steele, Lea and Flood, 2014)."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _primes(first: int, count: int) -> list[int]:
+    """Return primes from ``first`` on, ascending."""
+    if isinstance(first, bool) or not isinstance(first, int) or not 2 <= first <= 1 << 40:
+        raise ValueError(f"rows_per_head is {first!r}: give the rows of a head, from 2 to 2^40")
+    found, size = list[int](), 1 << 12
+    while len(found) < count:  # a sieve of one stretch after another
+        least, is_prime = np.arange(first, first + size), np.ones(size, np.bool_)
+        for divisor in _small_primes(math.isqrt(first + size)).tolist():
+            begin = max(divisor * divisor, -(-first // divisor) * divisor)
+            is_prime[begin - first :: divisor] = False
+        found += least[is_prime].tolist()
+        first += size
+    return found[:count]
+
+
+def _small_primes(last: int) -> NDArray[np.int64]:
+    is_prime = np.ones(last + 1, np.bool_)
+    is_prime[:2] = False
+    for number in range(2, math.isqrt(last) + 1):
+        if is_prime[number]:
+            is_prime[number * number :: number] = False
+    return np.nonzero(is_prime)[0]
