@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,21 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
     assert "starts afresh" in ended.stdout
     assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
+
+
+@pytest.mark.parametrize("keys", ["exact", "hashed"])
+def test_an_ngram_memory_lowers_the_loss_of_a_language_model(tmp_path: Path, keys: str) -> None:
+    """In several passes, whose bytes are the planned ones."""
+    command = [sys.executable, "-m", "examples.ngram_memory", "--quick", "--keys", keys]
+    paths = ["--folder", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json")]
+    ended = subprocess.run([*command, *paths], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["planned_equals_measured"]
+    assert figures["passes"] > 1
+    assert 0 < figures["keys_per_token"] < 8
+    assert figures["loss"] < figures["plain_loss"] - 0.03
+    assert f"loss {figures['loss']:.3f} with the memory, {figures['plain_loss']:.3f} without" in ended.stdout
 
 
 @needs_flights

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tiercache.kernels.cpu.ngrams import mix_ngrams, spread_ngrams
+from tiercache.kernels.cpu.ngram_numbers import mix_ngrams, spread_ngrams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
