@@ -256,6 +256,17 @@ def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path)
     assert found["share_gather_verdict"] == "not measured"
 
 
+def test_tables_of_language_models_keep_their_plan_and_their_bits(tmp_path: Path) -> None:
+    """The smallest run has all keys; DuckDB finds as many keys, or the benchmark ends."""
+    found = figures("benchmarks.ngram", tmp_path, "--folder", str(tmp_path / "data"))
+    assert_has(found, SAID)
+    assert_has(found, ("million_tokens_per_second", "keyset_speed_vs_duckdb", "throughput_ratio", "wait_fraction"))
+    assert_has(found, ("peak_over_limit", "memmap_tokens_per_second", "sparse_tokens_per_second", "rows_share"))
+    assert found["planned_equals_measured"] is True
+    assert found["bits_equal"] is True
+    assert found["passes"] > 8
+
+
 @pytest.mark.parametrize(
     ("name", "tables", "inputs", "lookups", "gib"), [("tiny", 55, 58, 85, 4.19), ("small", 107, 116, 377, 26.29)]
 )

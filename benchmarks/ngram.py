@@ -1,0 +1,299 @@
+"""Tables of language models: python -m benchmarks.ngram [--quick] [--json FILE].
+
+Tokens are pieces of words of Python source code. Keys are those of Qwen's n-gram table: eight heads of 2-grams and
+3-grams, 16 rows a token.
+
+million_tokens_per_second = tokens / seconds of `record_ngrams`, from tokens in memory to durable key sets; and
+keyset_speed_vs_duckdb = DuckDB's seconds to group the same keys, given to it as a column, and to count each / ours.
+
+The same model is trained on the same batches with its table in memory and out of core, in turns of some passes, after
+one epoch of each. The table has at least 20 times the bytes of the host budget. The dense part is one small layer, so
+that rows are most of a step.
+throughput_ratio = tokens/s out of core / in memory; wait_fraction = waits of the training thread / its wall seconds
+rows_share = share of an in-memory step that lookups and updates take, from the same steps without them
+peak_over_limit = growth of the resident memory of the training out of core / its device and host budget
+memmap_tokens_per_second and sparse_tokens_per_second: the same model over a memory map of its rows with a row-wise
+update by NumPy (as nanochat does it, without its races), and over nn.Embedding(sparse=True) with torch's SparseAdam.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import nn
+
+import tiercache as tc
+from benchmarks.machine import Goal, PeakMemory, called, middle, options_of, say
+from benchmarks.window import Budgets, rows_held, same_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from numpy.typing import NDArray
+
+VOCAB, HEADS = 32_768, 8
+GOALS = (
+    Goal(key="million_tokens_per_second", goal=10, least=5),
+    Goal(key="keyset_speed_vs_duckdb", goal=1),
+    Goal(key="throughput_ratio", goal=0.97),
+    Goal(key="wait_fraction", goal=0.01, below=True),
+    Goal(key="rows_share", goal=0.3),
+    Goal(key="planned_equals_measured", goal=1),
+    Goal(key="bits_equal", goal=1),
+    Goal(key="peak_over_limit", goal=1, below=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """The size of a run."""
+
+    keyset_tokens: int
+    repeats: int
+    tokens: int
+    passes: int
+    rows_per_head: int
+    dim: int
+    length: int
+    batch: int
+    turns: int
+
+
+FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=2 << 20, passes=64, rows_per_head=300_000, dim=64, length=512,
+            batch=16, turns=8)  # fmt: skip
+QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=256 << 10, passes=64, rows_per_head=60_000, dim=32, length=256,
+             batch=4, turns=4)  # fmt: skip
+TINY = Size(keyset_tokens=1 << 14, repeats=1, tokens=1 << 13, passes=32, rows_per_head=600, dim=8, length=32, batch=4,
+            turns=2)  # fmt: skip
+
+
+def text_tokens(count: int) -> NDArray[np.uint16]:
+    """Return tokens of Python source code: pieces of words in the order of their first appearance, 0 between files."""
+    piece, known, found, total = re.compile(r"\w{1,6}|[^\w\s]|\s+"), dict[str, int](), list[Any](), 0
+    paths = [path for kind in ("stdlib", "purelib") for path in sorted(Path(sysconfig.get_path(kind)).rglob("*.py"))]
+    for index in np.random.default_rng(0).permutation(len(paths)).tolist():
+        words = piece.findall(paths[index].read_text(errors="replace"))
+        ids = [
+            known.setdefault(w, len(known) + 1) if len(known) < VOCAB - 2 or w in known else VOCAB - 1 for w in words
+        ]
+        found.append(np.array([*ids, 0], np.uint16))
+        total += found[-1].size
+        if total >= count:
+            break
+    tokens: NDArray[np.uint16] = np.concatenate(found)
+    return np.resize(tokens, count)
+
+
+def measure_key_sets(size: Size, folder: Path) -> dict[str, Any]:
+    """Return the figures of key sets."""
+    tokens = tc.TokenFiles(text_tokens(size.keyset_tokens), size.length)
+    grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=20_000_000, border=0, heads=HEADS)
+    table = tc.Table(name="gram", dim=160, dtype="bfloat16", optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.05))
+    ours, theirs, keys = list[float](), list[float](), 0
+    keys_column = pa.table({"key": grams(tokens.read(0, len(tokens))).reshape(-1)})
+    database = duckdb.connect(config={"threads": len(os.sched_getaffinity(0))})
+    for repeat in range(size.repeats + 1):  # the first one compiles
+        begun = time.perf_counter()
+        data = tc.record_ngrams(tokens, grams, folder / f"keys-{repeat}", tables=table, device_budget="256GiB",
+                                progress=False)  # fmt: skip
+        ours.append(time.perf_counter() - begun)
+        keys = data.passes[0].rows("gram")
+        begun = time.perf_counter()
+        grouped = database.sql("SELECT key, count(*) AS occurrences FROM keys_column GROUP BY key").arrow()
+        theirs.append(time.perf_counter() - begun)
+        rows = grouped.read_all().num_rows if hasattr(grouped, "read_all") else grouped.num_rows
+        assert rows == keys, f"DuckDB found {rows:,} keys, and there are {keys:,}"
+    del keys_column
+    file_bytes = sum(path.stat().st_size for path in (folder / "keys-0").iterdir())
+    return {
+        "million_tokens_per_second": size.keyset_tokens / middle(ours[1:]) / 1e6,
+        "keyset_speed_vs_duckdb": middle(theirs[1:]) / middle(ours[1:]),
+        "keys_per_token": keys / size.keyset_tokens,
+        "keyset_bytes_per_token": file_bytes / size.keyset_tokens,
+    }
+
+
+class Net(nn.Module):
+    """Rows of n-grams, and one layer over their sum."""
+
+    def __init__(self, memory: nn.Module, grams: tc.NGrams, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.memory, self.grams, self.head = memory, grams, nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of tokens (N, T)."""
+        found = self.memory(self.grams(x)).sum(-2)
+        return (self.head(found) - found.roll(1, 1)).square().mean()  # type: ignore[no-any-return]
+
+
+class Training:
+    """A training that goes from pass to pass of a cache."""
+
+    def __init__(self, cache: Any, model: Net, tokens: tc.TokenFiles, batch: int) -> None:
+        self.cache, self._model, self._tokens, self._batch = cache, model, tokens, batch
+        self._passes: Generator[tc.Pass, None, None] = cache.passes(epochs=1 << 20)
+
+    def turn(self, passes: int) -> float:
+        """Train some passes and return their seconds."""
+        begun = time.perf_counter()
+        for _ in range(passes):
+            p = next(self._passes)
+            for x in p.loader(self._tokens, batch_size=self._batch):
+                self._model(x).backward()
+                self.cache.optimizer.step()
+                self.cache.optimizer.zero_grad()
+        return time.perf_counter() - begun
+
+
+def measure_training(size: Size, folder: Path) -> dict[str, Any]:
+    """Return the figures of training."""
+    tokens = tc.TokenFiles(text_tokens(size.tokens), size.length)
+    grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=size.rows_per_head, border=0, heads=HEADS)
+    table = tc.Table(
+        name="gram", dim=size.dim, optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.05), initializer=tc.init.Zeros()
+    )
+    blocks = np.array_split(np.arange(len(tokens)), size.passes)
+    most = max(np.unique(grams(tokens.read(int(b[0]), int(b[-1]) + 1))).size for b in blocks)
+    data = tc.record_ngrams(tokens, grams, folder / "train", tables=table, progress=False,
+                            device_budget=int(most * (4 * size.dim + 4 + 36)))  # fmt: skip
+    budgets, (rows, num_bytes) = Budgets.least(data), rows_held(data)
+    say(f"{len(data)} passes, {rows:,} rows, a table of {num_bytes / budgets.host:.1f} times the host budget")
+    model, other = (Net(tc.Embedding(data.schema, "gram"), grams, size.dim) for _ in range(2))
+    memory = tc.InMemoryCache(data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with PeakMemory() as peak:
+        tiered = tc.TierCache(
+            folder / "store", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
+            device_budget=budgets.device, host_budget=budgets.host, progress=False,
+        )  # fmt: skip
+        second = Training(tiered, other, tokens, size.batch)
+        second.turn(len(data))
+    first = Training(memory, model, tokens, size.batch)
+    first.turn(len(data))
+    passes = max(1, len(data) // size.turns)
+    seconds: dict[str, list[float]] = {"memory": [], "tiered": []}
+    for turn in range(size.turns):
+        both = [("memory", first), ("tiered", second)]
+        for name, training in both if turn % 2 == 0 else both[::-1]:
+            seconds[name].append(training.turn(passes))
+    equal = same_rows(memory, tiered) and all(map(torch.equal, model.parameters(), other.parameters()))
+    tiered.drain()
+    reports = [one for one in list(tiered.reports)[-passes * size.turns :] if one.durable.is_set()]  # not the open pass
+    figures = {
+        "throughput_ratio": middle(m / t for m, t in zip(seconds["memory"], seconds["tiered"], strict=True)),
+        "wait_fraction": sum(sum(r.wait_seconds.values()) for r in reports) / sum(seconds["tiered"]),
+        "tokens_per_second": passes * size.turns * size.tokens / len(data) / sum(seconds["tiered"]),
+        "disk_bytes_per_second": sum(r.bytes_read + r.bytes_written for r in reports) / sum(seconds["tiered"]),
+        "planned_equals_measured": all(r.planned_equals_measured for r in reports),
+        "bits_equal": equal,
+        "peak_over_limit": peak.growth_bytes / (budgets.device + budgets.host),
+        "table_bytes": num_bytes,
+        "table_over_host_budget": num_bytes / budgets.host,
+        "passes": len(data),
+    }
+    tiered.close()
+    memory.close()
+    step = sum(seconds["memory"]) / (passes * size.turns * len(tokens) / len(data) / size.batch)
+    batches = [torch.from_numpy(tokens.read(at, at + size.batch)) for at in range(0, 8 * size.batch, size.batch)]
+    figures["rows_share"] = 1 - seconds_of(_dense_step(size, grams), batches) / step
+    for name, make in {"memmap": _memmap, "sparse": _sparse}.items():
+        taken = seconds_of(make(size, grams, folder), batches)
+        figures[f"{name}_tokens_per_second"] = size.batch * size.length / taken
+    return figures
+
+
+def seconds_of(step: Callable[[torch.Tensor], None], batches: Sequence[torch.Tensor]) -> float:
+    """Return the median seconds of a step."""
+    taken = []
+    for batch in [*batches, *batches]:
+        begun = time.perf_counter()
+        step(batch)
+        taken.append(time.perf_counter() - begun)
+    return middle(taken[len(batches) :])
+
+
+def _dense_step(size: Size, grams: tc.NGrams) -> Callable[[torch.Tensor], None]:
+    """Return a step with the same dense part, and with vectors that nobody looks up."""
+    vectors = torch.randn(size.batch, size.length, grams.num_heads, size.dim, requires_grad=True)
+
+    class Given(nn.Module):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            return vectors
+
+    model = Net(Given(), grams, size.dim)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _memmap(size: Size, grams: tc.NGrams, folder: Path) -> Callable[[torch.Tensor], None]:
+    """Return a step over a file of rows in a memory map, whose row-wise sums are in memory."""
+    rows = np.memmap(folder / "rows", np.float32, "w+", shape=(grams.num_embeddings, size.dim))
+    sums = np.zeros(grams.num_embeddings, np.float32)
+    made: list[Any] = []
+
+    class Mapped(nn.Module):
+        def forward(self, keys: torch.Tensor) -> torch.Tensor:
+            unique, inverse = np.unique(keys.numpy(), return_inverse=True)
+            vectors = torch.from_numpy(rows[unique]).requires_grad_()
+            made.append((unique, vectors))
+            return vectors[torch.from_numpy(inverse.reshape(-1))].view(*keys.shape, size.dim)
+
+    model = Net(Mapped(), grams, size.dim)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).backward()
+        unique, vectors = made.pop()
+        assert vectors.grad is not None
+        gradient = vectors.grad.numpy()
+        sums[unique] += np.square(gradient).mean(1)
+        rows[unique] -= 0.05 * gradient / (np.sqrt(sums[unique]) + 1e-8)[:, None]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _sparse(size: Size, grams: tc.NGrams, _folder: Path) -> Callable[[torch.Tensor], None]:
+    """Return a step over nn.Embedding with sparse gradients."""
+    model = Net(nn.Embedding(grams.num_embeddings, size.dim, sparse=True), grams, size.dim)
+    optimizers = [torch.optim.SGD(model.head.parameters(), lr=0.1), torch.optim.SparseAdam(model.memory.parameters())]
+
+    def step(x: torch.Tensor) -> None:
+        model(x).backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+    return step
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    parser = options_of("ngram", __doc__, "fewer tokens and a smaller table", folder="on the disk that is measured")
+    with called(parser, arguments) as run:
+        size = run.size(FULL, QUICK, TINY)
+        run.record |= measure_key_sets(size, run.folder)
+        run.record |= measure_training(size, run.folder)
+    run.show()
+    run.report(GOALS, judged=size is not TINY)
+
+
+if __name__ == "__main__":
+    main()
