@@ -21,6 +21,7 @@ import tiercache as tc
 from tests.train.beside_torch import CASE as LOOPS_CASE
 from tests.train.beside_torch import DENSE_RATE, DIM, RATE, Ours, World, plain
 from tests.train.cases import Case
+from tests.train.devices import DEVICES
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 
@@ -168,6 +169,29 @@ def test_an_output_that_is_not_used_moves_no_row(passes: tc.PassDataset) -> None
         loop.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_one_feature_is_dropped_alone(passes: tc.PassDataset, device: str) -> None:
+    """12: as if the loss had not used it; the others were changed in place, each for itself."""
+
+    def rows_after(*used: str, dropped: bool = False) -> list[np.ndarray]:
+        rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
+        with tc.InMemoryCache(passes, model=rows, device=DEVICES[device]()) as cache:
+            loop = cache.passes(epochs=1)
+            out = rows(next(next(loop).batches(16)))
+            sum(out[name].mul_(number).square().sum() for number, name in enumerate(used, 2)).backward()
+            if dropped:
+                leaves = [leaf for group in cache.optimizer.param_groups for leaf in group["params"][1:]]
+                assert len(leaves) == 3
+                leaves[-1].grad = None
+            cache.optimizer.step()
+            loop.close()
+            return [cache.fields(name)[0].copy() for name in "ab"]
+
+    unused, dropped = rows_after("f", "g"), rows_after("f", "g", "h", dropped=True)
+    assert all(np.array_equal(one, other) for one, other in zip(unused, dropped, strict=True))
+    assert not np.array_equal(rows_after("f", "g", "h")[1], unused[1])
+
+
 def test_outputs_are_no_views_of_one_another(world: World) -> None:
     """12: so each may be written in place."""
     rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"]).requires_grad_(False)
@@ -202,7 +226,7 @@ def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World)
     for out in outs:
         out.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     torch.cat(outs, dim=1).square().sum().backward()
-    held = [one.gradient.data_ptr() for anchor in world.optimizer.rows.anchors for one in anchor.pending]
+    held = [g.data_ptr() for anchor in world.optimizer.rows.anchors for one in anchor.pending for g in one.present]
     assert sorted(held) == sorted(seen)
 
 

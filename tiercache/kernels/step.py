@@ -4,6 +4,7 @@ Legend: S slots, D dim, P numbers from one row to the next, E entries, N samples
 rows. Arrays are on the device of the rows; `cols` are NumPy arrays.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Gradients(NamedTuple):
     """The location of each entry's gradient."""
 
     flat: Any
-    """The gradient of the pooled output, (N, T) seen as one axis."""
+    """The gradient of the pooled output, (N, T) seen as one axis; on a GPU, or as several."""
     num_samples: int
     width: int
     """T."""
@@ -155,9 +156,9 @@ def check_step(step: Step) -> None:
 
 
 def _check_gradients(source: Gradients, dim: int) -> None:
-    samples, cols = source.num_samples, source.cols
-    if source.flat.shape[0] != samples * source.width:
-        raise ValueError(f"{source.flat.shape[0]} elements are no gradient of {samples} samples of {source.width}.")
+    samples, cols, size = source.num_samples, source.cols, math.prod(source.flat.shape)
+    if size != samples * source.width:
+        raise ValueError(f"{size} elements are no gradient of {samples} samples of {source.width}.")
     if cols.size and not 0 <= cols.min() <= cols.max() <= source.width - dim:
         raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
     if source.scales.shape[0] not in {0, source.offsets.shape[0]}:
@@ -165,5 +166,5 @@ def _check_gradients(source: Gradients, dim: int) -> None:
             f"entry_scale has {source.scales.shape[0]} elements for {source.offsets.shape[0]} entries: give one each, "
             "or none."
         )
-    if source.argmax.shape[0] not in {0, source.flat.shape[0]}:
+    if source.argmax.shape[0] not in {0, size}:
         raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, the gradient {tuple(source.flat.shape)}.")

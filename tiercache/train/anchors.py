@@ -22,7 +22,7 @@ from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import nn
 
@@ -85,13 +85,13 @@ class Anchor:
     @property
     def pending(self) -> list[Arrival]:
         """The gradients that the loop has neither stepped nor dropped."""
-        return [one for one in self.arrived if one.state is State.PENDING and one.gradient is not None]
+        return [one for one in self.arrived if one.is_pending]
 
     # -- in backward ----------------------------------------------------------------------------------------
 
     def arrive(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor | None],
-               tables: Sequence[frozenset[str]]) -> list[Arrival | None]:  # fmt: skip
-        """Note the gradients of a lookup's outputs; tables: those that each output is of.
+               tables: Sequence[Collection[str]]) -> Arrival:  # fmt: skip
+        """Note the gradients of a lookup's outputs, of which one is not None; tables: those that each output is of.
 
         parameter: the anchor as the lookup had it: FSDP lends modules other parameters than their own.
         """
@@ -110,12 +110,9 @@ class Anchor:
                 self._lookups = 0
             self._task = task
             _after_backward(partial(self._end, task, weakref.ref(parameter)))
-        found = [
-            None if one is None else Arrival(self, self._anchors.own(one), some, task)
-            for one, some in zip(gradients, tables, strict=True)
-        ]
-        self.arrived += [one for one in found if one is not None]
-        self._in_task[task] = self._in_task.get(task, 0) + any(found)
+        found = Arrival(self, [None if one is None else self._anchors.own(one) for one in gradients], tables, task)
+        self.arrived.append(found)
+        self._in_task[task] = self._in_task.get(task, 0) + 1
         return found
 
     def _follow(self, parameter: nn.Parameter) -> None:
@@ -378,8 +375,7 @@ class Anchors:
         ``out.sum()`` has a gradient of one number, and ``a + b`` one tensor for both.
         """
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        steps = gradient.stride()
-        overlaps = 0 in steps and any(n > 1 for step, n in zip(steps, gradient.shape, strict=True) if step == 0)
+        overlaps = not gradient.is_contiguous() and 0 in gradient.stride()
         place = gradient.data_ptr()
         if overlaps or place in self._addresses:
             gradient = gradient.clone(memory_format=torch.contiguous_format)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from tiercache.train.anchors import Anchor
 
 
 class State(Enum):
-    """How far the gradient of an output has come."""
+    """How far the gradients of a lookup have come."""
 
     PENDING = auto()
     STEPPING = auto()
@@ -24,58 +24,84 @@ class State(Enum):
 
 
 class Arrival:
-    """The gradient of one output of a lookup, from its backward to the step."""
+    """The gradients of the outputs of one lookup, from their backward to the step."""
 
-    __slots__ = ("_gradient", "_placeholder", "_version", "anchor", "is_accumulated", "is_passed_over", "state",
-                 "tables", "task")  # fmt: skip
+    __slots__ = ("_gradients", "_placeholders", "_tables", "_versions", "anchor", "is_accumulated", "is_passed_over",
+                 "state", "task")  # fmt: skip
 
-    def __init__(self, anchor: Anchor, gradient: torch.Tensor, tables: frozenset[str], task: int) -> None:
-        self.anchor, self.tables, self.task = anchor, tables, task
-        self._gradient: torch.Tensor | None = gradient
-        self._version, self.state = gradient._version, State.PENDING
-        self._placeholder: torch.Tensor | None = None
+    def __init__(
+        self, anchor: Anchor, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]], task: int
+    ) -> None:
+        """tables: those that each output is of. None: the backward did not reach the output."""
+        self.anchor, self.task = anchor, task
+        self._gradients, self._tables = gradients, tables
+        self._versions = [-1 if one is None else one._version for one in gradients]
+        self.state = State.PENDING
+        self._placeholders: list[torch.Tensor | None] | None = None
         self.is_accumulated = False
         """True once its backward has ended and added to the anchor's gradient."""
         self.is_passed_over = False
         """True once another optimizer has stepped."""
 
     @property
-    def placeholder(self) -> torch.Tensor:
-        """A leaf of the output's shape that has the gradient; made on demand, as most steps need none."""
-        if self._placeholder is None:
-            assert self._gradient is not None, "a placeholder was requested of a gradient that was dropped"
-            zero = torch.zeros((), dtype=self._gradient.dtype, device=self._gradient.device)
-            self._placeholder = zero.expand(self._gradient.shape).requires_grad_()
-            self._placeholder.grad = self._gradient
-        return self._placeholder
+    def placeholders(self) -> list[torch.Tensor]:
+        """Leaves of the shapes of the outputs, which have the gradients that were not dropped.
+
+        They are made on demand, as most steps need none.
+        """
+        if self._placeholders is None:
+            self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]
+        return [one for one in self._placeholders if one is not None and one.grad is not None]
 
     @property
-    def gradient(self) -> torch.Tensor | None:
-        """The current gradient; None if it was dropped."""
-        return self._gradient if self._placeholder is None else self._placeholder.grad
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """The current gradient of each output; None if it was dropped or never came."""
+        if self._placeholders is None:
+            return self._gradients
+        return [None if one is None else one.grad for one in self._placeholders]
+
+    @property
+    def present(self) -> list[torch.Tensor]:
+        """The current gradients."""
+        return [one for one in self.gradients if one is not None]
+
+    @property
+    def tables(self) -> set[str]:
+        """The tables of the outputs that have gradients."""
+        return {table for one, some in zip(self.gradients, self._tables, strict=True) if one is not None
+                for table in some}  # fmt: skip
 
     @property
     def is_pending(self) -> bool:
-        """True until it is stepped or dropped."""
-        current = self._gradient if self._placeholder is None else self._placeholder.grad
-        return current is not None and self.state is State.PENDING
+        """True until all are stepped or dropped."""
+        return self.state is State.PENDING and (self._placeholders is None or bool(self.placeholders))
 
     @property
     def is_untouched(self) -> bool:
-        """True if the gradient is the one that arrived, and no in-place write that torch counts has changed it."""
-        current = self.gradient
-        return current is not None and current is self._gradient and current._version == self._version
+        """True if one of them is the one that arrived, and no in-place write that torch counts has changed it."""
+        return any(
+            now is not None and now is one and now._version == version
+            for now, one, version in zip(self.gradients, self._gradients, self._versions, strict=True)
+        )
 
-    def flat(self, array_of: Callable[[torch.Tensor], Any]) -> Any:
-        """Return the current gradient as a flat float32 array: a copy if it is not contiguous."""
-        gradient = self._gradient if self._placeholder is None else self._placeholder.grad
-        assert gradient is not None, "a gradient is stepped that was dropped"
-        if gradient.dtype != torch.float32:
-            gradient = gradient.float()
-        return array_of(gradient.reshape(-1))
+    def flats(self, array_of: Callable[[torch.Tensor], Any]) -> list[Any]:
+        """Return the current gradients as float32 arrays; copies of those that are not contiguous."""
+        return [
+            None if one is None else array_of(one if one.dtype == torch.float32 else one.float())
+            for one in self.gradients
+        ]
 
     def end(self) -> None:
-        """Free its memory, as it was stepped or dropped."""
-        self.state, self._gradient = State.ENDED, None
-        if self._placeholder is not None:
-            self._placeholder.grad = None
+        """Free their memory, as they were stepped or dropped."""
+        self.state, self._gradients = State.ENDED, [None] * len(self._gradients)
+        for one in self._placeholders or ():
+            if one is not None:
+                one.grad = None
+
+
+def _placeholder(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a leaf of the shape of a gradient, which has it and takes no memory."""
+    zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    made = zero.expand(gradient.shape).requires_grad_()
+    made.grad = gradient
+    return made

@@ -190,8 +190,7 @@ class EmbeddingCollection(TableModule):
         """Look up for the custom operator; ``context`` keeps what its backward needs."""
         names, inputs = self._prepare(batch)
         outs = self._by_name(batch, names, RowFunction.forward(context, self.anchor, *inputs))
-        by_name = dict(zip(names, context.features, strict=True))
-        context.features = [by_name[name] for name in self.features]
+        context.order = [self.features.index(name) for name in names]
         context.run_backward = RowFunction.run_backward
         return [*outs.values()]
 

@@ -17,7 +17,7 @@ import torch
 from tiercache.values.compiled import batch_of, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection
 
     from torch import nn
 
@@ -104,19 +104,21 @@ class Marker(NamedTuple):
         anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
         return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
 
-    def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Iterable[str]]) -> list[Arrival | None]:
-        """Note the gradients of outputs, of rows of ``tables``; none if the module is frozen."""
+    def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]]) -> Arrival | None:
+        """Note the gradients of outputs, of rows of ``tables``; None if there is none, or if the module is frozen."""
         if self.anchor is None or self.anchors is None or not self.parameter.requires_grad:
-            return [None] * len(gradients)
+            return None
+        if all(one is None for one in gradients):
+            return None
         if not self.is_known:
             self.anchors.refuse_reader(self.tables)
         if self.anchors.ledger is not None:
             self.anchors.ledger.arrive()
-        return self.anchor.arrive(self.parameter, gradients, [*map(frozenset, tables)])
+        return self.anchor.arrive(self.parameter, gradients, tables)
 
-    def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Sequence[Arrival | None]) -> Any:
+    def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Arrival | None) -> Any:
         """Return the gradient of the anchor."""
-        if self.anchors is None or not any(arrived):
+        if self.anchors is None or arrived is None:
             return None
         return self.anchors.gradient_of(self.parameter, gradients)
 
@@ -148,7 +150,7 @@ class PooledFunction(torch.autograd.Function):
         """Return the gradients of the anchor and of the weights, and defer those of rows to the step."""
         backend: Backend = ctx.backend
         by_name: dict[str, torch.Tensor] = {}
-        arrived: list[Arrival | None] = [None]
+        arrived: Arrival | None = None
         if grads[0] is not None:
             if ctx.needs_input_grad[0]:
                 arrived = ctx.marker.arrive(grads, [ctx.marker.tables])
@@ -156,9 +158,9 @@ class PooledFunction(torch.autograd.Function):
                 if set(lookup.part.features) & set(ctx.names):
                     found = lookup.weight_gradients(backend.array(grads[0]))
                     by_name |= {name: backend.tensor(gradient) for name, gradient in found.items()}
-            if arrived[0] is not None:
+            if arrived is not None:
                 for one in (*ctx.lookups, *ctx.remote):
-                    one.defer(grads[0].shape[1], arrived[0])
+                    one.defer(grads[0].shape[1], arrived)
         anchor = ctx.marker.gradient(grads, arrived)
         return anchor, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
@@ -176,10 +178,12 @@ class RowFunction(torch.autograd.Function):
     def forward(ctx: Any, _anchor: torch.Tensor, marker: Marker, backend: Backend,
                 lookups: list[TableLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Return (ids, dim) of each feature, in the order of the lookups."""
-        ctx.marker, ctx.backend = marker, backend
-        ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
+        ctx.marker, ctx.lookups = marker, lookups
         ctx.set_materialize_grads(False)
-        outs, results = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        # a custom operator must not return tensors that share memory
+        outs, results = backend.gather(
+            [(lookup.rows, lookup.entries) for lookup in lookups], apart=isinstance(ctx, Context)
+        )
         for lookup, found in zip(lookups, results, strict=True):
             lookup.found = found
         return tuple(backend.tensor(out) for out in outs)
@@ -190,16 +194,20 @@ class RowFunction(torch.autograd.Function):
         """Return the gradient of the anchor, and defer those of rows to the step."""
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        arrived = ctx.marker.arrive(grads, [[lookup.part.tables[feature]] for lookup, feature in ctx.features])
-        for (lookup, feature), one in zip(ctx.features, arrived, strict=True):
-            if one is not None:
-                lookup.defer_feature(feature, one)
+        arrived = ctx.marker.arrive(grads, [(table,) for lookup in ctx.lookups for table in lookup.part.tables])
+        if arrived is not None:
+            first = 0
+            for lookup in ctx.lookups:
+                lookup.defer_rows(first, arrived)
+                first += len(lookup.part.features)
         return ctx.marker.gradient(grads, arrived), None, None, None
 
     @staticmethod
     def run_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """Return the anchor's gradient, from those of each feature's vectors."""
-        flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        flat = [
+            None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in map(grads.__getitem__, ctx.order)
+        ]
         return RowFunction.backward(ctx, *flat)[0], {}
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
     from tiercache.train.arrivals import Arrival
     from tiercache.train.raw_samples import Missing
+    from tiercache.train.row_gradients import Save
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds
@@ -243,12 +244,19 @@ class _GatheredGradients(RowGradients):
         super().__init__(0, trained.anchors)
         self._trained, self._added, self._backend = trained, added, backend
 
-    def defer(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
-        """Add the gradient of one lookup. Waits for a GPU."""
+    def defer(self, group: int, save: Save, arrival: Arrival) -> None:
+        """Add the gradients of one lookup. Waits for a GPU."""
         if group not in self._added:
             self._trained.defer(group, save, arrival)
             return
-        saved = save(gradient=arrival.flat(self._backend.array))
+        flats = arrival.flats(self._backend.flat)
+        for output in range(len(flats)):
+            only = partial(_of_output, save, output)
+            for saved in only(flats):
+                self._defer(group, only, saved, arrival)
+
+    def _defer(self, group: int, save: Save, saved: SavedGradient, arrival: Arrival) -> None:
+        """Add what ``save`` returns, now ``saved``."""
         added = self._added[group]
         tensor, array = self._backend.tensor, self._backend.array
         numbers = tensor(saved.slots).long()
@@ -257,7 +265,7 @@ class _GatheredGradients(RowGradients):
             return
         slots = array(tensor(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._trained.defer(group, partial(replace, saved, slots=slots, looked_up=None), arrival)
+            self._trained.defer(group, partial(_changed, save, {"slots": slots}), arrival)
             return
         argmax, scales = saved.argmax, saved.scales
         if argmax.shape[0]:  # numbers of entries, which change; undefined without a maximum
@@ -271,7 +279,17 @@ class _GatheredGradients(RowGradients):
         places = array(tensor(places_of(self._backend, saved))[kept])
         spans = None if saved.spans is None else partial(_kept_spans, saved.spans, kept)
         changed: dict[str, Any] = {"slots": slots, "places": places, "scales": scales, "argmax": argmax, "spans": spans}
-        self._trained.defer(group, partial(replace, saved, looked_up=None, **changed), arrival)
+        self._trained.defer(group, partial(_changed, save, changed), arrival)
+
+
+def _of_output(save: Save, output: int, gradients: Sequence[Any]) -> list[SavedGradient]:
+    """Return what ``save`` returns for one output."""
+    found = save([one if number == output else None for number, one in enumerate(gradients)])
+    return [part for one in found for part in one.by_feature()]
+
+
+def _changed(save: Save, changed: Mapping[str, Any], gradients: Sequence[Any]) -> list[SavedGradient]:
+    return [replace(one, looked_up=None, **changed) for one in save(gradients)]
 
 
 def _kept_spans(spans: Callable[[], list[Span]], kept: torch.Tensor) -> list[Span]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.train.anchors import Anchors
 from tiercache.train.arrivals import State
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import SavedGradient
 
 
+Save: TypeAlias = "Callable[[Sequence[Any]], list[SavedGradient]]"
+"""Returns the gradients of a lookup, given those of an arrival as they are at the step, None for those dropped."""
+
 NOBODY_STEPS = (
     "row gradients of an earlier batch are pending, but cache.optimizer was never stepped, so no row would be trained: "
     "give the cache the optimizer (optimizer=...) and step cache.optimizer in its place"
@@ -23,11 +26,10 @@ NOBODY_STEPS = (
 
 
 class _Deferred(NamedTuple):
-    """The gradient of one output, for the rows of one group."""
+    """The gradients of one lookup, for the rows of one group."""
 
     group: int
-    save: Callable[..., SavedGradient]
-    """Returns it, given the gradient of the arrival at the step: ``save(gradient=...)``."""
+    save: Save
     arrival: Arrival
 
 
@@ -44,8 +46,8 @@ class RowGradients:
         self.unstepped: set[int] = set()
         """The ends of the batches whose rows were looked up to be trained since the last step."""
 
-    def defer(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
-        """Add the gradient of one lookup, to be read at the step; save: as of `_Deferred`."""
+    def defer(self, group: int, save: Save, arrival: Arrival) -> None:
+        """Add the gradients of one lookup, to be read at the step."""
         self.awaits_backward = False
         if self._deferred and not self._deferred[0].arrival.is_pending:  # dropped
             self._deferred = [one for one in self._deferred if one.arrival.is_pending]
@@ -53,7 +55,7 @@ class RowGradients:
 
     @property
     def arrivals(self) -> Iterator[Arrival]:
-        """The gradients of outputs that are pending."""
+        """The gradients that are pending."""
         return (one.arrival for one in self._deferred)
 
     @property
@@ -92,11 +94,11 @@ class RowGradients:
         deferred: Sequence[_Deferred], into: list[list[SavedGradient]], array_of: Callable[[torch.Tensor], Any]
     ) -> None:
         """Add current gradients by group; tables that share one share its array."""
-        flat: dict[Arrival, Any] = {}
+        flats: dict[Arrival, list[Any]] = {}
         for group, save, arrival in deferred:
-            if arrival not in flat:
-                flat[arrival] = arrival.flat(array_of)
-            into[group].append(save(gradient=flat[arrival]))
+            if arrival not in flats:
+                flats[arrival] = arrival.flats(array_of)
+            into[group] += save(flats[arrival])
 
     def clear_collected(self) -> None:
         """Drop what a step has applied."""
@@ -112,15 +114,14 @@ class RowGradients:
 
 
 def is_unstepped(arrival: Arrival) -> bool:
-    """Return True for a gradient that has to be stepped before its pass ends; waits for a GPU.
+    """Return True for gradients that have to be stepped before their pass ends; waits for a GPU.
 
-    A gradient that is not finite does not, because a GradScaler has skipped its step.
+    One that is not finite does not, because a GradScaler has skipped its step.
     """
     arrival.anchor.drop_dropped()
     if not arrival.is_pending or arrival.is_passed_over or arrival.anchor.is_skipped:
         return False
-    assert arrival.gradient is not None
-    return bool(arrival.gradient.isfinite().all())
+    return all(bool(one.isfinite().all()) for one in arrival.present)
 
 
 def ended_unstepped(num_batches: int) -> str:

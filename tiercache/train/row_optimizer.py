@@ -111,7 +111,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for anchor in mine:
             parameter = anchor.parameter
             alone = [] if parameter is None or id(parameter) in owned else [parameter]
-            found.setdefault(anchor.first_table, []).extend(alone + [one.placeholder for one in anchor.pending])
+            found.setdefault(anchor.first_table, []).extend(alone)
+            found[anchor.first_table] += [leaf for one in anchor.pending for leaf in one.placeholders]
         for group in self.param_groups:
             group["params"] = found.get(group["table"], [])
         if dense is None:
@@ -231,7 +232,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
         """Step the rows of one rank that step with ``dense``, or all."""
         self.count_step(self.begin_step(dense))
-        self.gradients.collect(self._backend.array)
+        self.gradients.collect(self._backend.flat)
         if steps := self.steps_of(rows):
             self._backend.step(steps)
         try:
@@ -280,7 +281,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 "error_if_nonfinite=False"
             )
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
-        for grad in grads + [one.gradient for one in due if one.gradient is not None]:
+        for grad in grads + [gradient for one in due for gradient in one.present]:
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             local.mul_(factor.to(local.device))
         return norm

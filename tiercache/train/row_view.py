@@ -171,7 +171,7 @@ class Pooled:
 
     def take(self, arrivals: Collection[Arrival]) -> None:
         """Copy the gradients of ``arrivals`` to ``gradients``; they stay pending."""
-        found = [(one.gradient, columns) for one, columns in self.pending if one in arrivals]
+        found = [(one.gradients[0], columns) for one, columns in self.pending if one in arrivals]
         self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
 

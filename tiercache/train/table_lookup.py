@@ -16,10 +16,10 @@ from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cuda.sorting import LookupPositions
 from tiercache.train.row_gradients import NOBODY_STEPS
 from tiercache.values.ids import FoundIds
-from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, SortedSlots, feature_spans
+from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient, feature_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -259,20 +259,37 @@ class TableLookup:
 
     def defer(self, width: int, arrival: Arrival) -> None:
         """Defer the gradient of a pooled output, (N, ``width``), to the step."""
-        gradients, starts, found = self.batch.rows.gradients, self.entries.starts, self.found
-        if gradients is None or starts[-1] == 0:
-            return
-        self.batch.rows.check()  # slots mean other rows in the next pass
-        gradients.defer(
-            self.part.group,
-            partial(
-                SavedGradient, slots=found.slots, width=width, cols=self.part.cols,
-                places=found.places, scales=found.scales, argmax=found.argmax.reshape(-1), sorted=found.sorted,
-                looked_up=[self.batch.ids[name] for name in self.part.features],
-                spans=partial(feature_spans, self.part.tables, starts),
-            ),
-            arrival,
+        found = self.found
+        if self._trains():
+            self._defer(
+                _saved_bags, arrival, width=width, cols=self.part.cols, places=found.places, scales=found.scales,
+                argmax=found.argmax.reshape(-1),
+            )  # fmt: skip
+
+    def defer_rows(self, first: int, arrival: Arrival) -> None:
+        """Defer the gradients of vectors that are not pooled, of the outputs from ``first`` on, to the step."""
+        if self._trains():
+            outputs = slice(first, first + len(self.part.features))
+            self._defer(
+                partial(_saved_rows, outputs), arrival, width=self.rows.vectors.dim, cols=_FIRST, places=None,
+                scales=NONE_F4, argmax=NONE_I4, starts=self.entries.starts,
+            )  # fmt: skip
+
+    def _trains(self) -> bool:
+        """Return True if gradients move rows. Raises RuntimeError if the pass has ended: its slots mean other rows."""
+        if self.batch.rows.gradients is None or self.entries.starts[-1] == 0:
+            return False
+        self.batch.rows.check()
+        return True
+
+    def _defer(self, save: Callable[..., list[SavedGradient]], arrival: Arrival, **gradient: Any) -> None:
+        """Defer gradients to the step. It keeps what a `SavedGradient` has, and not the batch."""
+        made = partial(
+            SavedGradient, slots=self.found.slots, sorted=self.found.sorted,
+            looked_up=[self.batch.ids[name] for name in self.part.features],
+            spans=partial(feature_spans, self.part.tables, self.entries.starts), **gradient,
         )  # fmt: skip
+        self.batch.rows.gradients.defer(self.part.group, partial(save, made), arrival)
 
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
         """Return d loss / d weight by feature."""
@@ -281,26 +298,21 @@ class TableLookup:
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
 
-    def defer_feature(self, feature: int, arrival: Arrival) -> None:
-        """Defer the gradient of one feature's vectors, which are not pooled, to the step."""
-        gradients = self.batch.rows.gradients
-        first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
-        if gradients is None or first == last:
-            return
-        self.batch.rows.check()
-        slots, known = self.found.slots[first:last], self.found.sorted
-        if known is not None and isinstance(known.pairs, FeatureRuns):
-            known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
-        gradients.defer(
-            self.part.group,
-            partial(
-                SavedGradient, slots=slots, width=self.batch.rows.groups[self.part.group].vectors.dim,
-                cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4, sorted=known,
-                looked_up=[self.batch.ids[self.part.features[feature]]],
-                spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
-            ),
-            arrival,
-        )  # fmt: skip
+
+_FIRST = np.zeros(1, dtype=np.int64)
+
+
+def _saved_bags(made: Callable[..., SavedGradient], gradients: Sequence[Array]) -> list[SavedGradient]:
+    return [] if gradients[0] is None else [made(gradient=gradients[0])]
+
+
+def _saved_rows(
+    outputs: slice, made: Callable[..., SavedGradient], gradients: Sequence[Array | None]
+) -> list[SavedGradient]:
+    """Return one for all features, or one for each that has a gradient."""
+    some = tuple(gradients[outputs])
+    whole = made(gradient=some)
+    return [whole] if all(one is not None for one in some) else whole.by_feature()
 
 
 class RemoteLookup:

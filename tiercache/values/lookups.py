@@ -6,7 +6,9 @@ and torch tensors on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -106,7 +108,8 @@ class SavedGradient:
     slots: Array
     """(E,)"""
     gradient: Array
-    """Flat; of (N, ``width``)."""
+    """Flat; of (N, ``width``). If nothing was pooled, a tuple: of each feature (ids, ``width``), or None if it has no
+    gradient."""
     width: int
     cols: NDArray[np.int64]
     """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
@@ -122,11 +125,32 @@ class SavedGradient:
     """The ids that were looked up; None if unknown."""
     spans: Callable[[], list[Span]] | None = None
     """Returns which entries are of which table, all of them in order; None: the group has one table."""
+    starts: NDArray[np.int64] | None = None
+    """(F + 1,) where the entries of each feature begin, if ``gradient`` is a tuple."""
 
     @property
     def num_samples(self) -> int:
         """Rows of the gradient."""
-        return int(self.gradient.shape[0]) // self.width
+        return int(math.prod(self.gradient.shape)) // self.width
+
+    def by_feature(self) -> list[SavedGradient]:
+        """Return the gradients as one for each feature that has some, if nothing was pooled; else this one."""
+        if self.starts is None:
+            return [self]
+        cuts, spans, known = self.starts.tolist(), None if self.spans is None else self.spans(), self.sorted
+        found = []
+        for f, (gradient, first, last) in enumerate(zip(self.gradient, cuts, cuts[1:], strict=False)):
+            if gradient is None or first == last:
+                continue
+            slots, order = self.slots[first:last], None
+            if known is not None and known.slots is self.slots and isinstance(known.pairs, FeatureRuns):
+                order = SortedSlots(slots, known.pairs._replace(number=f, num_parts=len(self.gradient)))
+            found.append(replace(
+                self, slots=slots, gradient=gradient, sorted=order, starts=None,
+                looked_up=self.looked_up and self.looked_up[f : f + 1],
+                spans=None if spans is None else partial(feature_spans, [spans[f].table], np.array([0, last - first])),
+            ))  # fmt: skip
+        return found
 
     @property
     def pairs(self) -> Array | None:

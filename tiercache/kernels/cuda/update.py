@@ -60,7 +60,7 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
     rows, counts, is_plain, has_max, is_aligned = list[Part](), set[int](), True, False, True
     begin = 0
     for one in lookups:
-        flat = view(device, "gradient", one.flat, np.float32).address
+        flat = view(device, "gradient", one.flat, np.float32, ndim=len(one.flat.shape)).address
         cols = one.cols.tolist()
         is_aligned &= flat % 16 == 0 and one.width % 4 == 0 and bool(cols) and not any(col % 4 for col in cols)
         if has_elements(one.offsets):

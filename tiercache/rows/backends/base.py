@@ -236,6 +236,9 @@ class Backend(Protocol):
     def array(self, tensor: torch.Tensor) -> Array:
         """Return a tensor of the device as an array, contiguous and detached."""
 
+    def flat(self, gradient: torch.Tensor) -> Array:
+        """Return a float32 gradient as a contiguous array, whose axes mean nothing."""
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return an array as a tensor."""
 
@@ -262,8 +265,13 @@ class Backend(Protocol):
     def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
         """Pool the ids of several groups into their columns of ``out`` (N, T)."""
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
-        """Return the vectors of each feature of several groups, (ids, dim), and the result of each group."""
+    def gather(
+        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
+    ) -> tuple[list[Array], list[LookedUp]]:
+        """Return the vectors of each feature of several groups, (ids, dim), and the result of each group.
+
+        apart: no two features share memory that is freed with the last of them.
+        """
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Write slots and vectors of rows by their positions. On one thread at a time, not always the same."""

@@ -162,6 +162,10 @@ class CpuBackend:
         """Return its memory."""
         return tensor.detach().contiguous().numpy()
 
+    def flat(self, gradient: torch.Tensor) -> Array:
+        """Return its memory, or a copy."""
+        return self.array(gradient.reshape(-1))
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return its memory."""
         return torch.from_numpy(array)
@@ -226,7 +230,9 @@ class CpuBackend:
         )  # fmt: skip
         return LookedUp(slots, None, argmax, places, scales)
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
+    def gather(
+        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
+    ) -> tuple[list[Array], list[LookedUp]]:
         """Gather feature after feature."""
         outs, found = [], []
         for rows, e in parts:
@@ -264,7 +270,7 @@ class CpuBackend:
         """Write the sums, reading nothing of ``out``."""
         one = merged(self, saved)
         vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
-        step_rows(Step(vectors, (), pairs, kernel_gradients(one), Rule("sum", scale)), self._updates)
+        step_rows(Step(vectors, (), pairs, kernel_gradients([one])[0], Rule("sum", scale)), self._updates)
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Step group after group."""
@@ -273,7 +279,7 @@ class CpuBackend:
         for one in groups:
             saved = merged(self, one.saved)
             pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
-            step_rows(one.kernel_step(kernel_gradients(saved), pairs), self._updates)
+            step_rows(one.kernel_step(kernel_gradients([saved])[0], pairs), self._updates)
         self._has_overflow |= bool(overflow[0])
 
     def take_overflow(self) -> bool:

@@ -86,6 +86,10 @@ class CudaBackend:
         """Return the tensor."""
         return tensor.detach().contiguous()
 
+    def flat(self, gradient: torch.Tensor) -> Array:
+        """Return the gradient itself, if it is contiguous: kernels take its address."""
+        return self.array(gradient) if gradient.requires_grad or not gradient.is_contiguous() else gradient
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return the tensor."""
         assert isinstance(array, torch.Tensor)
@@ -167,21 +171,31 @@ class CudaBackend:
         self._plans.move_to_end(plan_key)
         return plan
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
-        """Map the ids of all groups in one launch, and gather all features in another."""
-        gathered, mapped, found = list[Gathered](), list[Mapped](), list[LookedUp]()
+    def gather(
+        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
+    ) -> tuple[list[Array], list[LookedUp]]:
+        """Map the ids of all groups in one launch, and gather all rows in another, a group's to one allocation."""
+        gathered, mapped, found, outs = list[Gathered](), list[Mapped](), list[LookedUp](), list[torch.Tensor]()
         for rows, e in parts:
             dim, starts = rows.vectors.dim, e.starts.tolist()
             slots = self.empty((starts[-1],), np.int32)
             found.append(_looked_up(e, slots, NONE_I4, None, NONE_F4))
             mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, slots))
-            gathered.extend(
-                Gathered(rows.vectors, slots[first:last], self.empty((last - first, dim), np.float32))
-                for first, last in pairwise(starts)
-            )
+            cuts = [*pairwise(starts)]
+            if apart:
+                some = [self.empty((last - first, dim), np.float32) for first, last in cuts]
+                gathered += [
+                    Gathered(rows.vectors, slots[slice(*cut)], one) for cut, one in zip(cuts, some, strict=True)
+                ]
+                outs += some
+                continue
+            out = self.empty((starts[-1], dim), np.float32)
+            gathered.append(Gathered(rows.vectors, slots, out))
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # no views to autograd: each may be changed in place
+                outs += torch.split(out, [last - first for first, last in cuts])
         map_slots(self._runtime.kernels, mapped)
         gather(self._runtime.kernels, gathered)
-        return [one.out for one in gathered], found
+        return outs, found
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Map the positions of all groups in one launch, and gather in another."""
@@ -213,7 +227,7 @@ class CudaBackend:
         """Step rows of zeros."""
         assert isinstance(out, torch.Tensor)
         (runs,) = sort_groups(self._runtime.kernels, [([one.slots for one in saved], out.shape[0])])
-        vectors, gradients = Vectors(out.zero_(), out.shape[1]), [*map(kernel_gradients, saved)]
+        vectors, gradients = Vectors(out.zero_(), out.shape[1]), kernel_gradients(saved)
         update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule("sgd", -scale))])
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
@@ -226,7 +240,7 @@ class CudaBackend:
         ]
         newly_sorted = iter(sort_groups(kernels, unsorted) if unsorted else ())
         steps = [
-            one.kernel_step([*map(kernel_gradients, one.saved)], next(newly_sorted) if runs is None else runs)
+            one.kernel_step(kernel_gradients(one.saved), next(newly_sorted) if runs is None else runs)
             for one, runs in zip(groups, runs_G, strict=True)
         ]
         update_many(kernels, steps)

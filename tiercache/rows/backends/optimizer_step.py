@@ -20,14 +20,26 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows, SavedGradient
 
 
-def kernel_gradients(saved: SavedGradient) -> Gradients:
-    """Return a gradient as kernels take it."""
-    if saved.places is None:
-        return Gradients(saved.gradient, saved.num_samples, saved.width, saved.cols)
-    return Gradients(
-        saved.gradient, saved.num_samples, saved.width, saved.cols, saved.places, saved.scales,
-        saved.argmax.reshape(-1),
-    )  # fmt: skip
+def kernel_gradients(saved: Sequence[SavedGradient]) -> list[Gradients]:
+    """Return gradients as kernels take them."""
+    found = list[Gradients]()
+    for one in saved:
+        if one.starts is not None:
+            cuts, width, cols = one.starts.tolist(), one.width, one.cols
+            found += [
+                Gradients(gradient, last - first, width, cols)
+                for gradient, first, last in zip(one.gradient, cuts, cuts[1:], strict=False)
+                if first < last
+            ]
+        elif one.places is None:
+            found.append(Gradients(one.gradient, one.num_samples, one.width, one.cols))
+        else:
+            found.append(
+                Gradients(
+                    one.gradient, one.num_samples, one.width, one.cols, one.places, one.scales, one.argmax.reshape(-1)
+                )
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def of_tables(backend: Backend, saved: SavedGradient, names: Collection[str]) -> list[SavedGradient]:
     """Return the gradients of some tables of the group, one for each range of adjacent entries, in order."""
     assert saved.spans is not None, "the gradient of a group of several tables has no spans"
+    if saved.starts is not None:
+        return [part for one in saved.by_feature() for part in of_tables(backend, one, names)]
     ranges: list[list[int]] = []
     for table, first, last in saved.spans():
         if table not in names or first == last:
@@ -59,6 +61,7 @@ def places_of(backend: Backend, saved: SavedGradient) -> Array:
 
 def merged(backend: Backend, saved: Sequence[SavedGradient]) -> SavedGradient:
     """Return the gradients of several lookups of one group as those of one; the only one is returned as it is."""
+    saved = [part for one in saved for part in one.by_feature()]
     if len(saved) == 1:
         return saved[0]
     tensor, array, device = backend.tensor, backend.array, backend.device
