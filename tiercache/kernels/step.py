@@ -13,7 +13,9 @@ import numpy as np
 from tiercache.kernels.arrays import F4, I8, NONE_F4, NONE_I4, NONE_I8, NONE_U8
 from tiercache.kernels.cpu.hashing import mix
 
-__all__ = ["NO_ROUNDING", "Gradients", "Rounding", "Rule", "Step", "Vectors", "check_step", "make_rounding"]
+__all__ = [
+    "NO_ROUNDING", "Gradients", "Rounding", "Rule", "Step", "Vectors", "check_entries", "check_rows", "make_rounding",
+]  # fmt: skip
 
 
 class Vectors(NamedTuple):
@@ -127,10 +129,9 @@ class Step(NamedTuple):
         return (self.gradients,) if isinstance(self.gradients, Gradients) else self.gradients
 
 
-def check_step(step: Step) -> None:
-    """Raise ValueError if the arrays of a step do not fit together."""
+def check_rows(step: Step) -> None:
+    """Raise ValueError if the rows of a step, their states and their random streams do not fit together."""
     vectors = step.vectors
-    size = step.pairs.shape[0] if hasattr(step.pairs, "shape") else step.pairs.size
     num_slots, dim = vectors.values.shape[0], vectors.dim
     vectors.check()
     if vectors.is_narrow and step.rounding.streams.shape[0] != num_slots:
@@ -146,11 +147,17 @@ def check_step(step: Step) -> None:
             )
     if len(step.states) != len(widths):
         raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
+
+
+def check_entries(step: Step, lookups: Sequence[Gradients]) -> None:
+    """Raise ValueError if the gradients of a step do not fit its rows, or its entries."""
+    dim, pairs, described = step.vectors.dim, step.pairs, 0
+    size = pairs.shape[0] if hasattr(pairs, "shape") else pairs.size
     if step.means.shape[0] not in {0, size}:
         raise ValueError(f"means has {step.means.shape[0]} elements for {size} entries: give one each, or none.")
-    for source in step.lookups:
+    for source in lookups:
         _check_gradients(source, dim)
-    described = sum(source.num_entries for source in step.lookups)
+        described += source.num_entries
     if described != size:
         raise ValueError(f"gradients describe {described} entries, but {size} entries were sorted.")
 
@@ -159,12 +166,13 @@ def _check_gradients(source: Gradients, dim: int) -> None:
     samples, cols, size = source.num_samples, source.cols, math.prod(source.flat.shape)
     if size != samples * source.width:
         raise ValueError(f"{size} elements are no gradient of {samples} samples of {source.width}.")
-    if cols.size and not 0 <= cols.min() <= cols.max() <= source.width - dim:
+    at = cols.tolist()
+    if at and not 0 <= min(at) <= max(at) <= source.width - dim:
         raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
-    if source.scales.shape[0] not in {0, source.offsets.shape[0]}:
+    if source.scales.shape[0] and source.scales.shape[0] != source.offsets.shape[0]:
         raise ValueError(
             f"entry_scale has {source.scales.shape[0]} elements for {source.offsets.shape[0]} entries: give one each, "
             "or none."
         )
-    if source.argmax.shape[0] not in {0, size}:
+    if source.argmax.shape[0] and source.argmax.shape[0] != size:
         raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, the gradient {tuple(source.flat.shape)}.")

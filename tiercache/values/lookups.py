@@ -162,7 +162,7 @@ GroupGradients: TypeAlias = "Sequence[list[SavedGradient]]"
 """The gradients of each group that a step applies, in the order of the backward calls."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GroupRows:
     """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
 

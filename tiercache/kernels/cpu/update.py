@@ -26,7 +26,7 @@ from tiercache.kernels.cpu.rules import (
 )
 from tiercache.kernels.cpu.simd import atomic_next, load, prefetch_span, splat, store, total
 from tiercache.kernels.cpu.vectors import is_narrow, prefetch_row, read, shape_of, write_rounded
-from tiercache.kernels.step import Gradients, Step, check_step
+from tiercache.kernels.step import Gradients, Step, check_entries, check_rows
 
 _ONE = np.ones(1, np.float32)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -443,7 +443,8 @@ _NO_STATE = np.empty((0, 0), np.float32)
 
 def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     """Update each row of the entries once. Raises ValueError before any update if something does not fit."""
-    check_step(step)
+    check_rows(step)
+    check_entries(step, step.lookups)
     vectors, pairs, rule = step.vectors, step.pairs, step.rule
     (source,) = step.lookups
     if pairs.size == 0:

@@ -332,24 +332,27 @@ class CudaDevice:
             pointer = self._host.stream()
             if pointer not in self._streams:
                 self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
-            held = [self.table(a) if isinstance(a, np.ndarray) and a.ndim else None for a in arguments]
-            words = tuple(
-                self._word(argument) if there is None else np.int64(self._address(there))
-                for argument, there in zip(arguments, held, strict=True)
-            )
-            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
+            words, held = list[Any](), list[Any]()  # tables live until the launch
+            argument: Any
+            for argument in arguments:
+                kind = type(argument)
+                if kind is np.ndarray and not argument.ndim:
+                    words.append(argument)
+                elif kind is float:
+                    words.append(np.float32(argument))
+                elif kind is int:
+                    words.append(np.int64(argument))
+                else:
+                    held.append(self.table(argument) if kind is np.ndarray else argument)
+                    words.append(np.int64(self._address(held[-1])))
+            self._function(kernel)((blocks,), (BLOCK_THREADS,), tuple(words), stream=self._streams[pointer])
 
-    def _word(self, argument: Any) -> Any:
-        """Return an argument as CuPy takes it: of an array on the device, its address."""
-        if isinstance(argument, np.ndarray):
-            return argument
-        if isinstance(argument, float):
-            return np.float32(argument)
-        return np.int64(argument if isinstance(argument, int | np.integer) else self._address(argument))
-
-    def _address(self, array: Any) -> int:
-        found = self.describe(array)
-        assert found is not None, f"a kernel is given a {type(array).__name__}"
+    def _address(self, argument: Any) -> int:
+        """Return the address of an array on the device, or an integer of NumPy."""
+        if isinstance(argument, np.integer):
+            return int(argument)
+        found = self.describe(argument)
+        assert found is not None, f"a kernel is given a {type(argument).__name__}"
         return found.address
 
     def table(self, array: NDArray[Any]) -> Any:

@@ -82,7 +82,7 @@ def describe(array: Any, interface: str) -> View | None:
         dtype = _DTYPES.get(array.dtype)
         if dtype is None:
             dtype = _DTYPES[array.dtype] = np.dtype(str(array.dtype).removeprefix("torch."))
-        return View(array.data_ptr(), tuple(array.shape), dtype, array.is_contiguous())
+        return View(array.data_ptr(), array.shape, dtype, array.is_contiguous())
     described = getattr(array, interface, None)
     if described is None:
         return None
@@ -111,6 +111,11 @@ def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 
         raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
     found.check(name, dtypes, ndim, written=written)
     return found
+
+
+def address_of(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> int:
+    """Return the address of an optional array, 0 if it is None or empty. Raises ValueError as `view`."""
+    return view(device, name, array, *dtypes, ndim=ndim, written=written).address if has_elements(array) else 0
 
 
 def has_elements(array: Any) -> bool:
@@ -170,8 +175,10 @@ def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = Non
     Four elements where rows of `dim` at all addresses, `columns` elements further on, begin at multiples of 16 bytes.
     Those at address `narrow` have 2 bytes an element, so that 8 are enough.
     """
-    aligned = all(address % 16 == 0 for address in addresses) and (narrow is None or narrow % 8 == 0)
-    vec = 4 if dim % 4 == 0 and columns % 4 == 0 and aligned else 1
+    bits = columns * 4
+    for address in addresses:
+        bits |= address
+    vec = 4 if dim % 4 == 0 and bits % 16 == 0 and (narrow is None or narrow % 8 == 0) else 1
     lanes = max(1, -(-dim // vec))
     return vec, min(32, 1 << (lanes - 1).bit_length())
 
@@ -198,9 +205,11 @@ def most_parts(dtype: "np.dtype[Any]") -> int:
 
 
 @functools.cache
-def _parts_of(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
-    """Return the dtype of `Parts` in lanes.cuh."""
-    return np.dtype([("num_parts", "i8"), ("num_tasks", "i8"), ("parts", dtype, most_parts(dtype))], align=True)
+def _parts_of(dtype: "np.dtype[Any]") -> tuple["np.dtype[Any]", int, Struct]:
+    """Return the dtype of `Parts` in lanes.cuh, its bytes, and the packer of a part."""
+    fields = [("num_parts", "i8"), ("num_tasks", "i8"), ("parts", dtype, most_parts(dtype))]
+    whole = np.dtype(fields, align=True)
+    return whole, whole.itemsize, _packer(dtype)
 
 
 _CODES = {"i8": "q", "u8": "Q", "i4": "i", "u4": "I", "f4": "f"}
@@ -226,11 +235,19 @@ _COUNTS = Struct("=qq")
 
 def argument_of(dtype: "np.dtype[Any]", parts: Sequence[Part], num_tasks: int) -> NDArray[Any]:
     """Return parts as `Parts` in lanes.cuh: an argument of a launch."""
-    packed, pack = bytearray(_parts_of(dtype).itemsize), _packer(dtype)
+    whole, size, packer = _parts_of(dtype)
+    packed, at = bytearray(size), _COUNTS.size
     _COUNTS.pack_into(packed, 0, len(parts), num_tasks)
-    for at, part in enumerate(parts):
-        pack.pack_into(packed, _COUNTS.size + at * dtype.itemsize, *part)
-    return np.frombuffer(packed, _parts_of(dtype)).reshape(())
+    for part in parts:
+        packer.pack_into(packed, at, *part)
+        at += packer.size
+    return np.ndarray((), whole, packed)
+
+
+def table_of(dtype: "np.dtype[Any]", rows: Sequence[Part]) -> NDArray[np.uint8]:
+    """Return a table of structs."""
+    pack = _parts_of(dtype)[2].pack
+    return np.frombuffer(bytearray().join([pack(*row) for row in rows]), np.uint8)
 
 
 def launch_parts(
@@ -241,8 +258,13 @@ def launch_parts(
     dtype, parts and tasks as for `launch_table`. If the parts are more than fit, there are several launches.
     """
     most = most_parts(dtype)
-    for begin in range(0, len(parts), most):
-        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
-        if num_tasks:
-            some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
-            device.launch(kernel, blocks_for(device, num_tasks), (argument_of(dtype, some, num_tasks), *more))
+    if len(parts) > most:
+        launch_parts(device, kernel, dtype, parts[:most], tasks[:most], *more)
+        launch_parts(device, kernel, dtype, parts[most:], tasks[most:], *more)
+        return
+    some, num_tasks = list[Part](), 0
+    for part, count in zip(parts, tasks, strict=True):
+        some.append((num_tasks, *part))
+        num_tasks += count
+    if num_tasks:
+        device.launch(kernel, blocks_for(device, num_tasks), (argument_of(dtype, some, num_tasks), *more))

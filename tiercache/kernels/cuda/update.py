@@ -8,15 +8,14 @@ those of the CPU's kernels.
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from tiercache.kernels.cuda.launch import Device, Part, has_elements, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, address_of, has_elements, launch_parts, struct, table_of, view
 from tiercache.kernels.cuda.sorting import STRETCH
 from tiercache.kernels.cuda.vectors import RowsAt, rows_at
-from tiercache.kernels.step import Gradients, Step, check_step
+from tiercache.kernels.step import Gradients, Step, check_entries, check_rows
 
 _PART, _SOURCE = struct("UpdatePart", "update"), struct("Source", "update")
 _RUNS_OF_TASK = 8
@@ -36,24 +35,41 @@ class _Sources(NamedTuple):
     """True if every gradient is known to begin at a multiple of 16 bytes."""
 
 
+class RowsPlan(NamedTuple):
+    """The rows of a group as launches have them, checked once for all steps. It holds addresses, not arrays."""
+
+    rows: RowsAt
+    states: tuple[int, int]
+    wide: tuple[int, ...]
+    """The addresses of states that have as many elements as a row."""
+    streams: int
+    widths: Sequence[int]
+    """Those of the rule that it is for."""
+
+
+def plan_rows(device: Device, step: Step) -> RowsPlan:
+    """Plan steps of the rows of one. Raises ValueError if its arrays do not fit together."""
+    check_rows(step)
+    states = [address_of(device, "a state", state, np.float32, ndim=2, written=True) for state in step.states]
+    return RowsPlan(
+        rows_at(device, step.vectors, written=True),
+        (*states, 0, 0)[:2],  # type: ignore[arg-type]
+        tuple(state for state, width in zip(states, step.rule.widths, strict=True) if width > 1),
+        address_of(device, "streams", step.rounding.streams, np.uint64),
+        step.rule.widths,
+    )
+
+
 class _Group(NamedTuple):
     """One group's rows and entries."""
 
     step: Step
-    rows: RowsAt
+    plan: RowsPlan
     sources: _Sources
     padded: int
     """Elements of a row of sums."""
-
-    @property
-    def size(self) -> int:
-        """Entries."""
-        return int(self.step.pairs.size)
-
-    @property
-    def num_stretches(self) -> int:
-        """Rows of sums."""
-        return 2 * -(-self.size // STRETCH)
+    num_stretches: int
+    """Rows of sums."""
 
 
 def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
@@ -64,13 +80,9 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
         cols = one.cols.tolist()
         is_aligned &= flat % 16 == 0 and one.width % 4 == 0 and bool(cols) and not any(col % 4 for col in cols)
         if has_elements(one.offsets):
-            places, scales, argmax = (
-                view(device, name, array, dtype).address if has_elements(array) else 0
-                for name, array, dtype in (
-                    ("entry_offset", one.offsets, np.int64), ("entry_scale", one.scales, np.float32),
-                    ("argmax", one.argmax, np.int32),
-                )
-            )  # fmt: skip
+            places = address_of(device, "entry_offset", one.offsets, np.int64)
+            scales = address_of(device, "entry_scale", one.scales, np.float32)
+            argmax = address_of(device, "argmax", one.argmax, np.int32)
             rows.append((flat, 0, places, scales, argmax, begin))
             is_plain, has_max, size = False, has_max or bool(argmax), one.num_entries
             counts.add(size)
@@ -88,45 +100,40 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
 
     sums, sources: the addresses of its sums and sources.
     """
-    step, rows, source = group.step, group.rows, group.sources
-
-    def address(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> int:
-        return view(device, name, array, *dtypes, ndim=ndim, written=written).address if has_elements(array) else 0
-
-    states = [address("a state", state, np.float32, ndim=2, written=True) for state in step.states]
-    wide = [state for state, width in zip(states, step.rule.widths, strict=True) if width > 1]
-    vec, team = rows.access(*wide, sums)
-    first, second = (*states, 0, 0)[:2]
+    step, plan, source, runs = group.step, group.plan, group.sources, group.step.pairs
+    rows = plan.rows
+    vec, team = rows.access(*plan.wide, sums)
     is_quick = vec == 4 and team >= _TEAM and source.is_aligned and not source.has_max
     part = (
-        rows.address, first, second, step.pairs.entries, step.pairs.address, step.pairs.run_at,
-        address("slot_of", step.pairs.slot_of, np.int32), sums, address("means", step.means, np.float32),
-        sources, len(source.rows), source.per_source, source.is_plain, source.has_max,
-        address("streams", step.rounding.streams, np.uint64), step.rounding.key, group.size, rows.num_slots,
-        group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:-1],
+        rows.address, *plan.states, runs.entries, runs.address, runs.run_at,
+        address_of(device, "slot_of", runs.slot_of, np.int32), sums,
+        address_of(device, "means", step.means, np.float32),
+        sources, len(source.rows), source.per_source, source.is_plain, source.has_max, plan.streams, step.rounding.key,
+        runs.size, rows.num_slots, group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:-1],
     )  # fmt: skip
     return part, team, "" if is_quick else "_any"
 
 
-def update_many(device: Device, steps: Sequence[Step]) -> None:
+def update_many(device: Device, steps: Sequence[Step], plans: Sequence[RowsPlan] | None = None) -> None:
     """Step the rows of several groups, which may have different dims. Slots that no row has are left out.
 
     `Step.pairs` are `Runs`, and `Step.gradients` those of one lookup or of several, one after another. One launch for
     each optimizer, and one before it that sums the stretches of hot rows; more where vectors have 16 bits, or rows and
     gradients do not lie so that four elements are one access. Raises ValueError where something does not fit, before
-    anything is launched.
+    anything is launched. plans: of the rows of each step, by `plan_rows`.
     """
     groups = list[_Group]()
-    for step in steps:
-        check_step(step)
-        rows = rows_at(device, step.vectors, written=True)
-        if step.pairs.size:
-            groups.append(_Group(step, rows, _sources_of(device, step.lookups), (rows.dim + 3) // 4 * 4))
+    for step, plan in zip(steps, plans or [plan_rows(device, step) for step in steps], strict=True):
+        lookups, size = step.lookups, step.pairs.size
+        check_entries(step, lookups)
+        if size:
+            padded, num_stretches = -(-plan.rows.dim // 4) * 4, 2 * -(-size // STRETCH)
+            groups.append(_Group(step, plan, _sources_of(device, lookups), padded, num_stretches))
     if not groups:
         return
     *firsts, num_sums = accumulate((group.num_stretches * group.padded for group in groups), initial=0)
     sums = device.empty(num_sums, np.float32)
-    table = device.table(np.array([row for group in groups for row in group.sources.rows], _SOURCE))
+    table = device.table(table_of(_SOURCE, [row for group in groups for row in group.sources.rows]))
     at = view(device, "sources", table, np.uint8).address
     begin = view(device, "sums", sums, np.float32, written=True).address
     launches: dict[str, list[tuple[Part, int]]] = defaultdict(list)
@@ -135,7 +142,7 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
         part, team, suffix = _part(device, group, begin + 4 * first, at)
         at += _SOURCE.itemsize * len(group.sources.rows)
         stretches[f"update.sum_stretches{suffix}"].append((part, -(-group.num_stretches // 2 * team // 32)))
-        kernel = f"update.update_{group.step.rule.kind}{group.rows.suffix}{suffix}"
-        launches[kernel].append((part, -(-group.size * team // (32 * _RUNS_OF_TASK))))
+        kernel = f"update.update_{group.step.rule.kind}{group.plan.rows.suffix}{suffix}"
+        launches[kernel].append((part, -(-group.step.pairs.size * team // (32 * _RUNS_OF_TASK))))
     for kernel, parts in (*stretches.items(), *launches.items()):
         launch_parts(device, kernel, _PART, [part for part, _ in parts], [tasks for _, tasks in parts])

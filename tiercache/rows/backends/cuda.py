@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections import OrderedDict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
 from tiercache.kernels.cuda.initial import fill_rows, initial_rows, set_streams
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
-from tiercache.kernels.cuda.update import update_many
+from tiercache.kernels.cuda.update import plan_rows, update_many
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.arrays import View
     from tiercache.kernels.cuda.sorting import Runs
+    from tiercache.kernels.cuda.update import RowsPlan
     from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.cuda_runtime import CudaRuntime
     from tiercache.rows.backends.optimizer_step import OptimizerStep
@@ -66,6 +68,8 @@ class CudaBackend:
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
         self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
+        self._row_plans: dict[int, tuple[weakref.ref[GroupRows], RowsPlan]] = {}
+        """By the id of a group's rows."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -77,8 +81,9 @@ class CudaBackend:
         self._runtime.prepare()
 
     def drop_scratch(self) -> None:
-        """Forget the plans of lookups."""
+        """Forget the plans of lookups and steps."""
         self._plans.clear()
+        self._row_plans.clear()
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -243,7 +248,16 @@ class CudaBackend:
             one.kernel_step(kernel_gradients(one.saved), next(newly_sorted) if runs is None else runs)
             for one, runs in zip(groups, runs_G, strict=True)
         ]
-        update_many(kernels, steps)
+        update_many(kernels, steps, [self._plan_of_rows(*both) for both in zip(groups, steps, strict=True)])
+
+    def _plan_of_rows(self, group: OptimizerStep, step: Step) -> RowsPlan:
+        """Return the plan of a group's rows, which is made at the first step of a pass and ends with its rows."""
+        number = id(group.rows)
+        rows, plan = self._row_plans.get(number, (None, None))
+        if rows is None or plan is None or rows() is not group.rows or plan.widths != step.rule.widths:
+            plan = plan_rows(self._runtime.kernels, step)
+            self._row_plans[number] = weakref.ref(group.rows, lambda _: self._row_plans.pop(number, None)), plan
+        return plan
 
     def take_overflow(self) -> None:
         """Return None: to read a flag would wait for the GPU."""
