@@ -156,23 +156,21 @@ def check_entries(step: Step, lookups: Sequence[Gradients]) -> None:
     if step.means.shape[0] not in {0, size}:
         raise ValueError(f"means has {step.means.shape[0]} elements for {size} entries: give one each, or none.")
     for source in lookups:
-        _check_gradients(source, dim)
-        described += source.num_entries
+        described += _check_gradients(source, dim)
     if described != size:
         raise ValueError(f"gradients describe {described} entries, but {size} entries were sorted.")
 
 
-def _check_gradients(source: Gradients, dim: int) -> None:
-    samples, cols, size = source.num_samples, source.cols, math.prod(source.flat.shape)
+def _check_gradients(source: Gradients, dim: int) -> int:
+    """Return the number of entries."""
+    samples, at, size = source.num_samples, source.cols.tolist(), math.prod(source.flat.shape)
     if size != samples * source.width:
         raise ValueError(f"{size} elements are no gradient of {samples} samples of {source.width}.")
-    at = cols.tolist()
     if at and not 0 <= min(at) <= max(at) <= source.width - dim:
         raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
-    if source.scales.shape[0] and source.scales.shape[0] != source.offsets.shape[0]:
-        raise ValueError(
-            f"entry_scale has {source.scales.shape[0]} elements for {source.offsets.shape[0]} entries: give one each, "
-            "or none."
-        )
-    if source.argmax.shape[0] and source.argmax.shape[0] != size:
+    num_offsets, num_scales, num_maxima = source.offsets.shape[0], source.scales.shape[0], source.argmax.shape[0]
+    if num_scales and num_scales != num_offsets:
+        raise ValueError(f"entry_scale has {num_scales} elements for {num_offsets} entries: give one each, or none.")
+    if num_maxima and num_maxima != size:
         raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, the gradient {tuple(source.flat.shape)}.")
+    return int(num_offsets) or samples * len(at)

@@ -102,17 +102,17 @@ class EmbeddingBagCollection(TableModule):
                     "move them there"
                 )
         remote = self._remote(batch, weights)
-        local = [name for name in self.features if name not in remote]
+        local = [name for name in self.features if name not in remote] if remote else self.features
         check_ids_of(batch, local)
-        arrays = {name: values for name in local if (values := batch.ids[name].weights) is not None} | {
-            name: backend.array(value) for name, value in weights.items()
-        }
-        groups = _groups_of(batch, [self.feature_specs[name].table for name in local])
+        arrays = {name: values for name in local if (values := batch.ids[name].weights) is not None}
+        if weights:
+            arrays |= {name: backend.array(value) for name, value in weights.items()}
+        groups = self.groups_of(batch.rows.groups, local)
         key = groups, frozenset(local), frozenset(arrays), as_bags
         if key not in self._parts:
             self._parts[key] = self._cut(local, groups, key[2], as_bags=as_bags)
         lookups = [
-            TableLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
+            TableLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features} if arrays else {})
             for part in self._parts[key]
         ]
         if self.max_norm is not None:
@@ -131,6 +131,8 @@ class EmbeddingBagCollection(TableModule):
 
     def _remote(self, batch: Batch, weights: Collection[str]) -> dict[str, RemoteLookup]:
         """Return the features that other ranks have pooled in the mode of this module, by name."""
+        if not batch.pooled:
+            return {}
         found = {name: one for name, one in batch.pooled.items() if self._modes.get(name) == one.mode}
         for name in weights:
             if name in found:
@@ -203,7 +205,7 @@ class EmbeddingCollection(TableModule):
         """Return the features in the order of the outputs, and the inputs of `RowFunction`."""
         marker = Marker.of(self, batch)
         check_ids_of(batch, self.features)
-        groups = _groups_of(batch, [self.feature_specs[name].table for name in self.features])
+        groups = self.groups_of(batch.rows.groups, self.features)
         if groups not in self._parts:
             members: dict[int, list[Feature]] = {}
             for name, group in zip(self.features, groups, strict=True):
@@ -411,9 +413,3 @@ def _batch_of(ids: Any, offsets: object, feature: str) -> Batch:
         f"a module that looks up {feature!r} was given a {type(ids).__name__}: give it batch.features[{feature!r}] "
         "or the batch, or a torch tensor of keys"
     )
-
-
-def _groups_of(batch: Batch, tables: Sequence[str]) -> tuple[int, ...]:
-    """Return the group of each table in the rows of ``batch``: the store decides which share a layout."""
-    group_of = {table: index for index, group in enumerate(batch.rows.groups) for table in group.first}
-    return tuple(group_of[table] for table in tables)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.optim.optimizer as optimizer_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
@@ -252,6 +253,15 @@ class JointOptimizer(torch.optim.Optimizer):
 
         Raises StateError for LBFGS, which evaluates its closure several times in a step.
         """
+        has_hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _HOOKS[0] or _HOOKS[1]
+        if has_hooks or torch._C._autograd._profiler_enabled():
+            return _step_as_torch(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined] # else torch wraps it in a record for profilers, which takes 20 us
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do as ``step``."""
         loss, dense = None, self.dense
         for one in dense:
             if type(one) is torch.optim.LBFGS:
@@ -324,6 +334,12 @@ class JointOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         tables = ", ".join(group["table"] for group in self.rows.groups_of(self._dense))
         return f"JointOptimizer({', '.join(type(one).__name__ for one in self.dense)}; rows of {tables})"
+
+
+_step_as_torch = torch.optim.Optimizer.profile_hook_step(JointOptimizer._step)
+"""Runs hooks of steps, and names the step for profilers."""
+_HOOKS = optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks
+"""Those of all optimizers."""
 
 
 class ScheduleCheck:

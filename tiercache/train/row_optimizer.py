@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -49,6 +50,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Steps applied so far."""
         self._names = [tuple(group.optimizer.settings()) for group in groups]
         """The settings of each group's optimizer; the learning rate is the first."""
+        self._values_of = [itemgetter(*names) for names in self._names]
         self._now: dict[int, tuple[list[Any], Optimizer]] = {}
         """Optimizers as of the step before, by group, and the settings that they were made of."""
         self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
@@ -289,10 +291,12 @@ class RowOptimizer(torch.optim.Optimizer):
     def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
         """Return the gradients of a group by the step number of their tables, if rules or rounding go by it."""
         tables = self._groups[g].tables
+        if len(numbers := {self._of[table.name]["step"] for table in tables}) == 1:
+            return {int(numbers.pop()): [*pending]}
         names: dict[int, list[str]] = {}
         for table in tables:
             names.setdefault(int(self._of[table.name]["step"]), []).append(table.name)
-        if len(names) == 1 or not (tables[0].optimizer.counts_steps or tables[0].dtype != "float32"):
+        if not (tables[0].optimizer.counts_steps or tables[0].dtype != "float32"):
             return {max(names): [*pending]}  # other rules do not go by it
         parts = {
             number: [part for saved in pending for part in of_tables(self._backend, saved, some)]
@@ -330,9 +334,10 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
             )
-        values = [first[name] for name in self._names[g]]
+        values_of = self._values_of[g]
+        values = values_of(first)
         for other in others:
-            if [other[name] for name in self._names[g]] != values:
+            if values_of(other) != values:
                 name = next(name for name in self._names[g] if other[name] != first[name])
                 raise ValueError(
                     f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,6 +52,8 @@ class FeaturePart:
     """The first output column of each feature."""
     bags: bool
     """Whether a feature may have any number of ids, or weights."""
+    _bases: list[Any] = field(default_factory=lambda: [(lambda: None, None)])
+    """A reference to the rows that were looked up last, and the bases in them; one tuple, as threads share it."""
 
     @classmethod
     def of(
@@ -69,6 +73,15 @@ class FeaturePart:
     def key(self) -> Key:
         """Identifies the collation of its ids."""
         return self.features, self.bags
+
+    def bases(self, rows: GroupRows) -> NDArray[np.int64]:
+        """Return the position of local id 0 of each feature's table: one array as long as the rows are the same."""
+        known, found = self._bases[0]
+        if known() is not rows:
+            found = np.array([rows.first[table] for table in self.tables], dtype=np.int64)
+            self._bases[0] = weakref.ref(rows), found
+        bases: NDArray[np.int64] = found
+        return bases
 
 
 class Uploader(Protocol):
@@ -131,8 +144,7 @@ def collate_part(
         limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
         bad = _first_bad(runs, starts, limits)
         if bad is None and starts[-1]:
-            bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
-            order = LookupPositions(ids, starts, bases, limits)
+            order = LookupPositions(ids, starts, part.bases(group), limits)
     offsets = data_weights = None
     if part.bags:
         n = num_samples
@@ -172,13 +184,10 @@ class Collations:
 
     def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Collated | None:
         """Return the collation of exactly these ids; None if there is none."""
-        key = part.key
-        if key not in self._seen:
-            self._seen[key] = part
-        collated = self._made.get(key)
-        if collated is None or any(one is not other for one, other in zip(collated.found, found, strict=True)):
-            return None
-        return collated
+        collated = self._made.get(part.key)
+        if collated is None and part.key not in self._seen:
+            self._seen[part.key] = part
+        return None if collated is None or not all(map(is_, collated.found, found)) else collated
 
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
@@ -212,7 +221,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
         )
     return LookupIds(
         ids=collated.ids, starts=starts, modes=part.modes, cols=part.cols,
-        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=collated.offsets,
+        bases=part.bases(rows), offsets=collated.offsets,
         weights=_weights_of(part, batch, collated, weights) if part.bags else NONE_F4,
         trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=collated.runs,
     )  # fmt: skip

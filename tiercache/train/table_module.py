@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import DatasetView
     from tiercache.values.batch import Batch
+    from tiercache.values.lookups import GroupRows
 
 
 class TableModule(nn.Module):
@@ -77,6 +79,8 @@ class TableModule(nn.Module):
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
+        self._group_of: tuple[weakref.ref[GroupRows], dict[str, int]] | None = None
+        """The first group of the rows that were looked up last, and the group of each feature there."""
         self._loaded: dict[str, Any] | None = None
         self.weights: dict[str, torch.Tensor] = {}
         """By table, those of the module that it took the place of: rows for a store that is made."""
@@ -152,6 +156,18 @@ class TableModule(nn.Module):
             self.anchor.data.fill_(_ANCHOR)  # to_empty() leaves anything; not a write of the loop's
         return found
 
+    def groups_of(self, rows: Sequence[GroupRows], features: Sequence[str]) -> tuple[int, ...]:
+        """Return the group of each feature's table among ``rows``: the store decides which tables share a layout."""
+        if not features:
+            return ()
+        if self._group_of is None or self._group_of[0]() is not rows[0]:
+            group_of = {table: index for index, group in enumerate(rows) for table in group.first}
+            by_name = {
+                name: group_of[spec.table] for name, spec in self.feature_specs.items() if spec.table in group_of
+            }
+            self._group_of = weakref.ref(rows[0]), by_name
+        return tuple([self._group_of[1][name] for name in features])
+
     def cast(self, out: torch.Tensor) -> torch.Tensor:
         """Return vectors in the dtype of the module."""
         return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
@@ -172,7 +188,7 @@ class TableModule(nn.Module):
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": _of_no_cache, "_plain": _of_no_cache}  # a copy belongs to no cache
+        return self.__dict__ | {"_rows": _of_no_cache, "_plain": _of_no_cache, "_group_of": None, "_parts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

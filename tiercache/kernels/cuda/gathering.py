@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.arrays import I8, expect
+from tiercache.kernels.arrays import I8
 from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
 from tiercache.kernels.step import Vectors
@@ -37,15 +37,10 @@ class Mapped(NamedTuple):
     slots: Any
 
 
-def limits_of(bases: I8, num_local: int) -> I8:
-    """Return the upper bound of the ids of each feature: the number of local positions from its base on.
-
-    Raises ValueError if a table begins after them.
-    """
-    expect("bases", bases, np.int64)
-    if bases.size and not 0 <= int(bases.min()) <= int(bases.max()) <= num_local:
+def check_bases(bases: Sequence[int], num_local: int) -> None:
+    """Raise ValueError if a feature's table begins outside the local positions."""
+    if bases and not 0 <= min(bases) <= max(bases) <= num_local:
         raise ValueError(f"a feature's table begins outside the {num_local} local positions.")
-    return num_local - bases
 
 
 def gather(device: Device, tables: Sequence[Gathered]) -> None:
@@ -71,16 +66,15 @@ def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
     for group in groups:
         local = view(device, "slot_of_local", group.slot_of_local, np.int32)
         to = view(device, "slots", group.slots, np.int32, written=True)
-        bases, starts, limits = group.bases, group.entry_starts, limits_of(group.bases, local.size)
+        bases, starts, num_local = group.bases.tolist(), group.entry_starts.tolist(), local.size
+        check_bases(bases, num_local)
         seen = view(device, "ids", group.ids, np.int32, np.int64)
         if to.size != seen.size:
             raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
-        expect("entry_starts", starts, np.int64)
-        if starts.size != bases.size + 1 or (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > seen.size:
-            raise ValueError(f"{bases.size} features and {seen.size} ids do not fit entry starts {starts.tolist()}.")
-        columns = (array.tolist() for array in (bases, limits, starts[:-1], starts[1:]))
-        wide = int(seen.dtype == np.int64)
-        for base, limit, first, last in zip(*columns, strict=True):
-            parts.append((seen.address, local.address, to.address, base, limit, wide, first, last))
+        if len(starts) != len(bases) + 1 or starts != sorted(starts) or starts[0] < 0 or starts[-1] > seen.size:
+            raise ValueError(f"{len(bases)} features and {seen.size} ids do not fit entry starts {starts}.")
+        at, wide = (seen.address, local.address, to.address), int(seen.dtype == np.int64)
+        for base, first, last in zip(bases, starts, starts[1:], strict=False):
+            parts.append((*at, base, num_local - base, wide, first, last))
             tasks.append(-(-(last - first) // _MAP_TASK))
     launch_parts(device, "gathering.map_slots", _MAP_PART, parts, tasks)

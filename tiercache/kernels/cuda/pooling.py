@@ -13,7 +13,7 @@ import numpy as np
 from tiercache.kernels.arrays import I1, I8, View, expect, same_length
 from tiercache.kernels.cpu.gathering import check_columns
 from tiercache.kernels.cpu.pooling import MAX, MEAN
-from tiercache.kernels.cuda.gathering import limits_of
+from tiercache.kernels.cuda.gathering import check_bases
 from tiercache.kernels.cuda.launch import Device, argument_of, blocks_for, has_elements, most_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
@@ -72,12 +72,14 @@ class PoolPlan:
         for g, group in enumerate(groups):
             rows = rows_at(device, group.vectors)
             local = view(device, "slot_of_local", group.slot_of_local, np.int32)
-            bases, cols, modes, limits = group.bases, group.cols, group.modes, limits_of(group.bases, local.size)
+            bases, cols, modes = group.bases, group.cols, group.modes
+            expect("bases", bases, np.int64)
+            check_bases(bases.tolist(), local.size)
             expect("cols", cols, np.int64)
             expect("modes", modes, np.int8)
             check_columns(cols, rows.dim, width)
             num_features = same_length(bases=bases, cols=cols, modes=modes)
-            columns = (array.tolist() for array in (bases, limits, cols, modes))
+            columns = (array.tolist() for array in (bases, local.size - bases, cols, modes))
             for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
                 vec, team = rows.access(4 * col, columns=width if aligned else 1)
                 number = g % _MOST_GROUPS

@@ -77,8 +77,10 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
     begin = 0
     for one in lookups:
         flat = view(device, "gradient", one.flat, np.float32, ndim=len(one.flat.shape)).address
-        cols = one.cols.tolist()
-        is_aligned &= flat % 16 == 0 and one.width % 4 == 0 and bool(cols) and not any(col % 4 for col in cols)
+        cols, bits = one.cols.tolist(), flat | 4 * one.width
+        for col in cols:
+            bits |= 4 * col
+        is_aligned &= bits % 16 == 0 and bool(cols)
         if has_elements(one.offsets):
             places = address_of(device, "entry_offset", one.offsets, np.int64)
             scales = address_of(device, "entry_scale", one.scales, np.float32)

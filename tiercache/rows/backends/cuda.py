@@ -67,14 +67,15 @@ class CudaBackend:
         self.pin, self.unpin = runtime.pin, runtime.unpin
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
-        self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
+        self._plans: OrderedDict[Any, tuple[Sequence[weakref.ref[GroupRows]], PoolPlan]] = OrderedDict()
+        """And the rows that each is for."""
         self._row_plans: dict[int, tuple[weakref.ref[GroupRows], RowsPlan]] = {}
         """By the id of a group's rows."""
 
     @property
     def scratch_bytes(self) -> int:
         """Return the bytes of plans; memory of a step returns to torch's caching allocator."""
-        return sum(plan.nbytes for plan in self._plans.values())
+        return sum(plan.nbytes for _, plan in self._plans.values())
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
@@ -156,24 +157,19 @@ class CudaBackend:
         return found
 
     def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
-        """Return the plan of a lookup; it has no references to arrays, so that they can be freed."""
+        """Return the plan of a lookup; it has no references to arrays of the device, so that they can be freed."""
         aligned = out.data_ptr() % 16 == 0
-        key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
-        for rows, e in parts:
-            values: Any
-            values, dim, is_half = rows.vectors
-            key += (
-                values.data_ptr(), values.shape[0], values.dtype, dim, is_half, rows.slot_of_local.data_ptr(),
-                rows.slot_of_local.shape[0], e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes(),
-            )  # fmt: skip
-
-        plan = self._plans.get(plan_key := tuple(key))
-        if plan is None:
+        key: Any = self._runtime.stream(), out.shape[1], aligned, *[
+            (id(rows), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts
+        ]  # fmt: skip
+        known, plan = self._plans.get(key, ((), None))
+        if plan is None or any(of() is not rows for of, (rows, _) in zip(known, parts, strict=True)):
             features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
-            plan = self._plans[plan_key] = PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+            plan = PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+            self._plans[key] = [weakref.ref(rows) for rows, _ in parts], plan
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
-        self._plans.move_to_end(plan_key)
+        self._plans.move_to_end(key)
         return plan
 
     def gather(
