@@ -173,7 +173,7 @@ class Rank:
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a pass", self.backend), exchanged.ids)
         pooled = time.perf_counter()
-        gradients.collect(self.backend.flat)
+        gradients.collect(self.backend.array)
         self.exchange.send_gradients(exchanged, slots, gradients.collected, self.optimizer.gradients.collected)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer.steps_of(self.rows), self.rows)
@@ -188,7 +188,7 @@ class Rank:
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
-        gradients.collect(self.backend.flat)
+        gradients.collect(self.backend.array)
         group, collected = self.groups[0], gradients.collected[0]
         self.backend.step([OptimizerStep(group, group.optimizer, self.all_rows[0], collected, 0.01, 1)])
         return time.perf_counter() - begun, time.process_time() - busy

@@ -150,12 +150,13 @@ class Cuda(Machine):
 
     def map_slots(self, ids: Any, bases: Any, entry_starts: Any, slot_of_local: Any, slots: Any) -> None:
         """Map the ids of one group."""
-        cuda_gathering.map_slots(self.device, [cuda_gathering.Mapped(ids, bases, entry_starts, slot_of_local, slots)])
+        mapped = cuda_gathering.Mapped(ids, bases, entry_starts, slot_of_local)
+        none = self.vectors(np.zeros((1, 1), F4))
+        cuda_gathering.gather(self.device, [cuda_gathering.Gathered(none, slots, None, mapped)])
 
     def pool(self, groups: list[tuple[Features, Ids]], out: Any) -> None:
         """Pool groups by a plan of their own."""
-        aligned = self.device.describe(out).address % 16 == 0
-        plan = PoolPlan(self.device, [features for features, _ in groups], out.shape[1], aligned=aligned)
+        plan = PoolPlan(self.device, [features for features, _ in groups], out.shape[1])
         plan.pool([ids for _, ids in groups], out)
 
     def pool_one(self, vectors: Vectors, local: Any, ids: Any, bases: Any, cols: Any, out: Any, slots: Any) -> None:
@@ -175,9 +176,8 @@ class Cuda(Machine):
     ) -> None:
         """Write the gradient of each entry's weight."""
         bases, local = np.zeros(cols.size, np.int64), self.device.empty(1, np.int32)  # which nobody reads
-        aligned = self.device.describe(gradient).address % 16 == 0
         features = Features(vectors, local, bases, cols, modes)
-        plan = PoolPlan(self.device, [features], gradient.shape[1], aligned=aligned)
+        plan = PoolPlan(self.device, [features], gradient.shape[1])
         plan.weight_gradient(slots, offsets, gradient, out)
 
     def sort(self, slots: Any, num_slots: int) -> Any:

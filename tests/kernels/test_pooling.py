@@ -17,7 +17,7 @@ from tests.kernels.shim.device import ShimDevice
 from tiercache.kernels.cpu.gathering import can_spread, check_ids, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
-from tiercache.kernels.cuda.pooling import Features, Ids
+from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.step import Vectors
 from tiercache.store.bits import from_bits
 
@@ -25,6 +25,7 @@ F4 = np.float32
 ALL_DTYPES = st.sampled_from(("float32", *DTYPES))
 TURNS = st.integers(0, 2)
 ID_DTYPES = st.sampled_from((np.int32, np.int64))
+MODES = np.zeros(1, np.int8)
 
 
 def as_held(case: Bags, dtype: str) -> Bags:
@@ -214,6 +215,25 @@ def test_groups_of_all_dims_and_dtypes_pool_in_a_launch_for_each_width_on_cuda()
         m.pool(groups, out)
         assert m.device.launches == ["pooling.pool", "pooling.pool_narrow"]
         assert same_bits(m.read(out), wanted)
+
+
+def test_a_table_of_one_number_leaves_four_elements_an_access_to_the_others_on_cuda() -> None:
+    """Rows are read so wherever their columns lie; the output decides sample by sample."""
+
+    class Noting(ShimDevice):
+        def put(self, table: Any) -> Any:
+            self.noted = table
+            return super().put(table)
+
+    device, one = Noting(), np.zeros(1, np.int64)
+    m = Cuda(device)
+    features = [
+        Features(m.vectors(np.ones((3, dim), F4)), m.place(np.arange(3, dtype=np.int32)), one, np.array([col]), MODES)
+        for dim, col in ((1, 0), (16, 1), (16, 17))
+    ]
+    PoolPlan(device, features, 33)
+    assert device.noted["vec"].tolist() == [1, 4, 4]
+    assert device.noted["team"].tolist() == [1, 4, 4]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

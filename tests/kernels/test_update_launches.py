@@ -52,6 +52,23 @@ def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> 
             assert all(one.tobytes() == other.tobytes() for one, other in zip(found, right, strict=True))
 
 
+@pytest.mark.parametrize(("optimizer", "kernel"), [("sgd", "sgd"), ("rowwise", "rowwise_adagrad")])
+def test_gradients_between_multiples_of_16_bytes_are_read_by_the_quick_kernels_on_cuda(
+    optimizer: str, kernel: str
+) -> None:
+    """A column of another table's single number moves them there in most samples; the bits are those of the CPU."""
+    rng, dim, samples = np.random.default_rng(1), 16, 90
+    slots, wide = rng.integers(0, 9, samples).astype(np.int32), rng.standard_normal((samples, dim + 1)).astype(F4)
+    fields = [rng.standard_normal((9, dim)).astype(F4), *states(optimizer, 9, dim, rng)]
+    with machine("cpu") as m:
+        wanted = stepped(m, optimizer, fields, slots, m.one_id(wide, np.array([1], np.int64)))
+    for m in machines("cuda"):
+        m.device.launches.clear()
+        found = stepped(m, optimizer, fields, slots, m.one_id(wide, np.array([1], np.int64)))
+        assert m.device.launches[-2:] == ["update.sum_stretches", f"update.update_{kernel}"]
+        assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
     """A device keeps few tables by itself: that of a step's gradients must not go before it runs."""
 

@@ -398,7 +398,7 @@ def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str
         out, one = (out.relu_(), one.relu_()) if in_place else (out.relu(), one.relu())
         (out.square().sum() + one.square().sum()).backward()
         rows = cache.optimizer.rows
-        pending = rows.gradients.preview(rows.ready(None), cache._backend.flat)
+        pending = rows.gradients.preview(rows.ready(None), cache._backend.array)
         sums.append([cache._backend.tensor(one.gradient).clone() for g in pending for p in g for one in p.by_feature()])
         cache.optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))

@@ -14,6 +14,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.train.cases import SPECS, Case, assert_same_bits, result_of_resident, table
+from tests.train.devices import DEVICES
 from tiercache.train import lookup_ops
 
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)
@@ -41,11 +42,11 @@ class Model(nn.Module):
         return found + rows["h"].sum(dim=(1, 2))
 
 
-def train(passes: tc.PassDataset, *, compiled: bool) -> Any:
+def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
     """Return what a training ends with, and its logits without gradients."""
     torch.manual_seed(1)
     torch.compiler.reset()
-    with tc.InMemoryCache(passes) as cache:
+    with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
         model = Model(passes.schema)
         run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,9 +63,10 @@ def train(passes: tc.PassDataset, *, compiled: bool) -> Any:
         return result_of_resident(cache, model), logits
 
 
-def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
     """Rows, their optimizers' state and dense weights; a feature that is not used gets no gradient."""
-    (found, logits), (wanted, others) = train(passes, compiled=True), train(passes, compiled=False)
+    (found, logits), (wanted, others) = train(passes, device, compiled=True), train(passes, device, compiled=False)
     assert_same_bits(found, wanted)
     for mine, other in zip(logits, others, strict=True):
         assert torch.equal(mine, other)

@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     """The location of each entry's gradient."""
 
     flat: Any
-    """The gradient of the pooled output, (N, T) seen as one axis; on a GPU, or as several."""
+    """The gradient of the pooled output, (N, T), seen as one axis or more."""
     num_samples: int
     width: int
     """T."""

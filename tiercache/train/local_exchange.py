@@ -179,7 +179,7 @@ class LocalExchange:
     ) -> torch.Tensor:
         """Clip gradients, as `TierCache.clip_grad_norm_` says."""
         ready = self._optimizer.ready(optimizer)
-        squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.flat))
+        squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.array))
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def expire(self, where: str) -> None:

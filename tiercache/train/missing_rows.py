@@ -249,7 +249,7 @@ class _GatheredGradients(RowGradients):
         if group not in self._added:
             self._trained.defer(group, save, arrival)
             return
-        flats = arrival.flats(self._backend.flat)
+        flats = arrival.flats(self._backend.array)
         for output in range(len(flats)):
             only = partial(_of_output, save, output)
             for saved in only(flats):

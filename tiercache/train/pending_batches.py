@@ -145,7 +145,7 @@ class BatchRows(RowView):
     def collect(self) -> RowGradients:
         """Take what the step applies, as `RowGradients.collect` does, and return it."""
         assert self.gradients is not None
-        self.gradients.collect(self.backend.flat)
+        self.gradients.collect(self.backend.array)
         for one in self.pooled.values():
             one.collect()
         return self.gradients
@@ -156,7 +156,7 @@ class BatchRows(RowView):
         for one in self.pooled.values():
             one.take(ready)
         found = RowGradients(len(self.gradients.collected))
-        found.collected = self.gradients.preview(ready, self.backend.flat)
+        found.collected = self.gradients.preview(ready, self.backend.array)
         return found
 
 

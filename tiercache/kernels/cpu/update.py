@@ -447,6 +447,7 @@ def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     check_entries(step, step.lookups)
     vectors, pairs, rule = step.vectors, step.pairs, step.rule
     (source,) = step.lookups
+    source = source._replace(flat=source.flat.reshape(-1))
     if pairs.size == 0:
         return
     if int(pairs[-1]) >> 32 >= vectors.values.shape[0]:

@@ -5,7 +5,7 @@ int64. Slot -1 means no row and reads as zeros: an id that is not in its table g
 foreign memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,26 +15,32 @@ from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
 from tiercache.kernels.step import Vectors
 
-_GATHER_PART, _MAP_PART = struct("GatherPart", "gathering"), struct("MapPart", "gathering")
-_GATHER_TASK, _MAP_TASK = 32, 256  # entries
-
-
-class Gathered(NamedTuple):
-    """One table's part of `gather`: the row in each slot (E,) is written to `out` (E, D)."""
-
-    vectors: Vectors
-    slots: Any
-    out: Any
+_PART = struct("GatherPart", "gathering")
+_TASK = 32  # entries
 
 
 class Mapped(NamedTuple):
-    """One group's part of `map_slots`: slots (E,) are written; bases and entry_starts are NumPy arrays."""
+    """Ids (E,) of some features, those of feature f from `entry_starts[f]` on, and the slots of their tables.
+
+    Id i of feature f has the slot of local position `bases[f]` + i; one that is bad has -1.
+    """
 
     ids: Any
     bases: I8
     entry_starts: I8
     slot_of_local: Any
+
+
+class Gathered(NamedTuple):
+    """One group's part of `gather`: the row in each slot (E,) is written to `out` (E, D), unless that is None.
+
+    Slots are written first if they are those of `mapped`.
+    """
+
+    vectors: Vectors
     slots: Any
+    out: Any
+    mapped: Mapped | None = None
 
 
 def check_bases(bases: Sequence[int], num_local: int) -> None:
@@ -43,38 +49,37 @@ def check_bases(bases: Sequence[int], num_local: int) -> None:
         raise ValueError(f"a feature's table begins outside the {num_local} local positions.")
 
 
-def gather(device: Device, tables: Sequence[Gathered]) -> None:
-    """Copy the rows of several tables, which may have different dims, in one launch, or one for each width."""
+def gather(device: Device, groups: Sequence[Gathered]) -> None:
+    """Copy the rows of several groups, which may have different dims, in one launch, or one for each width."""
     parts = []
-    for table in tables:
-        vectors = rows_at(device, table.vectors)
-        slots = view(device, "slots", table.slots, np.int32)
-        out = view(device, "out", table.out, np.float32, ndim=2, written=True)
-        dim = vectors.dim
-        if out.shape != (slots.size, dim):
-            raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
-        vec, team = vectors.access(out.address)
-        part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
-        parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
-    for suffix, some, tasks in by_width(parts):
-        launch_parts(device, f"gathering.gather{suffix}", _GATHER_PART, some, tasks)
-
-
-def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
-    """Write each entry's slot: that of local position `bases[f]` + id, -1 where the id is bad. One launch for all."""
-    parts, tasks = [], []
     for group in groups:
-        local = view(device, "slot_of_local", group.slot_of_local, np.int32)
-        to = view(device, "slots", group.slots, np.int32, written=True)
-        bases, starts, num_local = group.bases.tolist(), group.entry_starts.tolist(), local.size
-        check_bases(bases, num_local)
-        seen = view(device, "ids", group.ids, np.int32, np.int64)
-        if to.size != seen.size:
-            raise ValueError(f"{to.size} slots cannot hold those of {seen.size} ids.")
-        if len(starts) != len(bases) + 1 or starts != sorted(starts) or starts[0] < 0 or starts[-1] > seen.size:
-            raise ValueError(f"{len(bases)} features and {seen.size} ids do not fit entry starts {starts}.")
-        at, wide = (seen.address, local.address, to.address), int(seen.dtype == np.int64)
-        for base, first, last in zip(bases, starts, starts[1:], strict=False):
-            parts.append((*at, base, num_local - base, wide, first, last))
-            tasks.append(-(-(last - first) // _MAP_TASK))
-    launch_parts(device, "gathering.map_slots", _MAP_PART, parts, tasks)
+        vectors, mapped, to, vec, team = rows_at(device, group.vectors), group.mapped, 0, 1, 1
+        slots, dim = view(device, "slots", group.slots, np.int32, written=mapped is not None), vectors.dim
+        if group.out is not None:
+            out = view(device, "out", group.out, np.float32, ndim=2, written=True)
+            if out.shape != (slots.size, dim):
+                raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
+            to, (vec, team) = out.address, vectors.access(out.address)
+        row = dim, vec, team, vectors.is_half
+        features = [(0, 0, 0, 0, 0, slots.size)] if mapped is None else _features(device, mapped, slots.size)
+        for ids, local, limit, wide, first, last in features:
+            at = slots.address + 4 * first, to and to + 4 * dim * first
+            part = vectors.address, ids, local, *at, limit, last - first, wide, *row
+            parts.append((vectors, part, -(-(last - first) // _TASK)))
+    for suffix, some, tasks in by_width(parts):
+        launch_parts(device, f"gathering.gather{suffix}", _PART, some, tasks)
+
+
+def _features(device: Device, mapped: Mapped, size: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield for each feature the addresses of its ids and its table's slots, its limit, and its entries."""
+    local = view(device, "slot_of_local", mapped.slot_of_local, np.int32)
+    seen = view(device, "ids", mapped.ids, np.int32, np.int64)
+    bases, starts = mapped.bases.tolist(), mapped.entry_starts.tolist()
+    check_bases(bases, local.size)
+    if seen.size != size:
+        raise ValueError(f"{size} slots cannot hold those of {seen.size} ids.")
+    if len(starts) != len(bases) + 1 or starts != sorted(starts) or starts[0] < 0 or starts[-1] > size:
+        raise ValueError(f"{len(bases)} features and {size} ids do not fit entry starts {starts}.")
+    step = seen.dtype.itemsize
+    for base, first, last in zip(bases, starts, starts[1:], strict=False):
+        yield seen.address + step * first, local.address + 4 * base, local.size - base, step == 8, first, last

@@ -18,6 +18,7 @@ struct Gradients {
     int per_source;  // entries of each; 0 where they differ
     int is_plain;  // whether no source has places or scales
     int has_max;
+    int is_aligned;  // whether every gradient is known to begin at a multiple of 16 bytes
 };
 
 #define GRADIENTS_IN_FLIGHT 4
@@ -31,19 +32,6 @@ __device__ __forceinline__ const Source& source_of(const Gradients& gradients, u
         else high = middle;
     }
     return gradients.sources[low];
-}
-
-// Gradients begin where the model's layout has them: four elements in one access only where they lie so.
-template <int VEC> __device__ __forceinline__ Lanes<VEC> load_gradient(const float* from) {
-    if constexpr (VEC == 4) {
-        if (reinterpret_cast<uint64>(from) % 16 != 0) {
-            Lanes<4> lanes;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) lanes.v[k] = __ldg(from + k);
-            return lanes;
-        }
-    }
-    return load_constant<VEC>(from);
 }
 
 // Where the gradient of an entry begins, and its factor.
@@ -73,7 +61,7 @@ __device__ __forceinline__ void add_each(
             if (i + u >= stop) continue;
             const Place place = place_of(gradients, __ldg(entries + i + u));
             scales[u] = place.scale;
-            held[u] = load_gradient<VEC>(place.from + d);
+            held[u] = load_anywhere<VEC>(place.from + d);
         }
 #pragma unroll
         for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
@@ -100,7 +88,7 @@ __device__ __forceinline__ void add_largest(
             const int64 number = entry - source.begin;
             const int64 place = source.places ? __ldg(source.places + number) : number * source.stride;
             const int64 at = (place >= 0 ? place : ~place) + d;
-            held[u] = load_gradient<VEC>(source.flat + at);
+            held[u] = load_anywhere<VEC>(source.flat + at);
             scales[u] = place >= 0 && source.scales ? __ldg(source.scales + number) : 1.0f;
             won[u] = 0u;
 #pragma unroll
@@ -119,8 +107,7 @@ __device__ __forceinline__ void add_largest(
     }
 }
 
-// The same for a team that has four lanes at least, each of which looks up an entry for all; nothing is max-pooled, and
-// every gradient begins at a multiple of 16 bytes.
+// The same for a team that has four lanes at least, each of which looks up an entry for all; nothing is max-pooled.
 __device__ __forceinline__ void add_by_team(
     const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<4>& sum, int team) {
     const uint32 mask = team_mask(team);
@@ -129,6 +116,17 @@ __device__ __forceinline__ void add_by_team(
     for (int from = start; from < stop; from += team) {
         const int count = stop - from < team ? stop - from : team;
         const Place mine = place_of(gradients, __ldg(entries + from + (own < count ? own : 0)));
+        if (!gradients.is_aligned) {  // one after another, which takes fewer registers than the others have anyway
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                const uint64 at = __shfl_sync(mask, reinterpret_cast<uint64>(mine.from), i, team);
+                const Lanes<4> one = load_anywhere<4>(reinterpret_cast<const float*>(at) + d);
+                const float scale = __shfl_sync(mask, mine.scale, i, team);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) sum.v[k] += one.v[k] * scale;
+            }
+            continue;
+        }
 #pragma unroll 1
         for (int i = 0; i < count; i += GRADIENTS_IN_FLIGHT) {
             Lanes<4> held[GRADIENTS_IN_FLIGHT];

@@ -43,6 +43,19 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_constant(const flo
     return lanes;
 }
 
+// For what the model lays out, columns of an output or a gradient: four elements in one access only if they lie so.
+template <int VEC> __device__ __forceinline__ Lanes<VEC> load_anywhere(const float* from) {
+    if constexpr (VEC == 4) {
+        if (reinterpret_cast<uint64>(from) % 16 != 0) {
+            Lanes<4> lanes;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) lanes.v[k] = __ldg(from + k);
+            return lanes;
+        }
+    }
+    return load_constant<VEC>(from);
+}
+
 // For rows that this kernel writes: they are used once, so the first-level cache is passed over. (What a part points to
 // is a generic address for the compiler; these say that it is global memory.)
 template <int VEC> __device__ __forceinline__ Lanes<VEC> load_lanes(const float* from) {
@@ -62,6 +75,18 @@ template <int VEC> __device__ __forceinline__ void store_lanes(float* to, const 
     } else {
         __stcg(to, lanes.v[0]);
     }
+}
+
+// As load_anywhere.
+template <int VEC> __device__ __forceinline__ void store_anywhere(float* to, const Lanes<VEC>& lanes) {
+    if constexpr (VEC == 4) {
+        if (reinterpret_cast<uint64>(to) % 16 != 0) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) __stcg(to + k, lanes.v[k]);
+            return;
+        }
+    }
+    store_lanes<VEC>(to, lanes);
 }
 
 // Bring what will be loaded soon to the second-level cache.

@@ -169,13 +169,13 @@ def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) 
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_sms * blocks_per_sm))
 
 
-def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = None) -> tuple[int, int]:
+def access(dim: int, *addresses: int, narrow: int | None = None) -> tuple[int, int]:
     """Return (vec, team): elements of one access and lanes of one row.
 
-    Four elements where rows of `dim` at all addresses, `columns` elements further on, begin at multiples of 16 bytes.
-    Those at address `narrow` have 2 bytes an element, so that 8 are enough.
+    Four elements where rows of `dim` at all addresses begin at multiples of 16 bytes. Those at address `narrow` have
+    2 bytes an element, so that 8 are enough.
     """
-    bits = columns * 4
+    bits = 0
     for address in addresses:
         bits |= address
     vec = 4 if dim % 4 == 0 and bits % 16 == 0 and (narrow is None or narrow % 8 == 0) else 1

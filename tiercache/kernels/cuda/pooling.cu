@@ -145,7 +145,7 @@ __device__ __forceinline__ void pool_bags(const PoolPart& part, int64 first_samp
         for (int d = lane_id() % part.of.team * VEC; d < part.of.dim; d += part.of.team * VEC) {
             const Lanes<VEC> pooled = part.of.mode == MAX ? max_bag<T, VEC>(part, first, last, d, part.batch.argmax + place + d)
                                                        : sum_bag<T, VEC>(part, first, last, d);
-            store_lanes<VEC>(part.out + place + d, pooled);
+            store_anywhere<VEC>(part.out + place + d, pooled);
         }
     }
 }
@@ -162,9 +162,11 @@ __device__ __forceinline__ void pool_samples(const PoolPart& part, int64 first, 
         slot = slot_of(part, entry);
         part.batch.slots[entry] = slot;
     }
-    copy_rows<VEC>(
-        static_cast<const T*>(part.of.vectors), part.of.is_half, slot, count, part.of.dim, part.of.team,
-        part.out + first * part.width + part.of.col, part.width);
+    const T* vectors = static_cast<const T*>(part.of.vectors);
+    float* to = part.out + first * part.width + part.of.col;
+    const bool is_aligned = VEC == 1 || (reinterpret_cast<uint64>(to) | 4 * part.width) % 16 == 0;
+    if (is_aligned) copy_rows<VEC>(vectors, part.of.is_half, slot, count, part.of.dim, part.of.team, to, part.width);
+    else scatter_rows<VEC>(vectors, part.of.is_half, slot, count, part.of.dim, part.of.team, to, part.width);
 }
 
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
@@ -186,7 +188,7 @@ __device__ __forceinline__ void weigh_bags(
                     const T* vectors = static_cast<const T*>(part.of.vectors);
                     const T* row = vectors + slot * static_cast<int64>(stride_of<T>(part.of.dim));
                     products = widen<VEC>(load_packed<VEC>(row + d), part.of.is_half);
-                    const Lanes<VEC> factors = load_constant<VEC>(at + d);
+                    const Lanes<VEC> factors = load_anywhere<VEC>(at + d);
 #pragma unroll
                     for (int i = 0; i < VEC; ++i) products.v[i] *= factors.v[i];
                 }

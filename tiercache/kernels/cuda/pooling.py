@@ -65,9 +65,9 @@ class PoolPlan:
     One for each width of vectors. A plan holds addresses, not arrays: it is for the memory that it was made for.
     """
 
-    def __init__(self, device: Device, groups: Sequence[Features], width: int, *, aligned: bool = True) -> None:
-        """width: T. aligned: whether the output begins at a multiple of 16 bytes."""
-        self._device, self._width, self._aligned, self._groups = device, width, aligned, list[_Group]()
+    def __init__(self, device: Device, groups: Sequence[Features], width: int) -> None:
+        """width: T."""
+        self._device, self._width, self._groups = device, width, list[_Group]()
         features: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
         for g, group in enumerate(groups):
             rows = rows_at(device, group.vectors)
@@ -81,7 +81,7 @@ class PoolPlan:
             num_features = same_length(bases=bases, cols=cols, modes=modes)
             columns = (array.tolist() for array in (bases, local.size - bases, cols, modes))
             for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
-                vec, team = rows.access(4 * col, columns=width if aligned else 1)
+                vec, team = rows.access()
                 number = g % _MOST_GROUPS
                 row = rows.address, local.address, base, limit, col, number, f, rows.dim, vec, team, mode, rows.is_half
                 features[rows.suffix, g - number].append(row)
@@ -145,8 +145,6 @@ class PoolPlan:
         num_samples, width = out.shape
         if width != self._width:
             raise ValueError(f"the output has {width} columns, and the plan was made for {self._width}.")
-        if self._aligned and out.address % 16:
-            raise ValueError("the output begins between multiples of 16 bytes, and the plan was made for others.")
         chunks = -(-num_samples // _SAMPLES_OF_TASK)
         if not chunks:
             return

@@ -43,8 +43,6 @@ class RowsPlan(NamedTuple):
     wide: tuple[int, ...]
     """The addresses of states that have as many elements as a row."""
     streams: int
-    widths: Sequence[int]
-    """Those of the rule that it is for."""
 
 
 def plan_rows(device: Device, step: Step) -> RowsPlan:
@@ -56,7 +54,6 @@ def plan_rows(device: Device, step: Step) -> RowsPlan:
         (*states, 0, 0)[:2],  # type: ignore[arg-type]
         tuple(state for state, width in zip(states, step.rule.widths, strict=True) if width > 1),
         address_of(device, "streams", step.rounding.streams, np.uint64),
-        step.rule.widths,
     )
 
 
@@ -102,18 +99,16 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
 
     sums, sources: the addresses of its sums and sources.
     """
-    step, plan, source, runs = group.step, group.plan, group.sources, group.step.pairs
-    rows = plan.rows
-    vec, team = rows.access(*plan.wide, sums)
-    is_quick = vec == 4 and team >= _TEAM and source.is_aligned and not source.has_max
+    step, (rows, states, wide, streams), (entries, per_source, is_plain, has_max, is_aligned) = group[:3]
+    runs, (vec, team) = step.pairs, rows.access(*wide, sums)
     part = (
-        rows.address, *plan.states, runs.entries, runs.address, runs.run_at,
+        rows.address, *states, runs.entries, runs.address, runs.run_at,
         address_of(device, "slot_of", runs.slot_of, np.int32), sums,
-        address_of(device, "means", step.means, np.float32),
-        sources, len(source.rows), source.per_source, source.is_plain, source.has_max, plan.streams, step.rounding.key,
-        runs.size, rows.num_slots, group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:-1],
+        address_of(device, "means", step.means, np.float32), sources, len(entries), per_source, is_plain, has_max,
+        is_aligned, streams, step.rounding.key, runs.size, rows.num_slots, group.padded, rows.dim, vec, team,
+        rows.is_half, *step.rule[1:-1],
     )  # fmt: skip
-    return part, team, "" if is_quick else "_any"
+    return part, team, "" if vec == 4 and team >= _TEAM and not has_max else "_any"
 
 
 def update_many(device: Device, steps: Sequence[Step], plans: Sequence[RowsPlan] | None = None) -> None:

@@ -22,11 +22,11 @@ class RowsAt(NamedTuple):
     suffix: str
     """The suffix of kernels for them."""
 
-    def access(self, *addresses: int, columns: int = 0) -> tuple[int, int]:
+    def access(self, *addresses: int) -> tuple[int, int]:
         """Return `launch.access` for these rows, with others of float32 at some addresses."""
         if self.suffix:
-            return access(self.dim, *addresses, columns=columns, narrow=self.address)
-        return access(self.dim, self.address, *addresses, columns=columns)
+            return access(self.dim, *addresses, narrow=self.address)
+        return access(self.dim, self.address, *addresses)
 
 
 def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written: bool = False) -> RowsAt:

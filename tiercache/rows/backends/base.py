@@ -236,9 +236,6 @@ class Backend(Protocol):
     def array(self, tensor: torch.Tensor) -> Array:
         """Return a tensor of the device as an array, contiguous and detached."""
 
-    def flat(self, gradient: torch.Tensor) -> Array:
-        """Return a float32 gradient as a contiguous array, whose axes mean nothing."""
-
     def tensor(self, array: Array) -> torch.Tensor:
         """Return an array as a tensor."""
 

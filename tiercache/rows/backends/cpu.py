@@ -162,10 +162,6 @@ class CpuBackend:
         """Return its memory."""
         return tensor.detach().contiguous().numpy()
 
-    def flat(self, gradient: torch.Tensor) -> Array:
-        """Return its memory, or a copy."""
-        return self.array(gradient.reshape(-1))
-
     def tensor(self, array: Array) -> torch.Tensor:
         """Return its memory."""
         return torch.from_numpy(array)

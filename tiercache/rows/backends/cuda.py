@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections import OrderedDict
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from tiercache.errors import BudgetError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, view_of
 from tiercache.kernels.cpu.pooling import MAX
 from tiercache.kernels.cuda import rows as cuda_rows
-from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather
 from tiercache.kernels.cuda.initial import fill_rows, initial_rows, set_streams
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.arrays import View
     from tiercache.kernels.cuda.sorting import Runs
-    from tiercache.kernels.cuda.update import RowsPlan
     from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.cuda_runtime import CudaRuntime
     from tiercache.rows.backends.optimizer_step import OptimizerStep
@@ -67,15 +67,13 @@ class CudaBackend:
         self.pin, self.unpin = runtime.pin, runtime.unpin
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
-        self._plans: OrderedDict[Any, tuple[Sequence[weakref.ref[GroupRows]], PoolPlan]] = OrderedDict()
-        """And the rows that each is for."""
-        self._row_plans: dict[int, tuple[weakref.ref[GroupRows], RowsPlan]] = {}
-        """By the id of a group's rows."""
+        self._plans: OrderedDict[Any, Any] = OrderedDict()
+        self._places: dict[int, tuple[weakref.ref[GroupRows], tuple[Any, ...]]] = {}
 
     @property
     def scratch_bytes(self) -> int:
         """Return the bytes of plans; memory of a step returns to torch's caching allocator."""
-        return sum(plan.nbytes for _, plan in self._plans.values())
+        return sum(plan.nbytes for plan in self._plans.values() if isinstance(plan, PoolPlan))
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile the kernels for this GPU, once."""
@@ -84,17 +82,12 @@ class CudaBackend:
     def drop_scratch(self) -> None:
         """Forget the plans of lookups and steps."""
         self._plans.clear()
-        self._row_plans.clear()
 
     # -- arrays --------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> Array:
         """Return the tensor."""
-        return tensor.detach().contiguous()
-
-    def flat(self, gradient: torch.Tensor) -> Array:
-        """Return the gradient itself, if it is contiguous: kernels take its address."""
-        return self.array(gradient) if gradient.requires_grad or not gradient.is_contiguous() else gradient
+        return tensor.detach().contiguous() if tensor.requires_grad or not tensor.is_contiguous() else tensor
 
     def tensor(self, array: Array) -> torch.Tensor:
         """Return the tensor."""
@@ -157,57 +150,65 @@ class CudaBackend:
         return found
 
     def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
-        """Return the plan of a lookup; it has no references to arrays of the device, so that they can be freed."""
-        aligned = out.data_ptr() % 16 == 0
-        key: Any = self._runtime.stream(), out.shape[1], aligned, *[
-            (id(rows), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts
+        """Return the plan of a lookup."""
+        key = out.shape[1], *[
+            (self._place(rows), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts
         ]  # fmt: skip
-        known, plan = self._plans.get(key, ((), None))
-        if plan is None or any(of() is not rows for of, (rows, _) in zip(known, parts, strict=True)):
-            features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
-            plan = PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
-            self._plans[key] = [weakref.ref(rows) for rows, _ in parts], plan
+        plan: PoolPlan = self._kept(key, lambda: PoolPlan(self._runtime.kernels, [
+            Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts
+        ], out.shape[1]))  # fmt: skip
+        return plan
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the plan of a key, for this stream; it has no references to arrays, so that they can be freed."""
+        key = self._runtime.stream(), key
+        if key not in self._plans:
+            self._plans[key] = make()
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return plan
+        return self._plans[key]
+
+    def _place(self, rows: GroupRows) -> tuple[Any, ...]:
+        """Return where the arrays of a group lie: with ranks, other rows lie in the same places again."""
+        known, place = self._places.get(id(rows), (None, ()))
+        if known is None or known() is not rows:
+            arrays = rows.vectors.values, rows.slot_of_local, rows.streams, *rows.states
+            place = (*rows.vectors[1:], *map(self._runtime.kernels.describe, arrays))
+            if len(self._places) > _MOST_PLANS:
+                self._places.clear()
+            self._places[id(rows)] = weakref.ref(rows), place
+        return place
 
     def gather(
         self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
     ) -> tuple[list[Array], list[LookedUp]]:
-        """Map the ids of all groups in one launch, and gather all rows in another, a group's to one allocation."""
-        gathered, mapped, found, outs = list[Gathered](), list[Mapped](), list[LookedUp](), list[torch.Tensor]()
+        """Map the ids of all groups and gather their rows in one launch, a group's to one allocation."""
+        gathered, found, outs = list[Gathered](), list[LookedUp](), list[torch.Tensor]()
         for rows, e in parts:
             dim, starts = rows.vectors.dim, e.starts.tolist()
             slots = self.empty((starts[-1],), np.int32)
             found.append(_looked_up(e, slots, NONE_I4, None, NONE_F4))
-            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, slots))
-            cuts = [*pairwise(starts)]
+            for f, (first, last) in enumerate(pairwise(starts) if apart else ()):
+                mapped = Mapped(e.ids[first:last], e.bases[f : f + 1], np.array([0, last - first]), rows.slot_of_local)
+                outs.append(self.empty((last - first, dim), np.float32))
+                gathered.append(Gathered(rows.vectors, slots[first:last], outs[-1], mapped))
             if apart:
-                some = [self.empty((last - first, dim), np.float32) for first, last in cuts]
-                gathered += [
-                    Gathered(rows.vectors, slots[slice(*cut)], one) for cut, one in zip(cuts, some, strict=True)
-                ]
-                outs += some
                 continue
             out = self.empty((starts[-1], dim), np.float32)
-            gathered.append(Gathered(rows.vectors, slots, out))
+            mapped = Mapped(e.ids, e.bases, e.starts, rows.slot_of_local)
+            gathered.append(Gathered(rows.vectors, slots, out, mapped))
             with torch._C._AutoDispatchBelowADInplaceOrView():  # no views to autograd: each may be changed in place
-                outs += torch.split(out, [last - first for first, last in cuts])
-        map_slots(self._runtime.kernels, mapped)
+                outs += torch.split(out, [last - first for first, last in pairwise(starts)])
         gather(self._runtime.kernels, gathered)
         return outs, found
 
     def find(self, requests: Sequence[RowRequest]) -> None:
-        """Map the positions of all groups in one launch, and gather in another."""
-        map_slots(
-            self._runtime.kernels,
-            [
-                Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local, slots)
-                for rows, positions, slots, _ in requests
-            ],
-        )
-        found = [Gathered(one.rows.vectors, one.slots, one.out) for one in requests if one.out is not None]
+        """Map the positions of all groups and gather their rows in one launch."""
+        found = []
+        for rows, positions, slots, out in requests:
+            mapped = Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local)
+            found.append(Gathered(rows.vectors, slots, out, mapped))
         gather(self._runtime.kernels, found)
 
     def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
@@ -244,16 +245,11 @@ class CudaBackend:
             one.kernel_step(kernel_gradients(one.saved), next(newly_sorted) if runs is None else runs)
             for one, runs in zip(groups, runs_G, strict=True)
         ]
-        update_many(kernels, steps, [self._plan_of_rows(*both) for both in zip(groups, steps, strict=True)])
-
-    def _plan_of_rows(self, group: OptimizerStep, step: Step) -> RowsPlan:
-        """Return the plan of a group's rows, which is made at the first step of a pass and ends with its rows."""
-        number = id(group.rows)
-        rows, plan = self._row_plans.get(number, (None, None))
-        if rows is None or plan is None or rows() is not group.rows or plan.widths != step.rule.widths:
-            plan = plan_rows(self._runtime.kernels, step)
-            self._row_plans[number] = weakref.ref(group.rows, lambda _: self._row_plans.pop(number, None)), plan
-        return plan
+        plans = [
+            self._kept((self._place(one.rows), step.rule.widths), partial(plan_rows, kernels, step))
+            for one, step in zip(groups, steps, strict=True)
+        ]
+        update_many(kernels, steps, plans)
 
     def take_overflow(self) -> None:
         """Return None: to read a flag would wait for the GPU."""

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4
@@ -24,21 +25,12 @@ def kernel_gradients(saved: Sequence[SavedGradient]) -> list[Gradients]:
     """Return gradients as kernels take them."""
     found = list[Gradients]()
     for one in saved:
-        if one.starts is not None:
-            cuts, width, cols = one.starts.tolist(), one.width, one.cols
-            found += [
-                Gradients(gradient, last - first, width, cols)
-                for gradient, first, last in zip(one.gradient, cuts, cuts[1:], strict=False)
-                if first < last
-            ]
-        elif one.places is None:
-            found.append(Gradients(one.gradient, one.num_samples, one.width, one.cols))
+        if one.starts is None:
+            more = () if one.places is None else (one.places, one.scales, one.argmax.reshape(-1))
+            found.append(Gradients(one.gradient, one.num_samples, one.width, one.cols, *more))
         else:
-            found.append(
-                Gradients(
-                    one.gradient, one.num_samples, one.width, one.cols, one.places, one.scales, one.argmax.reshape(-1)
-                )
-            )
+            sizes = np.diff(one.starts).tolist()
+            found += [Gradients(g, n, one.width, one.cols) for g, n in zip(one.gradient, sizes, strict=True) if n]
     return found
 
 

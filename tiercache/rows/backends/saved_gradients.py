@@ -76,7 +76,7 @@ def merged(backend: Backend, saved: Sequence[SavedGradient]) -> SavedGradient:
             start = size
             starts.setdefault(key, start)
             size += gradient.numel()
-            flats.append(one.gradient)
+            flats.append(one.gradient.reshape(-1))
             if is_max:
                 argmaxes.append(array(tensor(one.argmax) + first))
             elif has_argmax:
