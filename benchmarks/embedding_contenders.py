@@ -25,7 +25,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from tiercache.data.sample_layout import SampleLayout
-from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
+from tiercache.data.sub_dataset import EncodedBatch
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.values.ids import FeatureIds
 
@@ -160,13 +160,12 @@ class WholeTables:
     def check_samples(self) -> None:
         """Return: there are some."""
 
-    def read(self, indices: NDArray[np.int64], buffers: SampleBuffers | None = None) -> EncodedBatch:
+    def read(self, indices: NDArray[np.int64]) -> EncodedBatch:
         """Return the batch that begins at the first index, laid out as a sub-dataset's read does."""
         batch = self._ids_BFN[int(indices[0]) // indices.size]
-        singles = (buffers or SampleBuffers()).array("ids", batch.shape, np.int32)
-        np.stack([batch[self._place[name]] for name in self._order], out=singles)
+        singles = np.stack([batch[self._place[name]] for name in self._order])
         ids = {name: FeatureIds(row, None, None) for name, row in zip(self._order, singles, strict=True)}
-        return EncodedBatch(label=None, dense=np.empty((indices.size, 0), np.float32), singles=singles, ids=ids)
+        return EncodedBatch(label=None, dense=np.empty((indices.size, 0), np.float32), ids=ids)
 
 
 class Ours:
@@ -178,7 +177,7 @@ class Ours:
         self._bag = tc.EmbeddingBagCollection(self._cache.schema)
         self._passes = self._cache.passes(epochs=1)
         p = next(self._passes)
-        self._batches = list(p.batches(shape.num_samples))
+        self._batches = list(p.batches(shape.num_samples, prefetch=0))
         assert len(self._batches) == NUM_BATCHES
         self._grads = [torch.from_numpy(grad) for grad in grads]
 

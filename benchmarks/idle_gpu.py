@@ -171,6 +171,8 @@ class IdleGpu(CudaDevice):
         """Count it."""
         self.counts["event"] += 1
 
+    wait_uploaded = wait_event
+
     def record_use(self, _tensor: torch.Tensor) -> None:
         """Count it."""
         self.counts["record stream"] += 1

@@ -64,10 +64,10 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
 def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
     """Close lets go of the maps; arrays that look into them stay valid, and the next use opens them again."""
     p = small.passes[0]
-    keys, before = p.keys("a"), p.read(np.arange(5)).singles.copy()
+    keys, before = p.keys("a"), p.read(np.arange(5)).ids["a"].ids.copy()
     p.close()
     assert keys.tolist() == p.keys("a").tolist()
-    np.testing.assert_array_equal(p.read(np.arange(5)).singles, before)
+    np.testing.assert_array_equal(p.read(np.arange(5)).ids["a"].ids, before)
     p.prefetch()
 
 

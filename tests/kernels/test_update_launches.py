@@ -14,8 +14,8 @@ from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import F4, gradients_of_entries, rule_of, states, stepped
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.launch import most_parts, struct
-from tiercache.kernels.cuda.sorting import LookupPositions, sort_positions
+from tiercache.kernels.cuda.launch import most_parts, struct, view
+from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import NO_ROUNDING, Rule, Step, make_rounding
 
 if TYPE_CHECKING:
@@ -140,8 +140,14 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
     fields = [rng.standard_normal((300, dim)).astype(F4), *states("adagrad", 300, dim, rng)]
     for m in machines("cuda"):
         wanted = stepped(m, "adagrad", fields, slots, m.one_id(gradient))
-        few = LookupPositions(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
-        _, runs = sort_positions(m.device, [few, LookupPositions(m.place(ids), starts, bases, limits)])
+        few = LookupPositions(4, np.array([0, 9]), bases[:1], limits[:1])
+        plan = SortPlan.of([few, LookupPositions(40, starts, bases, limits)])
+        for _ in range(2):  # a plan serves any block
+            block = m.place(np.concatenate([ids[:1], ids[:9], ids]))
+            memory = m.place(np.zeros(plan.num_bytes // 8, np.int64))
+            at = [view(m.device, "", array, array.dtype.type).address for array in (block, memory)]
+            first, runs = plan.launch(m.device, at[0], memory, at[1])
+            assert first.address == at[1]
         assert np.array_equal(m.pairs(runs) >> np.uint64(32), np.sort(ids + bases[feature]))
         vectors, placed = m.vectors(fields[0]), [m.place(field) for field in fields[1:]]
         runs = runs._replace(slot_of=m.place(slot_of))

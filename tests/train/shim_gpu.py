@@ -104,12 +104,17 @@ class ShimRuntime:
         with self._lock:
             return self._received + len(self._uploads)
 
-    def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
+    def wait_uploaded(self, sent: int) -> None:
         """Do them."""
         with self._lock:
             while self._received < sent:
                 self._received += 1
                 self._uploads.pop(0)()
+
+    def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Do them."""
+        self.wait_uploaded(sent)
+        with self._lock:
             if not self._uploads and not self._uploading:  # else what a thread has made for work that it is yet to give
                 self.kernels.uploaded()
 

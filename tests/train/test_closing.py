@@ -20,7 +20,7 @@ from tests.train.devices import DEVICE, DEVICES, shim
 from tests.train.raw import batch_arguments, key_sets
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.test_bad_input import one_sentence
-from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
+from tiercache.data.sub_dataset import EncodedBatch, SampleBlock
 from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.rows.backends.cpu import HostUpload
 from tiercache.rows.backends.cuda import CudaBackend
@@ -231,7 +231,7 @@ ONE_PASS = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=200, batch=10
 )
 OF_A_BATCH = (
-    Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, LookedUp,
+    Batch, FeatureIds, FoundIds, EncodedBatch, SampleBlock, HostUpload, PinnedUpload, LookupIds, LookedUp,
     SavedGradient, Collated, TableLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
@@ -270,27 +270,46 @@ def bytes_of_batches(gpu: ShimRuntime, backend: Any) -> tuple[int, int]:
     """Return the bytes of the device beside scratch, and those of pinned memory."""
     gpu.receive(gpu.uploaded(), ())  # copies of what was made ahead and dropped
     held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
-    return held - backend.scratch_bytes, sum(gpu._pinned.values())
+    return held - backend.scratch_bytes, sum(gpu._pinned.values()) - backend.pinned_bytes
 
 
 def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
-    """With its pinned memory, what it brought from there and what it copied to pinned memory first."""
+    """Its block is used by the next one that is made, and none while an array lies in it."""
     backend = shim()
     gpu = backend._runtime
     upload = backend.upload()
-    read = upload.buffers.array("ids", (3, 4), np.int32)
-    read[...] = 1
-    there = [upload.to_device(read), upload.to_device(np.ones(5, np.float32)), upload.join([read[0], read[2]])[1]]
-    upload.send()
+    read = upload.take(400)
+    read[:48].view(np.int32)[:] = 1
+    upload.send(48, None)
     upload.receive()
-    assert [int(one.sum()) for one in there] == [12, 5, 8]
+    there = upload.array(16, 8, np.int32)
+    assert there.tolist() == [1] * 8
     gone = weakref.ref(upload)
     del upload
     assert gone() is None
-    assert gpu._pinned, "an array still lies in pinned memory"
+    other = backend.upload()
+    assert other.take(400).ctypes.data != read.ctypes.data, "an array still lies in the block"
+    assert len(gpu._pinned) == 2
+    del other
+    at = read.ctypes.data
     del read, there
-    assert not gpu._pinned
     assert not gpu.kernels.memory._blocks
+    third, fourth = backend.upload(), backend.upload()
+    assert at in {third.take(100).ctypes.data, fourth.take(512).ctypes.data}, "a block is used again"
+    assert len(gpu._pinned) == 2
+    del third, fourth
+    backend.drop_scratch()
+    assert not gpu._pinned
+
+
+def test_a_block_is_not_written_to_before_its_copy() -> None:
+    """A batch that is dropped at once may not have been copied yet."""
+    backend = shim()
+    first, second = backend.upload(), backend.upload()
+    first.take(64)[:] = 7
+    first.send(64, None)
+    second.take(64)[:] = 9
+    assert first.array(0, 64, np.uint8).tolist() == [7] * 64
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -114,6 +114,8 @@ class ArrayFile:
             raise self._damaged("its header does not match")
         if _digest(layout, sums) != digest:
             raise self._damaged("its checksums do not match their digest")
+        self.words = self._bytes[: self._bytes.size // 4 * 4].view(np.int32)
+        """The arrays, mapped and read-only: ``check`` rows before you use them."""
         self._sums = np.frombuffer(sums, "<u8")
         self._is_checked = np.zeros(layout.num_blocks, bool)
         self._checked: set[str] = set()  # arrays of which every block is good
@@ -142,6 +144,11 @@ class ArrayFile:
         end = self.layout.offset(name, self.layout.specs[name].shape[0])
         if self._is_checked[start // BLOCK_BYTES : -(-end // BLOCK_BYTES)].all():
             self._checked.add(name)
+
+    def check_rows(self, names: frozenset[str], rows: NDArray[np.int64]) -> None:
+        """Check some rows of several arrays, as ``check`` does."""
+        for name in names - self._checked:
+            self.check(name, rows, rows + 1)
 
     def check_all(self, progress: Callable[[int], None] | None = None) -> None:
         """Check every block, also those checked before; ``progress`` is called with the bytes of each."""

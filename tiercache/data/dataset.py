@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
+    from tiercache.data.block_layout import IdOrder
+    from tiercache.data.sub_dataset import EncodedBatch, SampleMemory
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
@@ -54,7 +55,12 @@ class SubDatasetView(Protocol):
         ...
 
     def read(
-        self, indices: NDArray[np.int64], into: SampleBuffers | None = None, *, features: Collection[str] | None = None
+        self,
+        indices: NDArray[np.int64],
+        into: SampleMemory | None = None,
+        *,
+        features: Collection[str] | None = None,
+        orders: Sequence[IdOrder] = (),
     ) -> EncodedBatch:
         """Read the samples at ``indices``, in that order, with local ids of the whole sub-dataset."""
         ...

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from tiercache.data.array_file import ArrayFile
+from tiercache.data.block_layout import BlockLayout
 from tiercache.data.keyset import KeySet
 from tiercache.data.manifest import file_name
 from tiercache.data.recorded_batches import RecordedBatches
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
-from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
+from tiercache.kernels.cpu.samples import gather_lists, gather_offsets, gather_samples
 from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.data.array_file import ArraySpec
+    from tiercache.data.block_layout import BlockPlaces, IdOrder
     from tiercache.data.manifest import SubDatasetRecord
-    from tiercache.data.sample_layout import SampleColumn, SampleLayout
+    from tiercache.data.sample_layout import SampleLayout
+
+_MOST_LAYOUTS = 8
+
+
+class SampleBlock(NamedTuple):
+    """Samples in one block of memory."""
+
+    memory: NDArray[np.uint8]
+    layout: BlockLayout
+    places: BlockPlaces
+
+    def array(self, piece: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return ``count`` numbers from where a piece begins."""
+        begin = self.places.begins[piece]
+        return self.memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +53,26 @@ class EncodedBatch:
     """(n,); None where the schema has no label."""
     dense: NDArray[np.float32]
     """(n, D), D may be 0."""
-    singles: NDArray[np.int32]
-    """(S, n), contiguous: the features with one id that were read, in the order of ``SampleLayout.singles``, so that
-    those of one group of tables are neighbors. ``ids`` has its rows."""
-    ids: dict[str, FeatureIds]
-    """The ids of every feature that was read, by its name."""
+    ids: Mapping[str, FeatureIds]
+    """The ids of every feature that was read, by its name. Those with one id are neighbors group by group, unless they
+    were read in other orders."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """(n,) each: several labels and kept columns in their own dtype, by name."""
+    block: SampleBlock | None = None
+    """Where all of this is, if it was read into one block."""
 
     @property
     def num_samples(self) -> int:
         """N."""
         return int(self.dense.shape[0])
+
+
+class SampleMemory(Protocol):
+    """Memory that blocks are read into."""
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uninitialized memory."""
+        ...
 
 
 class SampleBuffers:
@@ -57,22 +81,14 @@ class SampleBuffers:
     A batch read into it is valid until the next read into it. Not for use by two threads at once.
     """
 
-    def __init__(self, allocate: Callable[[int, Any], NDArray[Any]] = np.empty) -> None:
-        """``allocate(size, dtype)`` returns uninitialized memory, flat."""
-        self._allocate, self._flat = allocate, dict[str, Any]()
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(int(flat.nbytes) for flat in self._flat.values())
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an uninitialized C-contiguous array, which replaces the last one of this name."""
-        size = math.prod(shape)
-        flat = self._flat.get(name)
-        if flat is None or flat.size < size or flat.dtype != dtype:
-            flat = self._flat[name] = self._allocate(size + (size >> 3), dtype)
-        return flat[:size].reshape(shape)
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uninitialized memory, which replaces the last."""
+        if self._memory.size < num_bytes:
+            self._memory = np.empty(num_bytes + (num_bytes >> 3) & ~7, np.uint8)
+        return self._memory[:num_bytes]
 
 
 class SubDataset:
@@ -95,6 +111,7 @@ class SubDataset:
         """The schema of its dataset."""
         self._arrays = layout.file(record.samples, record.rows, record.values, record.recorded)
         self._opened: ArrayFile | None = None
+        self._layouts: dict[Any, BlockLayout] = {}
 
     @property
     def whole(self) -> SubDataset:
@@ -161,13 +178,18 @@ class SubDataset:
         return KeySet(self._file)
 
     def read(
-        self, indices: NDArray[np.int64], into: SampleBuffers | None = None, *, features: Collection[str] | None = None
+        self,
+        indices: NDArray[np.int64],
+        into: SampleMemory | None = None,
+        *,
+        features: Collection[str] | None = None,
+        orders: Sequence[IdOrder] = (),
     ) -> EncodedBatch:
-        """Read the samples at ``indices`` (n,), in that order; an index may repeat.
+        """Read the samples at ``indices`` (n,), in that order, into one block; an index may repeat.
 
-        features: the features whose ids are read; None: all. The arrays are new, or lie in ``into`` and are valid until
-        the next read into it. Raises IndexError for an index below 0 or past the last sample, and DatasetError for
-        damage and for an id outside the key set of its table.
+        features: the features whose ids are read; None: all. orders: which of their ids are next to each other. The
+        memory is new, or of ``into``. Raises IndexError for an index below 0 or past the last sample, and DatasetError
+        for damage and for an id outside the key set of its table.
         """
         self.check_samples()
         indices = np.ascontiguousarray(indices, dtype=np.int64)
@@ -176,9 +198,19 @@ class SubDataset:
                 f"samples {indices.min()} .. {indices.max()} were asked for, but sub-dataset {self.index} has "
                 f"{self.samples}: indices start at 0"
             )
-        reading = _Reading(self._file, self._layout, indices, SampleBuffers() if into is None else into, features)
-        samples = reading.samples()
-        self._check_ids(samples)
+        layout, file, lists = self._block_layout(indices.size, orders, features), self._file, _Lists({}, {})
+        file.check_rows(layout.arrays, indices)
+        if layout.fixed is None:
+            lists = self._find_lists(layout, indices)
+        places = layout.fixed or layout.place({name: int(offsets[-1]) for name, offsets in lists.offsets.items()})
+        memory = (SampleBuffers() if into is None else into).take(-(-places.begins[-1] // 8) * 8)
+        block = SampleBlock(memory, layout, places)
+        wrong = gather_samples(file.words, indices, places.copies, memory.view(np.int32))
+        if layout.fixed is None:
+            wrong |= self._gather_lists(block, lists)
+        samples = self._samples(block, indices, lists.offsets)
+        if wrong < 0:
+            self._refuse_ids(samples)
         return samples
 
     def num_values(self, feature: str, low: int, high: int) -> int:
@@ -206,112 +238,131 @@ class SubDataset:
             self._opened = ArrayFile(self.path, self._arrays, self.digest, f"sub-dataset {self.index}: ")
         return self._opened
 
-    def _check_ids(self, samples: EncodedBatch) -> None:
-        singles = [feature for feature in self._layout.singles if feature.name in samples.ids]
-        parts = [(singles, samples.singles.reshape(-1))]  # in one call: there may be many
-        lists = (feature for feature in self._layout.schema.lists if feature.name in samples.ids)
-        parts += [([feature], samples.ids[feature.name].ids) for feature in lists]
-        for features, ids in parts:
-            each = ids.size // max(1, len(features))
-            limits = np.array([self.rows(feature.table) for feature in features], np.int64)
-            bad = check_ids(ids, np.arange(limits.size + 1) * each, limits)
+    def _block_layout(self, size: int, orders: Sequence[IdOrder], features: Collection[str] | None) -> BlockLayout:
+        key = size, tuple(orders), None if features is None else frozenset(features)
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            found = BlockLayout.of(self._layout, lambda name: self._arrays.offset(name) // 4, self.rows, *key)
+            self._layouts[key] = found
+        return found
+
+    def _find_lists(self, layout: BlockLayout, indices: NDArray[np.int64]) -> _Lists:
+        """Return where lists of any length are in the file, and the offsets of their ids in the block."""
+        found, file = _Lists({}, {}), self._file
+        for name in (f.name for f in self._layout.ragged if f.name in layout.ids):
+            begins, offsets = np.empty(indices.size, np.int64), np.empty(indices.size + 1, np.int64)
+            all_offsets, num_values = file.array(f"offsets.{name}"), file.layout.specs[f"ids.{name}"].shape[0]
+            file.check(f"offsets.{name}", indices, indices + 2)
+            bad = gather_offsets(all_offsets, num_values, indices, begins, offsets)
             if bad >= 0:
-                feature, limit = features[bad // each], int(limits[bad // each])
+                sample = int(indices[bad])
+                first, last = all_offsets[sample : sample + 2]
                 raise DatasetError(
-                    f"sub-dataset {self.index}: feature {feature.name!r} has the id {ids[bad]} in {self.path}, and "
-                    f"table {feature.table!r} has ids 0 to {limit - 1}: delete the dataset and extract it again"
+                    f"{file.label}feature {name!r} of sample {sample} in {file.path} has the values {first} to "
+                    f"{last}, and there are {num_values}: delete the dataset and extract it again"
                 )
+            found.begins[name], found.offsets[name] = begins, offsets
+        return found
+
+    def _gather_lists(self, block: SampleBlock, lists: _Lists) -> int:
+        """Copy lists of any length to all their pieces, and write the offsets of bags of orders that have some.
+
+        Return a negative number if an id is not in its table.
+        """
+        layout, file, n, wrong = block.layout, self._file, block.layout.size, 0
+        for piece, array, name in layout.lists:
+            out = block.array(piece, block.places.num_ids[name], np.int32)
+            if array is None:
+                out.view(np.float32).fill(1.0)
+                continue
+            begins, offsets = lists.begins[name], lists.offsets[name]
+            file.check(array, begins, begins + np.diff(offsets))
+            gather_lists(file.array(array).view(np.int32), begins, offsets, out)
+            if array.startswith("ids."):
+                limit = self.rows(layout.features[name].table)
+                wrong -= check_ids(out, np.array([0, out.size]), np.array([limit])) >= 0
+        for order, pieces, starts in zip(layout.orders, layout.order_pieces, block.places.starts, strict=True):
+            if pieces.offsets is None or lists.offsets.keys().isdisjoint(order.features):
+                continue
+            ends = block.array(pieces.offsets, len(order.features) * n + 1, np.int64)
+            ends[0] = 0
+            for f, name in enumerate(order.features):
+                to, num_ids = ends[1 + f * n : 1 + (f + 1) * n], block.places.num_ids[name]
+                own = lists.offsets[name][1:] if name in lists.offsets else _offsets(n, num_ids)[1:]
+                np.add(own, starts[f], out=to)
+        return wrong
+
+    def _samples(
+        self, block: SampleBlock, indices: NDArray[np.int64], offsets: Mapping[str, NDArray[np.int64]]
+    ) -> EncodedBatch:
+        layout, n, schema = block.layout, indices.size, self.schema
+        label, dense, columns = None, np.empty((n, 0), np.float32), {}
+        if schema.label is not None:
+            label = block.array(layout.columns["label"], n, np.float32)
+        if schema.dense:
+            width = len(schema.dense)
+            dense = block.array(layout.columns["dense"], n * width, np.float32).reshape(n, width)
+        for one, spec in zip(schema.kept, self._layout.kept, strict=True):
+            column = columns[one.name] = block.array(layout.columns[spec.name], n, spec.dtype)
+            if spec.dtype.itemsize < 4:
+                np.take(self._file.array(spec.name), indices, out=column, mode="clip")  # "raise" would copy once more
+        return EncodedBatch(label, dense, _BlockIds(block, offsets), columns, block)
+
+    def _refuse_ids(self, samples: EncodedBatch) -> NoReturn:
+        """Raise DatasetError for the first id that is not in its table."""
+        for name, found in samples.ids.items():
+            table = self.schema.feature(name).table
+            limit = self.rows(table)
+            bad = check_ids(found.ids, np.array([0, found.num_ids]), np.array([limit]))
+            if bad >= 0:
+                raise DatasetError(
+                    f"sub-dataset {self.index}: feature {name!r} has the id {found.ids[bad]} in {self.path}, and "
+                    f"table {table!r} has ids 0 to {limit - 1}: delete the dataset and extract it again"
+                )
+        raise AssertionError("an id was wrong and is not any more")
 
 
-class _Reading:
-    """One read of samples."""
+class _Lists(NamedTuple):
+    """Lists of any length, by feature."""
 
-    def __init__(
-        self,
-        file: ArrayFile,
-        layout: SampleLayout,
-        indices: NDArray[np.int64],
-        buffers: SampleBuffers,
-        features: Collection[str] | None,
-    ) -> None:
-        self._file, self._layout, self._indices, self._buffers, self._features = (
-            file, layout, indices, buffers, features,
-        )  # fmt: skip
-        self._fixed: dict[str, NDArray[Any]] = {}
+    begins: dict[str, NDArray[np.int64]]
+    """(n,) of the sub-dataset's ids."""
+    offsets: dict[str, NDArray[np.int64]]
+    """(n + 1,) of the ids in the block."""
 
-    def samples(self) -> EncodedBatch:
-        """Read them."""
-        for column in self._layout.columns:
-            if column.width is not None and column.name != "ids" and self._is_selected(column):
-                out = self._buffers.array(column.name, (self._indices.size, column.width), np.int32)
-                gather_rows(self._words(column.name), self._indices, out)
-                self._fixed[column.name] = out.view(column.dtype)
-        ids, singles = self._singles()
-        for feature in self._layout.schema.lists:
-            if self._features is None or feature.name in self._features:
-                ids[feature.name] = self._list(feature.name, feature.length)
-        label = self._fixed["label"].reshape(-1) if "label" in self._fixed else None
-        dense = self._fixed.get("dense", np.empty((self._indices.size, 0), np.float32))
-        ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
-        columns = {
-            one.name: self._column(spec) for one, spec in zip(self._layout.schema.kept, self._layout.kept, strict=True)
-        }
-        return EncodedBatch(label=label, dense=dense, singles=singles, ids=ordered, columns=columns)
 
-    def _column(self, spec: ArraySpec) -> NDArray[Any]:
-        """Return a kept column, after checking its rows at the indices."""
-        self._file.check(spec.name, self._indices, self._indices + 1)
-        out = self._buffers.array(spec.name, (self._indices.size,), spec.dtype)
-        np.take(self._file.array(spec.name), self._indices, out=out, mode="clip")  # "raise" would copy once more
-        return out
+class _BlockIds(Mapping[str, FeatureIds]):
+    """The ids in a block, by feature. Arrays are made when they are first used: few batches need any of them."""
 
-    def _is_selected(self, column: SampleColumn) -> bool:
-        return self._features is None or column.feature is None or column.feature in self._features
+    def __init__(self, block: SampleBlock, offsets: Mapping[str, NDArray[np.int64]]) -> None:
+        self._block, self._offsets, self._made = block, offsets, dict[str, FeatureIds]()
 
-    def _words(self, name: str) -> NDArray[np.int32]:
-        """Return an array as words, after checking its rows at the indices."""
-        self._file.check(name, self._indices, self._indices + 1)
-        return self._file.array(name).reshape(-1).view(np.int32)
+    def __getitem__(self, name: str) -> FeatureIds:
+        made = self._made.get(name)
+        if made is None:
+            layout, size = self._block.layout, self._block.places.num_ids[name]
+            weights = None
+            if name in layout.weights:
+                weights = self._block.array(layout.weights[name], size, np.float32)
+            offsets = self._offsets.get(name)
+            if offsets is None and layout.features[name].length is not None:
+                offsets = _offsets(layout.size, size)
+            ids = self._block.array(layout.ids[name], size, np.int32)
+            made = self._made.setdefault(name, FeatureIds(ids, offsets, weights))
+        return made
 
-    def _singles(self) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
-        selected, columns = self._layout.singles, self._layout.single_columns
-        if self._features is not None:
-            chosen = [i for i, feature in enumerate(selected) if feature.name in self._features]
-            selected, columns = tuple(selected[i] for i in chosen), columns[chosen]
-        singles = self._buffers.array("ids", (len(selected), self._indices.size), np.int32)
-        if selected:
-            gather_columns(self._words("ids"), self._indices, len(self._layout.singles), columns, singles)
-        ids = {}
-        for row, feature in zip(singles, selected, strict=True):
-            weights = self._fixed.get(f"weights.{feature.name}")
-            ids[feature.name] = FeatureIds(row, None, None if weights is None else weights.reshape(-1))
-        return ids, singles
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.layout.features)
 
-    def _list(self, name: str, length: int | None) -> FeatureIds:
-        size, weights_name = self._indices.size, f"weights.{name}"
-        offsets = self._buffers.array(f"offsets.{name}", (size + 1,), np.int64)
-        if length is not None:
-            offsets[:] = np.arange(0, (size + 1) * length, length)
-            fixed = self._fixed.get(weights_name)
-            return FeatureIds(
-                self._fixed[f"ids.{name}"].reshape(-1), offsets, None if fixed is None else fixed.reshape(-1)
-            )
-        begins = self._buffers.array("begins", (size,), np.int64)
-        values = self._file.array(f"ids.{name}")
-        self._file.check(f"offsets.{name}", self._indices, self._indices + 2)
-        bad = gather_offsets(self._file.array(f"offsets.{name}"), values.size, self._indices, begins, offsets)
-        if bad >= 0:
-            sample = int(self._indices[bad])
-            first, last = self._file.array(f"offsets.{name}")[sample : sample + 2]
-            raise DatasetError(
-                f"{self._file.label}feature {name!r} of sample {sample} in {self._file.path} has the values {first} to "
-                f"{last}, and there are {values.size}: delete the dataset and extract it again"
-            )
-        gathered = {}
-        for array in (f"ids.{name}", weights_name):
-            if array in self._file.layout.specs:
-                self._file.check(array, begins, begins + np.diff(offsets))
-                gathered[array] = self._buffers.array(array, (int(offsets[-1]),), np.int32)
-                gather_lists(self._file.array(array).view(np.int32), begins, offsets, gathered[array])
-        weights = gathered[weights_name].view(np.float32) if weights_name in gathered else None
-        return FeatureIds(gathered[f"ids.{name}"], offsets, weights)
+    def __len__(self) -> int:
+        return len(self._block.layout.features)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._block.layout.features
+
+
+def _offsets(num_lists: int, num_ids: int) -> NDArray[np.int64]:
+    """Return the offsets of lists of one length."""
+    return np.arange(num_lists + 1, dtype=np.int64) * (num_ids // max(1, num_lists))

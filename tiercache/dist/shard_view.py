@@ -13,15 +13,16 @@ from tiercache.store.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.data.block_layout import IdOrder
     from tiercache.data.dataset import PassDataset
     from tiercache.data.keyset import KeySet
-    from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers, SubDataset
+    from tiercache.data.sub_dataset import EncodedBatch, SampleMemory, SubDataset
     from tiercache.dist.shard_layout import Owners
     from tiercache.schema import Schema
     from tiercache.store.sharding import ShardingPlan
@@ -74,12 +75,13 @@ class ShardSubDataset:
     def read(
         self,
         indices: NDArray[np.int64],
-        into: SampleBuffers | None = None,
+        into: SampleMemory | None = None,
         *,
         features: Collection[str] | None = None,
+        orders: Sequence[IdOrder] = (),
     ) -> EncodedBatch:
         """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
-        return self.whole.read(indices, into, features=features)
+        return self.whole.read(indices, into, features=features, orders=orders)
 
 
 class ShardView:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -98,6 +99,16 @@ class RowOffsets:
         last = first + len(self.groups[group].tables)
         starts = self.starts_PT[sub_dataset, first : last + 1]
         return starts - starts[0]  # type: ignore[no-any-return]
+
+    def table_spans(self, sub_dataset: int) -> dict[str, slice]:
+        """Return the range of the positions of each table within those of its group."""
+        return {
+            table.name: slice(first, last)
+            for g, group in enumerate(self.groups)
+            for table, (first, last) in zip(
+                group.tables, pairwise(self.table_starts(sub_dataset, g).tolist()), strict=True
+            )
+        }
 
 
 class KeyRange(NamedTuple):

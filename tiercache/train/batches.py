@@ -6,7 +6,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -75,54 +75,58 @@ def num_batches(num_samples: int, size: int) -> int:
 
 
 class BatchPipeline:
-    """Makes the batches of one cache. On the training thread; an iterator over batches has threads of its own."""
+    """Makes the batches of one cache, on threads that live as long as the cache. For the training thread."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.queues: weakref.WeakSet[_BatchQueue] = weakref.WeakSet()
+        self.queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_threads, self._pid = 0, os.getpid()
 
-    def batches(
+    def queue(
         self,
         exchange: Exchange,
         requests: Iterator[BatchRequest],
         rows: RowView,
         *,
         prefetch: int | None,
-        before: Callable[[], None] | None = None,
         overlap: bool = False,
         by_owner: bool = False,
-    ) -> Iterator[Batch]:
-        """Yield the batches of ``requests``, in order.
+        following: Callable[[], BatchQueue | None] | None = None,
+    ) -> BatchQueue:
+        """Return a queue of the batches of ``requests``, in order, of which none is made yet.
 
         Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads. 0 reads them
-        when they are requested; None is the backend's default, with several ranks at least 1. ``before`` is called
-        before a batch is handed out, or its rows are exchanged. Its errors, and errors in making a batch, are raised in
-        its place, on all ranks. ``overlap``: no step comes between these batches, so rows may be exchanged ahead too.
-        Threads end with the iterator, or when the rows do. Raises ValueError for less than 0, StateError in a fork of
-        the process.
+        when they are requested; None is the backend's default, with several ranks at least 1. ``overlap``: no step
+        comes between these batches, so rows may be exchanged ahead too. ``following`` returns the queue whose first
+        batches are made once all of this one are. Raises ValueError for less than 0, StateError in a fork of the
+        process.
         """
         depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if depth < 0:
             raise ValueError(f"prefetch is {depth}: it must be at least 0 batches")
-        queue = _BatchQueue(exchange, rows, max(depth, exchange.least_ahead) if overlap else depth, by_owner=by_owner)
-        self.queues.add(queue)
-        with rows.in_use(queue.close):
-            begun = (queue.pop() for _ in iter(partial(queue.fill, requests), False))
-            if overlap:
-                yield from exchange.overlapped(begun, rows, before)
-                return
-            for one in begun:  # no name here is a batch's: while one is made, the last is another's
-                yield exchange.finish(one, rows, before)
+        if depth and (depth > self._num_threads or self._pid != os.getpid()):
+            self.close()
+            enter = rows.backend.streams.enter_thread
+            self._threads = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
+            self._num_threads, self._pid = depth, os.getpid()
+        made = BatchQueue(
+            exchange, requests, rows, max(depth, exchange.least_ahead) if overlap else depth, by_owner=by_owner,
+            threads=self._threads if depth else None, following=following,
+        )  # fmt: skip
+        self.queues.add(made)
+        return made
+
+    def close(self) -> None:
+        """End the threads after what they make now. A fork has none of them."""
+        if self._threads is not None and self._pid == os.getpid():
+            self._threads.shutdown(wait=True)
+        self._threads, self._num_threads = None, 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of prefetched batches; on a CPU all their bytes."""
+        """Bytes on the device of prefetched batches; 0 on a CPU."""
         return sum(one.device_bytes for one in self._uploads())
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of pinned memory of prefetched batches; 0 on a CPU."""
-        return sum(one.host_bytes for one in self._uploads())
 
     def _uploads(self) -> Iterator[BatchUpload]:
         """Yield the uploads of prefetched batches; with several ranks, batches are uploaded when it is their turn."""
@@ -133,34 +137,74 @@ class BatchPipeline:
                 yield upload
 
 
-class _BatchQueue:
+class BatchQueue:
     """The pending batches of one iterator, in order."""
 
-    def __init__(self, exchange: Exchange, rows: RowView, depth: int, *, by_owner: bool) -> None:
-        self._exchange, self._rows, self._by_owner = exchange, rows, by_owner
+    def __init__(
+        self,
+        exchange: Exchange,
+        requests: Iterator[BatchRequest],
+        rows: RowView,
+        depth: int,
+        *,
+        by_owner: bool,
+        threads: ThreadPoolExecutor | None,
+        following: Callable[[], BatchQueue | None] | None,
+    ) -> None:
+        self._exchange, self._requests, self._rows, self._by_owner = exchange, requests, rows, by_owner
         self._depth, self._pid = depth, os.getpid()
-        self._threads: ThreadPoolExecutor | None = None
-        if depth:
-            enter = rows.backend.streams.enter_thread
-            self._threads = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
+        self._threads, self._following = threads, following
+        self._next: BatchQueue | None = None
         self.pending: deque[Callable[[], Any] | Future[Any]] = deque()
+        self._reads = set[Future[Any]]()
+        """Those on threads that are not done."""
         self._last: Future[Any] | None = None
         """The newest request, if ranks exchange requests."""
 
-    def fill(self, requests: Iterator[BatchRequest]) -> bool:
+    def batches(self, before: Callable[[], None] | None = None, *, overlap: bool = False) -> Iterator[Batch]:
+        """Yield the batches.
+
+        ``before`` is called before a batch is handed out, or its rows are exchanged. Its errors, and errors in making a
+        batch, are raised in its place, on all ranks. The queue is closed when the iterator ends, or the rows do.
+        """
+        exchange, rows = self._exchange, self._rows
+        with rows.in_use(self.close):
+            begun = (self.pop() for _ in iter(self.fill, False))
+            if overlap:
+                yield from exchange.overlapped(begun, rows, before)
+                return
+            for one in begun:  # no name here is a batch's: while one is made, the last is another's
+                yield exchange.finish(one, rows, before)
+
+    def fill(self) -> bool:
         """Read ahead; return True if there is a batch to pop, or an error in its place."""
         self._rows.check_open()
-        while len(self.pending) <= self._depth:
+        self._fill(self._depth + 1)
+        return bool(self.pending)
+
+    def _fill(self, count: int) -> None:
+        """Begin batches until so many are pending, the first ones of the next pass included."""
+        while len(self.pending) < count:
             try:
-                if (request := next(requests, None)) is None:
+                if (request := next(self._requests, None)) is None:
                     break
                 self._check_process()
                 read = self._exchange.read(request, self._rows, ahead=self._depth > 0, by_owner=self._by_owner)
             except Exception as error:  # told to all ranks, in place of the batch
                 self._begin(partial(fail, error))
                 break
-            self._begin(read if self._threads is None else self._threads.submit(read))
-        return bool(self.pending)
+            if self._threads is None:
+                self._begin(read)
+            else:
+                future = self._threads.submit(read)
+                self._reads.add(future)
+                future.add_done_callback(self._reads.discard)
+                self._begin(future)
+        if self._following is not None and len(self.pending) < count:
+            following, self._following = self._following, None
+            self._next = following()
+        if self._next is not None and not self._next._rows.is_closed:
+            self._next._fill(count - len(self.pending))
 
     def _begin(self, read: Callable[[], Any] | Future[Any]) -> None:
         begun = self._exchange.begin(read, self._rows, previous=self._last)
@@ -174,12 +218,12 @@ class _BatchQueue:
         return partial(_result, [read]) if isinstance(read, Future) else read
 
     def close(self) -> None:
-        """Drop all batches, and wait until the threads have ended."""
+        """Drop all batches, and wait until no thread makes one."""
         if os.getpid() == self._pid:
             self._exchange.wait(self.pending)
-            if self._threads is not None:
-                self._threads.shutdown(wait=True, cancel_futures=True)
+            wait([one for one in list(self._reads) if not one.cancel()])
         self.pending.clear()
+        self._requests, self._next, self._following = iter(()), None, None
 
     def _check_process(self) -> None:
         if self._threads is not None and os.getpid() != self._pid:

@@ -79,7 +79,7 @@ class CacheFacts:
     @property
     def pinned_batch_bytes(self) -> int:
         """Bytes of pinned memory of prefetched batches, not in ``host_budget``; 0 on a CPU."""
-        return self._pipeline.host_bytes
+        return self._backend.pinned_bytes
 
     @property
     def bytes_sent(self) -> int:

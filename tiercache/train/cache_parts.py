@@ -216,6 +216,7 @@ class CacheParts:
             for close in (
                 self.training_store.close, self.backend.drop_scratch, self.rows.close, self.raw.reader.close,
                 partial(self.communicators.close, failed=failed), self.exchange.close, self.rows.state.joint.close,
+                self.pipeline.close,
             ):  # fmt: skip
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises

@@ -57,9 +57,9 @@ class Evaluation:
         check_exchange_schedule(schedule)
         cuts = cut_batches(in_order, size, first=self._first, last=self._last)
         requests = (BatchRequest(self._source, places, places.size, done) for done, places in cuts)
-        yield from self._pipeline.batches(
-            self._exchange, requests, self._rows, prefetch=prefetch, overlap=schedule == "interleaved"
-        )
+        overlap = schedule == "interleaved"
+        queue = self._pipeline.queue(self._exchange, requests, self._rows, prefetch=prefetch, overlap=overlap)
+        yield from queue.batches(overlap=overlap)
 
     @staticmethod
     def slices(

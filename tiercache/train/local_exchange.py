@@ -6,30 +6,35 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from tiercache.data.block_layout import BlockLayout, IdOrder
+from tiercache.kernels.arrays import address_of
+from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.train.row_gradients import ended_unstepped
 from tiercache.train.row_view import make_batch
-from tiercache.train.table_lookup import Collations, FeaturePart, Key, collate_part
+from tiercache.train.table_lookup import Collated, Collations, FeaturePart, Key
 from tiercache.values.batch import Batch, BatchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
+    from tiercache.data.sub_dataset import SampleBlock
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.rows.backends.base import Backend, BatchUpload
     from tiercache.train.rank_exchange import RankExchange
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
+    from tiercache.values.ids import Array
     from tiercache.values.lookups import GroupRows, RowReader, Unseen
 
 Exchange: TypeAlias = "LocalExchange | RankExchange"
@@ -40,6 +45,12 @@ class _MadeBatch(NamedTuple):
 
     batch: Batch
     upload: BatchUpload | None
+
+
+def _sent(upload: BatchUpload, block: SampleBlock, array: NDArray[Any]) -> Array:
+    """Return an array of a block that was sent, on the device."""
+    begin = address_of(array) - address_of(block.memory) if array.size else 0
+    return upload.array(begin, array.size, array.dtype).reshape(array.shape)
 
 
 class LocalExchange:
@@ -54,6 +65,7 @@ class LocalExchange:
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
+        self._plans: weakref.WeakKeyDictionary[BlockLayout, SortPlan] = weakref.WeakKeyDictionary()
 
     @property
     def pending(self) -> bool:
@@ -78,7 +90,7 @@ class LocalExchange:
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
         """Return a function that makes a batch; ``ahead``: it also collates and uploads the ids of modules."""
         if ahead:
-            return partial(self._make_ahead, request, rows, list(self._seen.values()) if rows.groups else [])
+            return partial(self._make_ahead, request, rows, list(self._seen.values()))
         return partial(self._make, request, rows)
 
     @staticmethod
@@ -89,22 +101,42 @@ class LocalExchange:
 
     def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _MadeBatch:
         upload = self._backend.upload()
-        samples = request.source.read(request.places, upload.buffers)
+        orders = [IdOrder(part.features, part.bags) for part in parts]
+        samples = request.source.read(request.places, upload, orders=orders)
+        assert samples.block is not None
+        layout, places = samples.block.layout, samples.block.places
+        sort = self._sort_plan(rows, parts, samples.block) if parts and rows.gradients is not None else None
+        runs = upload.send(places.device_bytes, sort)
         collated = {}
-        for part in parts:
-            found = [samples.ids[name] for name in part.features]
-            collated[part.key] = collate_part(part, found, rows, samples.num_samples, upload, weights=True)
-        positions = {key: one.positions for key, one in collated.items() if one.positions is not None}
-        if positions and rows.gradients is not None:
-            for key, runs in zip(positions, upload.sort([*positions.values()]), strict=True):
-                collated[key] = replace(collated[key], runs=runs)
-        weight = samples.num_samples / request.step_samples
+        for k, (part, pieces, starts) in enumerate(zip(parts, layout.order_pieces, places.starts, strict=True)):
+            weights, offsets = (None if one is None else places.begins[one] for one in pieces[1:])
+            num_ids = int(starts[-1])
+            collated[part.key] = Collated(
+                upload.array(places.begins[pieces.ids], num_ids, np.int32), starts,
+                None if offsets is None else upload.array(offsets, len(part.features) * layout.size + 1, np.int64),
+                weights=None if weights is None else upload.array(weights, num_ids, np.float32),
+                runs=runs[k] if runs is not None and num_ids else None,
+            )  # fmt: skip
         batch = make_batch(
-            samples, rows, weight=weight, end=request.done, collations=Collations(self._seen, collated),
-            to_device=upload.to_device,
+            samples, rows, weight=samples.num_samples / request.step_samples, end=request.done,
+            collations=Collations(self._seen, samples.ids, collated), to_device=partial(_sent, upload, samples.block),
         )  # fmt: skip
-        upload.send()
         return _MadeBatch(batch, upload)
+
+    def _sort_plan(self, rows: RowView, parts: Sequence[FeaturePart], block: SampleBlock) -> SortPlan:
+        """Return the plan of the sort of all ids by position, made once for blocks of one layout."""
+        layout, places = block.layout, block.places
+        plan = self._plans.get(layout)
+        if plan is None:
+            lookups = []
+            for part, pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
+                spans = np.array([(one.start, one.stop) for one in map(rows.spans.__getitem__, part.tables)], np.int64)
+                bases, limits = spans[:, 0], spans[:, 1] - spans[:, 0]
+                lookups.append(LookupPositions(places.begins[pieces.ids], starts, bases, limits))
+            plan = SortPlan.of(lookups)
+            if layout.fixed is not None:
+                self._plans[layout] = plan
+        return plan
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: object = None

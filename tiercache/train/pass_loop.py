@@ -63,6 +63,10 @@ class PassLoop:
         """The pass whose rows are on the device."""
         self._next: Pass | None = None
         """The next pass, if the loop asked for it before the current pass was trained to its end."""
+        self._begun: Pass | None = None
+        """The pass after the newest, if its first batches are made."""
+        self._end = 0
+        """The number of passes when the loop ends."""
         self._is_over = False
         """True if the loop has ended before the last pass was trained to its end."""
         self._random: RandomStates | None = None
@@ -91,7 +95,7 @@ class PassLoop:
             check_clipping(rows.state.dense.objects.values())
         first, first_sample = self.restore()
         run = self._run = object()
-        end = epochs * rows.schedule.num_passes
+        end = self._end = epochs * rows.schedule.num_passes
         if first >= end:
             self._warn_of_end(first, epochs)
             return
@@ -321,16 +325,28 @@ class PassLoop:
 
     def _make(self, index: int, first_sample: int = 0) -> Pass:
         """Return a pass whose rows are not on the device yet."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
         rows, schedule = self._rows, self._rows.schedule
         gradients = rows.state.optimizer.gradients
         sub_dataset = schedule.sub_dataset_of(index)
         view = RowView((), gradients, f"pass {index}", rows.backend, self._switch)
+        view.spans = rows.positions.table_spans(sub_dataset)
         self._exchange.prepare(sub_dataset, view)
         return Pass(
             index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[sub_dataset], rows=view,
             seed=self._seed, raw=self._raw, pipeline=self._pipeline, first_sample=first_sample,
             order=rows.batch_order if first_sample else None, before_batch=self._before_batch,
+            next_pass=self._begin_next if self._ranks.size == 1 else None,
         )  # fmt: skip
+
+    def _begin_next(self, current: Pass) -> Pass | None:
+        """Return the pass after the newest one, if ``current`` is that, before the loop asks for it."""
+        if current is not (self._next or self.current) or current.index + 1 >= self._end:
+            return None
+        self._begun = self._begun or self._make(current.index + 1)
+        return self._begun
 
     def _enter(self, current: Pass) -> Pass:
         """Begin a pass whose rows are on the device, and return it."""
@@ -455,4 +471,7 @@ class PassLoop:
         if self._next is not None:
             self._next.end(is_dropped=is_dropped)
             self._next = None
+        if self._begun is not None:
+            self._begun.end(is_dropped=is_dropped)
+            self._begun = None
         self._is_over = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDatasetView
-    from tiercache.train.batches import BatchPipeline
+    from tiercache.train.batches import BatchPipeline, BatchQueue
     from tiercache.train.negatives import Negatives
     from tiercache.train.pass_loader import MadeLoader, PassLoader, PassSampler
     from tiercache.train.raw_keys import RawKeys
@@ -60,6 +60,7 @@ class Pass:
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
         before_batch: Callable[[Pass], None] | None = None,
+        next_pass: Callable[[Pass], Pass | None] | None = None,
     ) -> None:
         self.index = index
         """The pass's number, counted from 0 over all epochs."""
@@ -92,7 +93,9 @@ class Pass:
         self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
         self.ranks = raw.exchange.ranks
         """The ranks that train it."""
-        self._before_batch = before_batch or _nothing
+        self._before_batch, self._next_pass = before_batch or _nothing, next_pass or _nothing
+        self._begun: tuple[Any, BatchQueue] | None = None
+        """Batches that are made while the pass before trains, and their arguments."""
         self._plain_samples = 0
         """Samples of the lookups of plain keys since the last step."""
         self.losses: list[float] = []
@@ -149,15 +152,36 @@ class Pass:
             self.ledger.make(batch.end)
             return batch
 
-        by_owner = _read_by_owner(read_by)
-        requests = (
-            BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle)
+        queue, self._begun = self.begin(size, shuffle, prefetch, _read_by_owner(read_by)), None
+        yield from itertools.takewhile(
+            lambda _: not self.is_closed, map(counted, queue.batches(self.before_batch))
         )  # no name here is a batch's: while the next is made, it is the caller's alone
-        made = self._pipeline.batches(
-            self._exchange, requests, self.rows, prefetch=prefetch, before=self.before_batch, by_owner=by_owner
-        )
-        yield from itertools.takewhile(lambda _: not self.is_closed, map(counted, made))
         self.ledger.exhaust()
+
+    def begin(self, *how: Any) -> BatchQueue:
+        """Return the queue of the rest of the pass; if batches that were begun before are others, drop them.
+
+        how: the arguments of ``batches``.
+        """
+        key = self.samples_done, *how
+        if self._begun is not None:
+            before, queue = self._begun
+            if before == key:
+                return queue
+            queue.close()
+        size, shuffle, prefetch, by_owner = how
+        requests = (BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle))
+        queue = self._pipeline.queue(
+            self._exchange, requests, self.rows, prefetch=prefetch, by_owner=by_owner,
+            following=partial(self._begin_next, how),
+        )  # fmt: skip
+        self._begun = key, queue
+        return queue
+
+    def _begin_next(self, how: tuple[Any, ...]) -> BatchQueue | None:
+        """Return the queue of the next pass, which this one's training makes the first batches of."""
+        following = self._next_pass(self)
+        return None if following is None else following.begin(*how)
 
     def steps(
         self,
@@ -200,10 +224,11 @@ class Pass:
                     self.ledger.make(part.done)
             except Exception as error:  # told to all ranks, by the first micro-batch
                 requests = iter(partial(fail, error), None)
-            yield self._pipeline.batches(
-                self._exchange, requests, self.rows, prefetch=0, before=self.before_batch,
-                overlap=schedule == "interleaved", by_owner=by_owner,
-            )  # fmt: skip
+            overlap = schedule == "interleaved"
+            queue = self._pipeline.queue(
+                self._exchange, requests, self.rows, prefetch=0, overlap=overlap, by_owner=by_owner
+            )
+            yield queue.batches(self.before_batch, overlap=overlap)
 
     def check_order(self, *, shuffle: bool, **others: object) -> None:
         """Raise StateError if samples cannot be taken in this order after those taken before; else keep the order."""
@@ -285,8 +310,11 @@ class Pass:
         is_dropped: whether the loop was left.
         """
         self.rows.is_dropped = is_dropped
+        if self._begun is not None:
+            self._begun[1].close()
         self.rows.end()
-        self._before_batch = _nothing
+        self._before_batch = self._next_pass = _nothing
+        self._begun = None
 
     def before_batch(self) -> None:
         """Raise errors of threads, before a batch is handed out."""

@@ -50,6 +50,8 @@ class RowView:
         """The schema of the dataset, with which modules are compared."""
         self.ledger: PassLedger | None = None
         """The record of the pass's batches."""
+        self.spans: Mapping[str, slice] = {}
+        """The positions of each table among those of its group, also before the rows are on the device."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
         """Returns the keys of a table in the order of local ids, if there are local ids."""
         self._local_ids: dict[tuple[str, int], int] = {}

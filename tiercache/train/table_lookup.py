@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.sorting import LookupPositions
 from tiercache.train.row_gradients import NOBODY_STEPS
 from tiercache.values.ids import FoundIds
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient, feature_spans
@@ -84,84 +82,46 @@ class FeaturePart:
         return bases
 
 
-class Uploader(Protocol):
-    """Copies arrays to the device: a backend on the training thread, an upload ahead of it."""
-
-    def to_device(self, array: NDArray[Any]) -> Array:
-        """Return a host array on the device."""
-        ...
-
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Return arrays one behind the other."""
-        ...
-
-    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Return (size,) float32: 1, but in [first, last) the values of each part."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Collated:
     """The ids of a part in one batch, feature-major."""
 
-    found: Sequence[FeatureIds | FoundIds]
-    """The ids of each feature."""
     ids: Array
     """(E,) on the device."""
     starts: NDArray[np.int64]
     """(F + 1,) where each feature's begin."""
-    bad: tuple[int, int] | None
-    """Entry and id of the first that is no local id of its table in the pass."""
     offsets: Array | None
     """(F * N + 1,) on the device, where they are bags."""
-    weights: Array | None
-    """(E,) on the device: those of the data, if it has some and they were requested."""
-    positions: LookupPositions | None = None
-    """The positions of the ids, if these may be sorted before the step."""
+    bad: tuple[int, int] | None = None
+    """Entry and id of the first that is no local id of its table in the pass."""
+    weights: Array | None = None
+    """(E,) on the device: those of the data, if it has some and the batch was made ahead."""
     runs: Any = None
     """The order of the ids by position, if they were sorted."""
 
 
-def collate_part(
-    part: FeaturePart,
-    found: Sequence[FeatureIds | FoundIds],
-    rows: RowView,
-    num_samples: int,
-    uploader: Uploader,
-    *,
-    weights: bool = False,
-) -> Collated:
-    """Concatenate and check the ids of a part's features, with their bags and, if ``weights``, those of the data."""
-    starts = np.zeros(len(found) + 1, dtype=np.int64)
+def collate_part(part: FeaturePart, found: Sequence[FeatureIds | FoundIds], rows: RowView, n: int) -> Collated:
+    """Concatenate and check the ids of a part's features in n samples, with their bags."""
+    backend, starts = rows.backend, np.zeros(len(found) + 1, dtype=np.int64)
     np.cumsum([one.num_ids for one in found], out=starts[1:])
     on_device = [one.device_ids for one in found if isinstance(one, FoundIds)]
-    bad = order = None
+    bad = None
     if len(on_device) == len(found):  # in the pass's own key sets: none is of another table
-        ids = rows.backend.concat(on_device)
+        ids = backend.concat(on_device)
     else:
-        runs, ids = uploader.join([one.ids for one in found])
+        runs, ids = backend.join([one.ids for one in found])
         group = rows.groups[part.group]
         limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
         bad = _first_bad(runs, starts, limits)
-        if bad is None and starts[-1]:
-            order = LookupPositions(ids, starts, part.bases(group), limits)
-    offsets = data_weights = None
+    offsets = None
     if part.bags:
-        n = num_samples
         ends = np.empty(len(found) * n + 1, dtype=np.int64)
         ends[0] = 0
         for f, one in enumerate(found):
             bag_ends = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
             np.add(bag_ends, starts[f], out=ends[1 + f * n : 1 + (f + 1) * n])
-        offsets = uploader.to_device(ends)
-        weighted = [
-            (int(starts[f]), int(starts[f + 1]), one.weights)
-            for f, one in enumerate(found)
-            if weights and one.weights is not None
-        ]
-        if weighted:
-            data_weights = uploader.weights(int(starts[-1]), weighted)
-    return Collated(found, ids, starts, bad, offsets, data_weights, order)
+        offsets = backend.to_device(ends)
+    return Collated(ids, starts, offsets, bad)
 
 
 def _first_bad(
@@ -178,16 +138,22 @@ def _first_bad(
 class Collations:
     """Parts of one batch that were collated before a module looked them up."""
 
-    def __init__(self, seen: MutableMapping[Key, FeaturePart], made: Mapping[Key, Collated]) -> None:
-        """seen: records the parts that are looked up, so that later batches collate them ahead."""
-        self._seen, self._made = seen, made
+    def __init__(
+        self, seen: MutableMapping[Key, FeaturePart], ids: Mapping[str, FeatureIds], made: Mapping[Key, Collated]
+    ) -> None:
+        """seen: records the parts that are looked up, so that later batches collate them ahead. ids: of the batch."""
+        self._seen, self._ids, self._made = seen, ids, made
 
-    def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Collated | None:
+    def of(self, part: FeaturePart, ids: Mapping[str, FeatureIds | FoundIds]) -> Collated | None:
         """Return the collation of exactly these ids; None if there is none."""
         collated = self._made.get(part.key)
         if collated is None and part.key not in self._seen:
             self._seen[part.key] = part
-        return None if collated is None or not all(map(is_, collated.found, found)) else collated
+        if collated is None or (
+            ids is not self._ids and any(ids[name] is not self._ids[name] for name in part.features)
+        ):
+            return None
+        return collated
 
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
@@ -205,11 +171,10 @@ def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
 
 def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) -> LookupIds:
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
-    rows, backend = batch.rows.groups[part.group], batch.rows.backend
-    found = [batch.ids[name] for name in part.features]
-    collated = None if batch.collations is None else batch.collations.of(part, found)
+    rows = batch.rows.groups[part.group]
+    collated = None if batch.collations is None else batch.collations.of(part, batch.ids)
     if collated is None:
-        collated = collate_part(part, found, batch.rows, batch.num_samples, backend)
+        collated = collate_part(part, [batch.ids[name] for name in part.features], batch.rows, batch.num_samples)
     starts = collated.starts
     if collated.bad is not None:
         entry, number = collated.bad

@@ -1,7 +1,7 @@
 """Gathering samples from the mapped arrays of a sub-dataset, and turning numbers into local ids.
 
 All kernels are serial and run without the GIL, so that any thread may call them.
-Legend: n samples asked for, N samples of the sub-dataset, W words of a sample, S features with one id, E ids.
+Legend: n samples asked for, N samples of the sub-dataset, S features with one id, E ids.
 """
 
 import numpy as np
@@ -10,36 +10,47 @@ from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written
 from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix_word
 
-
-@serial
-def gather_rows(
-    words: I4,  # (N * W,)
-    samples: I8,  # (n,) each below N
-    out: Written[Matrix[I4]],  # (n, W)
-) -> None:
-    """Copy the W words of each sample, which lie side by side."""
-    width = out.shape[1]
-    for i in range(samples.size):
-        at = samples[i] * width
-        for w in range(width):
-            out[i, w] = words[at + w]
+ONES, STEPS, NO_LIMIT = -1, -2, -1
+"""In place of a copy's first word: float32 ones; int64 steps. And the limit of numbers that are not ids."""
 
 
 @serial
-def gather_columns(
-    words: I4,  # (N * width,)
+def gather_samples(
+    words: I4,  # those of a file
     samples: I8,  # (n,) each below N
-    width: int,  # words of a sample
-    columns: I8,  # (S,) word of a sample that each row of out is made of
-    out: Written[Matrix[I4]],  # (S, n)
-) -> None:
-    """Copy S of the words of each sample and transpose them: out is feature-major."""
-    # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each column writes one line.
-    for first in range(0, samples.size, 16):
-        last = min(samples.size, first + 16)
-        for s in range(columns.size):
-            for i in range(first, last):
-                out[s, i] = words[samples[i] * width + columns[s]]
+    copies: Matrix[I8],  # (C, 5): first word, words of a sample there and here, first word of out, limit of ids
+    out: Written[I4],
+) -> int:
+    """Copy the words of each sample, copy by copy, and return a negative number if an id is not in [0, limit).
+
+    ONES writes them; STEPS writes first, first + step, ... (n + 1 int64), given as the words of a sample.
+    """
+    wrong = 0
+    for c in range(copies.shape[0]):
+        source, first, step, to = copies[c, 0], copies[c, 1], copies[c, 2], copies[c, 3]
+        if source == ONES:
+            for i in range(samples.size * step):
+                out[to + i] = 0x3F800000
+        elif source == STEPS:
+            for i in range(samples.size + 1):
+                number = first + i * step
+                out[to + 2 * i], out[to + 2 * i + 1] = number & 0xFFFFFFFF, number >> 32
+    # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each copy writes one line.
+    for begin in range(0, samples.size, 16):
+        end = min(samples.size, begin + 16)
+        for c in range(copies.shape[0]):
+            source, width, count, to, limit = copies[c, 0], copies[c, 1], copies[c, 2], copies[c, 3], copies[c, 4]
+            if source < 0:
+                continue
+            for i in range(begin, end):
+                at = source + samples[i] * width
+                for w in range(count):
+                    out[to + i * count + w] = words[at + w]
+            if limit >= 0:
+                for i in range(begin * count, end * count):
+                    number = np.int64(out[to + i])
+                    wrong |= number | (limit - 1 - number)
+    return wrong
 
 
 @serial

@@ -1,18 +1,19 @@
 """Bring the entries of a step that touch one row together, in batch order, on a CUDA device, for all groups at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, Part, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, blocks_for, packed_parts, struct, view
 
 STRETCH = 64
 """Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
 
 _KEYS, _RUNS = struct("KeyPart", "sorting"), struct("RunPart", "sorting")
+_ADDRESSES = "slots", "entries", "runs", "counts", "run_at"  # fields of the structs
 _TASK = 256  # entries
 _TILE, _MOST_TILES = 1024, 4096
 _MOST = (1 << 31) - 1
@@ -52,12 +53,12 @@ class Runs(NamedTuple):
 
 
 class LookupPositions(NamedTuple):
-    """The ids of some features: those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``.
+    """The ids of some features: those of feature f are ids [starts[f], starts[f + 1]), below ``limits[f]``.
 
-    Their positions begin at ``bases[f]``. ids (E,) int32 are on the device.
+    Their positions begin at ``bases[f]``. The ids (E,) int32 begin at byte ``begin`` of a block on the device.
     """
 
-    ids: Any
+    begin: int
     starts: I8
     bases: I8
     limits: I8
@@ -71,6 +72,113 @@ class _Group(NamedTuple):
     """The key of slot 0."""
 
 
+class SortPlan:
+    """The launches of one sort, or of several if one has too few int32 keys. Any thread.
+
+    Addresses count from a block of ids and from the memory of runs, so a plan serves all batches of one layout.
+    """
+
+    def __init__(self, groups: Iterable[tuple[int, list[tuple[int, int, int, int]]]]) -> None:
+        """groups: how many numbers there are, and those of the group. Raises ValueError for too many entries."""
+        self.num_bytes = 0
+        """Bytes of the runs, a multiple of 8."""
+        self._sorts: list[_Sort] = []
+        some, keys = list[_Group](), 0
+        for count, parts in groups:
+            if keys + count > _MOST:
+                self._add(some)
+                some, keys = [], 0
+            some.append(_Group([(at, size, keys + base, limit) for at, size, base, limit in parts], keys))
+            keys += count + 1
+        self._add(some)
+
+    @classmethod
+    def of(cls, lookups: Sequence[LookupPositions]) -> "SortPlan":
+        """Return the plan of a sort by position, whose rows a step finds by a map of slots (`Runs.slot_of`).
+
+        Of ids nothing is read, so one that is no id is no error here.
+        """
+        made = []
+        for begin, starts, bases, limits in lookups:
+            cuts = starts.tolist()
+            parts = [
+                (begin + 4 * first, last - first, base, limit)
+                for first, last, base, limit in zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
+                if first < last
+            ]
+            made.append((int((bases + limits).max(initial=0)), parts))
+        return cls(made)
+
+    def _add(self, groups: Sequence[_Group]) -> None:
+        self._sorts.append(_Sort(groups, self.num_bytes))
+        self.num_bytes = self._sorts[-1].end
+
+    def launch(self, device: Device, ids: int, memory: Any, runs: int) -> list[Runs]:
+        """Sort the ids of a block at address ``ids``, and write the runs, which are in ``memory``, from ``runs`` on."""
+        return [one for sort in self._sorts for one in sort.launch(device, ids, memory, runs)]
+
+
+class _Sort:
+    def __init__(self, groups: Sequence[_Group], room: int) -> None:
+        parts, tasks, sizes, at = list[Part](), list[int](), list[int](), 0
+        for group in groups:
+            begin = at
+            for address, size, base, limit in group.keys:
+                parts.append((address, size, at, base, limit))
+                tasks.append(-(-size // _TASK))
+                at += size
+            sizes.append(at - begin)
+        if max(sizes, default=0) > _MOST_ENTRIES:
+            raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST_ENTRIES:,} fit.")
+        *firsts, self._total = accumulate(sizes, initial=0)
+        self._made = list[Runs]()
+        for size in sizes:
+            self._made.append(Runs(None, room, size))
+            room += self._made[-1].num_bytes
+        tiles = [_tile(size) for size in sizes]
+        numbers = [-(-size // tile) for size, tile in zip(sizes, tiles, strict=True)]
+        counts = [room + 4 * before for before in accumulate(numbers, initial=0)]
+        self.end = -(-counts[-1] // 8) * 8
+        self._keys = [*packed_parts(_KEYS, parts, tasks)]
+        parts = [
+            (one.entries, one.address, count, one.run_at, one.size, first, group.base, tile, number)
+            for one, count, first, group, tile, number in zip(
+                self._made, counts, firsts, groups, tiles, numbers, strict=False
+            )
+        ]
+        self._runs = [*packed_parts(_RUNS, parts, numbers)]
+
+    def launch(self, device: Device, ids: int, memory: Any, runs: int) -> list[Runs]:
+        if self._total:
+            keys = device.empty(self._total, np.int32)
+            _launch(device, "sorting.make_keys", _moved(self._keys, ids), view(device, "keys", keys, np.int32).address)
+            ordered, order = device.sort(keys)
+            moved, sorted_at = _moved(self._runs, runs), view(device, "keys", ordered, np.int32).address
+            _launch(device, "sorting.count_runs", moved, sorted_at)
+            _launch(device, "sorting.write_runs", moved, sorted_at, view(device, "order", order, np.int64).address)
+        return [Runs(memory, runs + one.address, one.size) for one in self._made]
+
+
+_Launches = Sequence[tuple[int, Any]]
+"""Tasks and argument of each."""
+
+
+def _moved(launches: _Launches, shift: int) -> _Launches:
+    """Return the launches with all addresses of their parts moved."""
+    moved = [(num_tasks, argument.copy()) for num_tasks, argument in launches]
+    for _, argument in moved:
+        parts = argument["parts"]
+        for field in _ADDRESSES:
+            if field in parts.dtype.fields:
+                parts[field] += np.uint64(shift)
+    return moved
+
+
+def _launch(device: Device, kernel: str, launches: _Launches, *addresses: int) -> None:
+    for num_tasks, argument in launches:
+        device.launch(kernel, blocks_for(device, num_tasks), (argument, *addresses))
+
+
 def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:
     """Return the runs of each group: of its slots (E,), which may be several arrays one after another.
 
@@ -82,72 +190,9 @@ def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> 
     for arrays, num_slots in groups:
         seen = [view(device, "slots", slots, np.int32) for slots in arrays]
         made.append((num_slots, [(one.address, one.size, 0, num_slots) for one in seen]))
-    return _sort_together(device, made)
-
-
-def sort_positions(device: Device, lookups: Sequence[LookupPositions]) -> list[Runs]:
-    """Return the runs of the positions of ids, whose rows a step finds by a map of slots (`Runs.slot_of`).
-
-    Of ids that lie on a device in the order of calls nothing is read, so one that is no id is no error here.
-    """
-    made = []
-    for ids, starts, bases, limits in lookups:
-        begin, cuts = view(device, "ids", ids, np.int32).address, starts.tolist()
-        parts = [
-            (begin + 4 * first, last - first, base, limit)
-            for first, last, base, limit in zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
-            if first < last
-        ]
-        made.append((int((bases + limits).max(initial=0)), parts))
-    return _sort_together(device, made)
-
-
-def _sort_together(device: Device, groups: Sequence[tuple[int, list[tuple[int, int, int, int]]]]) -> list[Runs]:
-    """Sort groups, each of so many numbers: as many in one sort as have int32 keys."""
-    runs, some, keys = list[Runs](), list[_Group](), 0
-    for count, parts in groups:
-        if keys + count > _MOST:
-            runs += _sort(device, some)
-            some, keys = [], 0
-        some.append(_Group([(address, size, keys + base, limit) for address, size, base, limit in parts], keys))
-        keys += count + 1
-    return runs + _sort(device, some)
-
-
-def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
-    parts, tasks, sizes, at = list[Part](), list[int](), list[int](), 0
-    for group in groups:
-        begin = at
-        for address, size, base, limit in group.keys:
-            parts.append((address, size, at, base, limit))
-            tasks.append(-(-size // _TASK))
-            at += size
-        sizes.append(at - begin)
-    if max(sizes, default=0) > _MOST_ENTRIES:
-        raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST_ENTRIES:,} fit.")
-    *firsts, total = accumulate(sizes, initial=0)
-    tiles, made, room = [_tile(size) for size in sizes], list[Runs](), 0
-    for size in sizes:
-        made.append(Runs(None, room, size))
-        room += made[-1].num_bytes
-    numbers = [-(-size // tile) for size, tile in zip(sizes, tiles, strict=True)]
-    counts = [room + 4 * before for before in accumulate(numbers, initial=0)]
-    memory = device.empty(-(-counts[-1] // 8), np.int64)
-    begin = view(device, "runs", memory, np.int64, written=True).address
-    made = [Runs(memory, begin + one.address, one.size) for one in made]
-    if total == 0:
-        return made
-    keys = device.empty(total, np.int32)
-    launch_parts(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
-    ordered, order = device.sort(keys)
-    sorted_at = view(device, "keys", ordered, np.int32).address, view(device, "order", order, np.int64).address
-    parts = [
-        (one.entries, one.address, begin + count, one.run_at, one.size, first, group.base, tile, number)
-        for one, count, first, group, tile, number in zip(made, counts, firsts, groups, tiles, numbers, strict=False)
-    ]
-    launch_parts(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
-    launch_parts(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
-    return made
+    plan = SortPlan(made)
+    memory = device.empty(plan.num_bytes // 8, np.int64)
+    return plan.launch(device, 0, memory, view(device, "runs", memory, np.int64, written=True).address)
 
 
 def _tile(size: int) -> int:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.data.sub_dataset import SampleBuffers
     from tiercache.kernels.cpu.key_index import KeySet
-    from tiercache.kernels.cuda.sorting import LookupPositions
+    from tiercache.kernels.cuda.sorting import SortPlan
     from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
@@ -128,34 +127,23 @@ class Streams:
 
 
 class BatchUpload(Protocol):
-    """Uploads one batch. One thread makes it and uploads all arrays, then the training thread receives it."""
-
-    @property
-    def buffers(self) -> SampleBuffers:
-        """Fresh memory to read samples into: arrays in it are uploaded without another copy on the host."""
+    """Uploads one batch. One thread reads it and sends it, then the training thread receives it."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device; on a CPU all bytes of the batch."""
+        """Bytes on the device; 0 on a CPU, whose scratch has them."""
 
-    @property
-    def host_bytes(self) -> int:
-        """Pinned memory in use; 0 on a CPU."""
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory to read samples into, once."""
 
-    def to_device(self, array: NDArray[Any]) -> Array:
-        """Like `Backend.to_device`."""
+    def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Any] | None:
+        """Bring the first bytes of the memory to the device, and return the runs of ``sort``.
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Like `Backend.join`."""
+        None if it is not faster to sort now than in the step.
+        """
 
-    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Like `Backend.weights`, with weights of the data."""
-
-    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
-        """Return the order of the ids of each lookup by position, if it is faster to sort them now than in the step."""
-
-    def send(self) -> None:
-        """Declare the upload complete. On the thread that made it."""
+    def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
+        """Return numbers from byte ``begin`` of what was sent, on the device."""
 
     def receive(self) -> None:
         """Let later work on torch's current stream use the arrays. On the training thread; does not wait."""
@@ -218,6 +206,10 @@ class Backend(Protocol):
     @property
     def scratch_bytes(self) -> int:
         """Bytes that it keeps on the device from batch to batch, which no budget counts."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory of batches, which no budget counts; 0 on a CPU."""
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile what training these tables needs."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.key_index import KeyIndex, Missing, bytes_for
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.cpu.key_index import KeySet
-    from tiercache.kernels.cuda.sorting import LookupPositions
+    from tiercache.kernels.cuda.sorting import SortPlan
     from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
@@ -45,38 +44,23 @@ _MANY_IDS = 1 << 18
 class HostUpload:
     """The upload to a CPU: arrays are there when they are made."""
 
-    host_bytes = 0
+    device_bytes = 0  # the pool counts them
 
-    def __init__(self, backend: CpuBackend) -> None:
-        self._backend, self.buffers, self._copied_bytes = backend, SampleBuffers(), 0
+    def __init__(self) -> None:
+        self._memory: Any = None
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the buffers and of copies."""
-        return self.buffers.num_bytes + self._copied_bytes
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory from the pool."""
+        self._memory = memory = POOL.take((num_bytes,), np.uint8)
+        return memory
 
-    def to_device(self, array: NDArray[Any]) -> Array:
-        """Return it as it is."""
-        return array
+    def send(self, num_bytes: int, sort: SortPlan | None) -> None:
+        """Return no runs: lookups sort slots, which is as fast, on all threads."""
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Copy arrays that are not neighbors in memory."""
-        runs, joined = self._backend.join(arrays)
-        self._copied_bytes += joined.nbytes if joined.base is None else 0
-        return runs, joined
-
-    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
-        """Return none: lookups sort slots, which is as fast, on all threads."""
-        return [None] * len(lookups)
-
-    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Fill a fresh array."""
-        weights = self._backend.weights(size, parts)
-        self._copied_bytes += weights.nbytes
-        return weights
-
-    def send(self) -> None:
-        """Do nothing: all is there."""
+    def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
+        """Return a view."""
+        found: Array = self._memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
+        return found
 
     def receive(self) -> None:
         """Do nothing: all is there."""
@@ -132,6 +116,7 @@ class CpuBackend:
     device = torch.device("cpu")
     ahead = 0  # another thread would take the cores of the kernels
     queues = False
+    pinned_bytes = 0
 
     def __init__(self) -> None:
         self.streams = Streams()
@@ -194,7 +179,7 @@ class CpuBackend:
 
     def upload(self) -> HostUpload:
         """Return one that has nothing to do."""
-        return HostUpload(self)
+        return HostUpload()
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 

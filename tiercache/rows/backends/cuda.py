@@ -25,7 +25,7 @@ from tiercache.kernels.cuda.update import plan_rows, update_many
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
-from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedUpload, index_bytes
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedRing, PinnedUpload, index_bytes
 from tiercache.rows.backends.host_arrays import JoinedArrays
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
@@ -69,6 +69,12 @@ class CudaBackend:
         self.name = f"{runtime.name} (CUDA)"
         self._plans: OrderedDict[Any, Any] = OrderedDict()
         self._places: dict[int, tuple[weakref.ref[GroupRows], tuple[Any, ...]]] = {}
+        self._ring = PinnedRing(runtime)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self._ring.num_bytes
 
     @property
     def scratch_bytes(self) -> int:
@@ -80,8 +86,9 @@ class CudaBackend:
         self._runtime.prepare()
 
     def drop_scratch(self) -> None:
-        """Forget the plans of lookups and steps."""
+        """Forget the plans of lookups and steps, and free the blocks of batches."""
         self._plans.clear()
+        self._ring.clear()
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -128,8 +135,8 @@ class CudaBackend:
         return out
 
     def upload(self) -> PinnedUpload:
-        """Return one by way of pinned memory."""
-        return PinnedUpload(self._runtime)
+        """Return one by way of the ring."""
+        return PinnedUpload(self._runtime, self._ring)
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cuda import key_index as cuda_key_index
 from tiercache.kernels.cuda.cupy_device import CudaError, open_device
-from tiercache.kernels.cuda.sorting import sort_positions
 from tiercache.rows.backends.base import Streams
-from tiercache.rows.backends.host_arrays import runs_of
+from tiercache.rows.backends.host_arrays import MAX_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.cpu.key_index import Missing
     from tiercache.kernels.cuda.cupy_device import CudaDevice
-    from tiercache.kernels.cuda.sorting import LookupPositions, Runs
+    from tiercache.kernels.cuda.sorting import Runs, SortPlan
     from tiercache.rows.backends.base import Event
-    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.values.ids import Array
 
 
@@ -156,7 +156,11 @@ class CudaRuntime(Streams):
 
     def uploaded(self) -> Any:
         """Return the present end of the uploads, for `receive`. Any thread."""
-        return self._uploads.record_event()
+        return _CudaEvent(self._uploads).event
+
+    def wait_uploaded(self, sent: torch.cuda.Event) -> None:
+        """Wait until the uploads have reached ``sent``. Any thread."""
+        sent.synchronize()  # synchronize!
 
     def receive(self, sent: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
         """Have the current stream wait for ``sent``, and keep the memory of the tensors until it is done with them."""
@@ -232,95 +236,106 @@ class TorchHost:
         return torch.sort(keys, stable=True)
 
 
-class PinnedUpload:
-    """The upload to a GPU: samples are read into pinned memory and copied from there on the stream of uploads."""
+class _Block:
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.bytes: NDArray[np.uint8] = pinned.numpy()
+        self.sent: Any = None
+        """The end of the last copy from it; None before the first."""
+
+
+class PinnedRing:
+    """Pinned blocks of one size, which batches are read into in turn. Any thread.
+
+    A block is free once no array refers to it, and is used again after its copy. There are as many as batches were
+    alive at once; all are replaced if a batch is larger.
+    """
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime, self._pinned = runtime, _PinnedArrays(runtime)
-        self._tensors: list[torch.Tensor] = []
-        self._sent: Any = None
-        self.buffers = SampleBuffers(self._pinned.allocate)
+        self._runtime, self._free, self._lock = runtime, deque[_Block](), threading.RLock()
+        self._size = self.num_bytes = 0
+        """Bytes of all blocks, as torch allocates them."""
+
+    def take(self, num_bytes: int) -> tuple[NDArray[np.uint8], _Block]:
+        """Return memory of a block, and the block, which is in use while there is an array over the memory."""
+        with self._lock:
+            if num_bytes > self._size:
+                self._size = pinned_bytes(num_bytes)
+                self.clear()
+            block = self._free.popleft() if self._free else None
+            if block is None:
+                self.num_bytes += self._size
+                size = self._size
+        if block is None:
+            block = _Block(self._runtime.pinned((size,), torch.uint8))
+        elif block.sent is not None:
+            self._runtime.wait_uploaded(block.sent)
+        memory = np.frombuffer(memoryview(block.bytes.data), np.uint8, num_bytes)  # an array object of our own
+        weakref.finalize(memory, self._reclaim, block).atexit = False
+        return memory, block
+
+    def clear(self) -> None:
+        """Free the blocks that no batch uses; the others are freed later if they are of another size."""
+        with self._lock:
+            self.num_bytes -= sum(block.bytes.size for block in self._free)
+            self._free.clear()
+
+    def _reclaim(self, block: _Block) -> None:
+        with self._lock:  # a garbage collection may call this on a thread that is in another method
+            if block.bytes.size == self._size and len(self._free) < MAX_KEPT:
+                self._free.append(block)
+            else:
+                self.num_bytes -= block.bytes.size
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the bytes that torch allocates for pinned memory: a power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 128) * 128
+
+
+class PinnedUpload:
+    """The upload to a GPU: one copy from a pinned block to a new tensor, on the stream of uploads."""
+
+    def __init__(self, runtime: CudaRuntime, ring: PinnedRing) -> None:
+        self._runtime, self._ring = runtime, ring
+        self._block: Any = None
+        self._tensor: Any = None
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        """Bytes of the tensor."""
+        return 0 if self._tensor is None else int(self._tensor.nbytes)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of all pinned memory that samples were read into."""
-        return self.buffers.num_bytes
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return memory of a block."""
+        memory, self._block = self._ring.take(num_bytes)
+        return memory
 
-    def to_device(self, array: NDArray[Any]) -> Array:
-        """Copy it from the buffers, or from a pinned copy."""
-        return self._upload(self._pinned.tensor_of(array), array.shape)
+    def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
+        """Copy the first bytes, and sort there."""
+        runtime, block, runs = self._runtime, self._block, None
+        first = _aligned(num_bytes)
+        with runtime.uploading():
+            self._tensor = runtime.tensor((_aligned(first + (0 if sort is None else sort.num_bytes)),), torch.uint8)
+            runtime.copy(block.pinned[:num_bytes], self._tensor[:num_bytes], lasting=True)
+            if sort is not None:
+                address = self._tensor.data_ptr()
+                runs = sort.launch(runtime.kernels, address, self._tensor, address + first)
+        block.sent = runtime.uploaded()
+        return runs
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Join them on the GPU: a copy for each run."""
-        runs = runs_of(arrays)
-        with self._runtime.uploading():
-            joined = self._runtime.tensor((sum(array.size for array in arrays),), torch.int32)
-            at = 0
-            for run in runs:
-                self._runtime.copy(self._pinned.tensor_of(run.values), joined[at : at + run.values.size], lasting=True)
-                at += run.values.size
-        self._tensors.append(joined)
-        return runs, joined
-
-    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Fill pinned memory, and copy it."""
-        pinned = self._runtime.pinned((size,), torch.float32)
-        values = pinned.numpy()
-        values.fill(1.0)
-        for first, last, part in parts:
-            values[first:last] = part
-        return self._upload(pinned, (size,))
-
-    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Runs]:
-        """Sort them all at once, on the stream of uploads."""
-        with self._runtime.uploading():
-            found = sort_positions(self._runtime.kernels, lookups)
-        self._tensors += {id(runs.memory): runs.memory for runs in found}.values()
-        return found
-
-    def send(self) -> None:
-        """Note the present end of the stream of uploads."""
-        self._sent = self._runtime.uploaded()
+    def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
+        """Return a part of the tensor."""
+        dtype = np.dtype(dtype)
+        return self._tensor[begin : begin + count * dtype.itemsize].view(TORCH_DTYPES[dtype])
 
     def receive(self) -> None:
-        """Have the current stream wait, and keep the memory of the tensors until it is done with them."""
-        self._runtime.receive(self._sent, self._tensors)
-
-    def _upload(self, pinned: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        with self._runtime.uploading():
-            uploaded = self._runtime.upload(pinned)
-        self._tensors.append(uploaded)
-        return uploaded.view(shape)
-
-
-class _PinnedArrays:
-    """Pinned memory of one batch. It has no reference to the upload, as it would outlive the batch in a cycle."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._pinned: dict[int, tuple[NDArray[np.uint8], torch.Tensor]] = {}  # by the flat array that is views' base
-
-    def allocate(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an uninitialized flat array."""
-        pinned = self._runtime.pinned((max(1, size) * np.dtype(dtype).itemsize,), torch.uint8)
-        flat: NDArray[np.uint8] = pinned.numpy()
-        self._pinned[id(flat)] = flat, pinned
-        return flat.view(dtype)[:size]
-
-    def tensor_of(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return a flat tensor over the memory of ``array``, or over a copy: torch's own, whose uses it counts."""
-        flat, pinned = self._pinned.get(id(array.base), (None, None))
-        if flat is None or pinned is None or not array.flags.c_contiguous:
-            flat = self.allocate(array.size, array.dtype)
-            flat[...] = array.reshape(-1)
-            return self.tensor_of(flat)
-        first = array.ctypes.data - flat.ctypes.data
-        return pinned[first : first + array.nbytes].view(TORCH_DTYPES[array.dtype])
+        """Have the current stream wait, and keep the memory of the tensor until it is done with it."""
+        self._runtime.receive(self._block.sent, [self._tensor])
 
 
 SLICE_KEYS = 1 << 20

@@ -1,0 +1,243 @@
+"""The layout of n samples of one sub-dataset in one block of memory: one kernel fills it, one copy moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.data.sample_layout import column_array
+from tiercache.kernels.cpu.samples import NO_LIMIT, ONES, STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.sample_layout import SampleLayout
+    from tiercache.schema import Feature
+
+_ALIGNED_BYTES = 128  # of what a kernel reads as one array
+
+
+class IdOrder(NamedTuple):
+    """Features whose ids are next to each other, feature after feature, as one lookup takes them."""
+
+    features: tuple[str, ...]
+    bags: bool = False
+    """Whether the block has the offsets of bags, of all features one after another, and the weights of all ids if the
+    data have weights for some."""
+
+
+class _Piece(NamedTuple):
+    """A part of the block."""
+
+    num_bytes: int
+    """Per id of ``ragged``, if that is a feature; else in all."""
+    ragged: str | None = None
+    is_aligned: bool = True
+
+
+class OrderPieces(NamedTuple):
+    """The pieces of one order."""
+
+    ids: int
+    """The first of F pieces."""
+    weights: int | None
+    """The first of F pieces."""
+    offsets: int | None
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class BlockLayout:
+    """What is where in a block, and how it gets there. Pieces of lists of any length are placed anew for each block."""
+
+    size: int
+    """N."""
+    orders: Sequence[IdOrder]
+    features: Mapping[str, Feature]
+    """The features that are read, by name in the schema's order."""
+    arrays: frozenset[str]
+    """The arrays of the file that ``copies`` read at the samples' rows."""
+    copies: NDArray[np.int64]
+    """As `gather_samples` takes them, but with pieces for places."""
+    lists: Sequence[tuple[int, str | None, str]]
+    """Of lists of any length: piece, array of the file (None: ones) and feature."""
+    pieces: Sequence[_Piece]
+    columns: Mapping[str, int]
+    """The piece of each array of the file with one row per sample that is no feature's."""
+    order_pieces: Sequence[OrderPieces]
+    ids: Mapping[str, int]
+    """By feature, the piece of its ids."""
+    weights: Mapping[str, int]
+    """By feature with weights, the piece of these."""
+    num_device_pieces: int
+    """The first pieces, which a device needs; the others are ids that no order has."""
+    fixed: BlockPlaces | None
+    """The places if no feature has lists of any length."""
+
+    @classmethod
+    def of(
+        cls,
+        layout: SampleLayout,
+        word_of: Callable[[str], int],
+        rows: Callable[[str], int],
+        size: int,
+        orders: Sequence[IdOrder] = (),
+        features: Collection[str] | None = None,
+    ) -> BlockLayout:
+        """Lay out ``size`` samples of some features; None: of all.
+
+        word_of: the first word of an array in the file; rows: the keys of a table.
+        """
+        return _Builder(layout, word_of, rows, size, features).build(orders)
+
+    def place(self, num_ids: Mapping[str, int]) -> BlockPlaces:
+        """Return the places for so many ids of each feature with lists of any length."""
+        begins, end = [], 0
+        for piece in self.pieces:
+            if piece.is_aligned:
+                end = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            begins.append(end)
+            end += piece.num_bytes * (1 if piece.ragged is None else num_ids[piece.ragged])
+        begins.append(end)
+        copies = self.copies.copy()
+        copies[:, 3] = np.array(begins, dtype=np.int64)[copies[:, 3]] // 4
+        sizes = {
+            f.name: num_ids[f.name] if f.name in num_ids else self.size * (f.length or 1)
+            for f in self.features.values()
+        }
+        starts = [
+            np.array([*accumulate((sizes[name] for name in order.features), initial=0)], np.int64)
+            for order in self.orders
+        ]
+        return BlockPlaces(begins, copies, sizes, starts, begins[self.num_device_pieces])
+
+
+class BlockPlaces(NamedTuple):
+    """Where the pieces of one block are."""
+
+    begins: Sequence[int]
+    """The first byte of each piece, and the end of the last one."""
+    copies: NDArray[np.int64]
+    num_ids: Mapping[str, int]
+    """By feature."""
+    starts: Sequence[NDArray[np.int64]]
+    """(F + 1,) by order: where the ids of each feature begin among those of the order."""
+    device_bytes: int
+    """The first bytes, which a device needs."""
+
+
+class _Builder:
+    def __init__(
+        self, layout: SampleLayout, word_of: Callable[[str], int], rows: Callable[[str], int], size: int,
+        features: Collection[str] | None,
+    ) -> None:  # fmt: skip
+        self._layout, self._word_of, self._rows, self._size = layout, word_of, rows, size
+        schema = layout.schema
+        self._features = {f.name: f for f in schema.features if features is None or f.name in features}
+        self._singles = {f.name: i for i, f in enumerate(schema.singles)}
+        self._pieces: list[_Piece] = []
+        self._copies: list[tuple[int, int, int, int, int]] = []
+        self._lists: list[tuple[int, str | None, str]] = []
+        self._arrays: set[str] = set()
+
+    def build(self, orders: Sequence[IdOrder]) -> BlockLayout:
+        """Lay out columns, then each order, then all other ids."""
+        schema = self._layout.schema
+        kept = {column_array(one.name): np.dtype(one.dtype).itemsize for one in schema.kept}
+        widths = {c.name: 4 * (c.width or 1) for c in self._layout.columns if c.feature is None and c.name != "ids"}
+        columns = {}
+        for name, num_bytes in (kept | widths).items():
+            columns[name] = self._piece(num_bytes * self._size)
+            self._arrays.add(name)
+            if num_bytes % 4 == 0:  # NumPy copies the others
+                self._copy(name, num_bytes // 4, columns[name])
+        ids, weights, pieces = dict[str, int](), dict[str, int](), []
+        for order in orders:
+            specs = [self._features[name] for name in order.features]
+            is_weighted = order.bags and any(f.weights is not None for f in specs)
+            first = self._ids(specs, ids)
+            first_weight = self._weights(specs, weights) if is_weighted else None
+            pieces.append(OrderPieces(first, first_weight, self._offsets(specs) if order.bags else None))
+        num_device_pieces = len(self._pieces)
+        self._piece(0)  # the next begins at a line of its own
+        others = {f.name: f for f in (*self._layout.singles, *schema.lists) if f.name in self._features}
+        self._ids([f for name, f in others.items() if name not in ids], ids)
+        for name, f in others.items():
+            if f.weights is not None and name not in weights:
+                self._weights([f], weights)
+        made = BlockLayout(
+            size=self._size, orders=orders, features=self._features, arrays=frozenset(self._arrays),
+            copies=np.array(self._copies, np.int64).reshape(-1, 5), lists=self._lists, pieces=self._pieces,
+            columns=columns, order_pieces=pieces, ids=ids, weights=weights, num_device_pieces=num_device_pieces,
+            fixed=None,
+        )  # fmt: skip
+        if not any(piece.ragged for piece in self._pieces):
+            object.__setattr__(made, "fixed", made.place({}))
+        return made
+
+    def _piece(self, num_bytes: int, ragged: str | None = None, *, is_aligned: bool = True) -> int:
+        self._pieces.append(_Piece(num_bytes, ragged, is_aligned))
+        return len(self._pieces) - 1
+
+    def _copy(self, array: str, words: int, piece: int, *, limit: int = NO_LIMIT) -> None:
+        self._arrays.add(array)
+        self._copies.append((self._word_of(array), words, words, piece, limit))
+
+    def _of_ids(self, f: Feature, *, is_aligned: bool) -> int:
+        """Add a piece for a number for each id of a feature."""
+        if self._is_ragged(f):
+            return self._piece(4, f.name, is_aligned=is_aligned)
+        return self._piece(4 * self._size * (f.length or 1), is_aligned=is_aligned)
+
+    def _is_ragged(self, f: Feature) -> bool:
+        return f.name not in self._singles and f.length is None
+
+    def _ids(self, specs: Sequence[Feature], found: dict[str, int]) -> int:
+        """Add the pieces of ids, and return the first."""
+        first = len(self._pieces)
+        for i, f in enumerate(specs):
+            piece, limit = self._of_ids(f, is_aligned=i == 0), self._rows(f.table)
+            found.setdefault(f.name, piece)
+            if f.name in self._singles:
+                word, width = self._word_of("ids") + self._singles[f.name], len(self._singles)
+                self._arrays.add("ids")
+                self._copies.append((word, width, 1, piece, limit))
+            elif f.length is not None:
+                self._copy(f"ids.{f.name}", f.length, piece, limit=limit)
+            else:
+                self._lists.append((piece, f"ids.{f.name}", f.name))
+        return first
+
+    def _weights(self, specs: Sequence[Feature], found: dict[str, int]) -> int:
+        """Add the pieces of weights, 1 for each id of a feature without any, and return the first."""
+        first = len(self._pieces)
+        for i, f in enumerate(specs):
+            piece = self._of_ids(f, is_aligned=i == 0)
+            if f.weights is not None:
+                found.setdefault(f.name, piece)
+            array = None if f.weights is None else f"weights.{f.name}"
+            if self._is_ragged(f):
+                self._lists.append((piece, array, f.name))
+            elif array is not None:
+                self._copy(array, f.length or 1, piece)
+            else:
+                self._copies.append((ONES, 0, f.length or 1, piece, NO_LIMIT))
+        return first
+
+    def _offsets(self, specs: Sequence[Feature]) -> int:
+        """Add the offsets of bags, and return their piece."""
+        piece = self._piece(8)
+        starts = [*accumulate((self._size * (f.length or 1) for f in specs), initial=0)]
+        if any(map(self._is_ragged, specs)):
+            self._pieces[-1] = _Piece(8 * (len(specs) * self._size + 1))
+            return piece
+        self._pieces.pop()
+        for f, start in zip(specs, starts, strict=False):  # a piece each, which has the next one's first offset too
+            at = self._piece(8 * self._size, is_aligned=f is specs[0])
+            self._copies.append((STEPS, start, f.length or 1, at, NO_LIMIT))
+        self._piece(8, is_aligned=False)
+        return piece
