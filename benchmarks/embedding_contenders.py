@@ -24,16 +24,20 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
+from tiercache.data.block_layout import BlockLayout
 from tiercache.data.sample_layout import SampleLayout
-from tiercache.data.sub_dataset import EncodedBatch
+from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.values.ids import FeatureIds
+from tiercache.kernels.cpu.samples import gather_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
+
+    from tiercache.data.block_layout import IdOrder
+    from tiercache.data.sub_dataset import SampleMemory
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
 NUM_BATCHES, THREADS = 8, 2
@@ -142,9 +146,8 @@ class WholeTables:
         self.whole = self
         self.schema = tc.Schema(label=None, dense=(), features=features, tables=tuple(self._tables.values()))
         self.tables, self.passes = self.schema.ordered_tables, (self,)
-        self._rows, self._ids_BFN = shape.rows, ids_BFN
-        self._order = [f.name for f in SampleLayout(self.schema).singles]
-        self._place = {feature.name: f for f, feature in enumerate(features)}
+        self._rows, self._layout = shape.rows, SampleLayout(self.schema)
+        self._words = np.ascontiguousarray(ids_BFN.transpose(0, 2, 1)).reshape(-1)
 
     def rows(self, _table: str) -> int:
         """Return those of every table."""
@@ -160,12 +163,13 @@ class WholeTables:
     def check_samples(self) -> None:
         """Return: there are some."""
 
-    def read(self, indices: NDArray[np.int64]) -> EncodedBatch:
-        """Return the batch that begins at the first index, laid out as a sub-dataset's read does."""
-        batch = self._ids_BFN[int(indices[0]) // indices.size]
-        singles = np.stack([batch[self._place[name]] for name in self._order])
-        ids = {name: FeatureIds(row, None, None) for name, row in zip(self._order, singles, strict=True)}
-        return EncodedBatch(label=None, dense=np.empty((indices.size, 0), np.float32), ids=ids)
+    def read(self, indices: NDArray[np.int64], into: SampleMemory, *, orders: Sequence[IdOrder] = ()) -> EncodedBatch:
+        """Return the samples at ``indices`` as a sub-dataset does."""
+        layout = BlockLayout.of(self._layout, lambda _: 0, self.rows, indices.size, orders)
+        places = layout.place({})
+        block = SampleBlock(into.take(places.begins[-1]), layout, places)
+        gather_samples(self._words, indices, places.copies, block.memory.view(np.int32))
+        return EncodedBatch(None, np.empty((indices.size, 0), np.float32), BlockIds(block, {}), {}, block)
 
 
 class Ours:
@@ -177,7 +181,7 @@ class Ours:
         self._bag = tc.EmbeddingBagCollection(self._cache.schema)
         self._passes = self._cache.passes(epochs=1)
         p = next(self._passes)
-        self._batches = list(p.batches(shape.num_samples, prefetch=0))
+        self._batches = list(p.batches(shape.num_samples))
         assert len(self._batches) == NUM_BATCHES
         self._grads = [torch.from_numpy(grad) for grad in grads]
 

@@ -23,7 +23,6 @@ from tiercache.data.sub_dataset import SampleBuffers, SubDataset
 from tiercache.errors import DatasetError
 from tiercache.io.key_set_file import read_key_set
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.rows.backends.host_arrays import runs_of
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
@@ -112,20 +111,6 @@ def test_some_features_come_back_alone(tmp_path: Path) -> None:
         found = one.read(indices, features=wanted)
         assert list(found.ids) == wanted
         assert_read(one, found, samples, indices)
-
-
-@pytest.mark.parametrize("wanted", [["p"], ["r", "p"], ["q", "r"], ["p", "q", "r"]])
-def test_features_with_one_id_lie_side_by_side_group_by_group(tmp_path: Path, wanted: list[str]) -> None:
-    """So that the ids of a group are joined without a copy."""
-    samples, indices = some_samples(100, 3, SINGLES), np.array([99, 0, 7, 7, 50])
-    one = write(tmp_path, samples, SINGLES)
-    read = one.read(indices, features=wanted)
-    assert sorted(read.ids) == sorted(wanted)
-    assert_read(one, read, samples, indices, SINGLES)
-    assert (read.label, read.dense.shape) == (None, (5, 0))
-    names = [f.name for f in SampleLayout(SINGLES).singles if f.name in wanted]
-    (run,) = runs_of([read.ids[name].ids for name in names])
-    assert np.shares_memory(run.values, read.ids[names[0]].ids)
 
 
 def test_buffers_are_filled_again(tmp_path: Path) -> None:

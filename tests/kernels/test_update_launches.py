@@ -140,8 +140,9 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
     fields = [rng.standard_normal((300, dim)).astype(F4), *states("adagrad", 300, dim, rng)]
     for m in machines("cuda"):
         wanted = stepped(m, "adagrad", fields, slots, m.one_id(gradient))
+        cut = [(40, starts[:3], bases[:2], limits[:2]), (40 + 4 * 350, starts[2:] - 350, bases[2:], limits[2:])]
         few = LookupPositions(4, np.array([0, 9]), bases[:1], limits[:1])
-        plan = SortPlan.of([few, LookupPositions(40, starts, bases, limits)])
+        plan = SortPlan.of([[few], [LookupPositions(*one) for one in cut]])
         for _ in range(2):  # a plan serves any block
             block = m.place(np.concatenate([ids[:1], ids[:9], ids]))
             memory = m.place(np.zeros(plan.num_bytes // 8, np.int64))

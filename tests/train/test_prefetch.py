@@ -153,6 +153,30 @@ def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.P
     assert cache.pinned_batch_bytes == 0
 
 
+def test_ids_of_a_group_that_were_sorted_together_are_not_sorted_in_the_step(passes: tc.PassDataset) -> None:
+    """Bags and single ids of one group; a step of some of the lookups sorts them itself. Both to the same bits."""
+    results = []
+    for ahead in (False, True):
+        cache = resident(passes, device=(backend := shim()))
+        launches: list[str] = backend._runtime.kernels.launches
+        one, two = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
+        loop, sorts = cache.passes(epochs=1), []
+        for p in loop:
+            for made in p.batches(10, prefetch=2):
+                batch = made if ahead else replace(made, collations=None)
+                both = p.index and batch.end % 20  # the second module is known from the second pass on
+                out = one(batch).sum() + (two(batch).square().sum() if both else 0.0)
+                out.backward()
+                launches.clear()
+                cache.optimizer.step()
+                sorts.append((bool(both), launches.count("sorting.make_keys")))
+        results.append([cache.fields(name)[0].copy() for name in ("a", "b")])
+        assert {number for _, number in sorts} == ({0, 1} if ahead else {1})
+        if ahead:
+            assert [number for _, number in sorts[4:10]] == [0] * 6
+    assert all(map(np.array_equal, *results))
+
+
 def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassDataset) -> None:
     """A batch whose ids were replaced looks up what it has, and weights of one's own take the data's place."""
     for device in DEVICES.values():

@@ -102,7 +102,7 @@ class BlockLayout:
                 end = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
             begins.append(end)
             end += piece.num_bytes * (1 if piece.ragged is None else num_ids[piece.ragged])
-        begins.append(end)
+        begins.append(-(-end // 8) * 8)
         copies = self.copies.copy()
         copies[:, 3] = np.array(begins, dtype=np.int64)[copies[:, 3]] // 4
         sizes = {
@@ -164,9 +164,8 @@ class _Builder:
             pieces.append(OrderPieces(first, first_weight, self._offsets(specs) if order.bags else None))
         num_device_pieces = len(self._pieces)
         self._piece(0)  # the next begins at a line of its own
-        others = {f.name: f for f in (*self._layout.singles, *schema.lists) if f.name in self._features}
-        self._ids([f for name, f in others.items() if name not in ids], ids)
-        for name, f in others.items():
+        self._ids([f for name, f in self._features.items() if name not in ids], ids)
+        for name, f in self._features.items():
             if f.weights is not None and name not in weights:
                 self._weights([f], weights)
         made = BlockLayout(

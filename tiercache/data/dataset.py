@@ -103,7 +103,7 @@ class PassDataset:
         self.manifest = manifest
         self.schema = manifest.schema
         self.layout = SampleLayout(manifest.schema)
-        """The order of columns; ``layout.singles`` is that of ``EncodedBatch.singles``."""
+        """The arrays of samples."""
         self.passes = tuple(SubDataset(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
 
     @classmethod

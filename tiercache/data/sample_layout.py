@@ -11,12 +11,9 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayLayout, ArraySpec
 from tiercache.errors import DatasetError
-from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
 
     from tiercache.data.manifest import Recording
     from tiercache.schema import Feature, Schema
@@ -83,18 +80,6 @@ class SampleLayout:
     def ragged(self) -> tuple[Feature, ...]:
         """The features with lists of any length, in the schema's order."""
         return tuple(f for f in self.schema.lists if f.length is None)
-
-    @cached_property
-    def singles(self) -> tuple[Feature, ...]:
-        """The features with one id as they are read: group by group, in each in the schema's order."""
-        group_of = {t.name: g.index for g in group_tables(self.schema.tables) for t in g.tables}
-        return tuple(sorted(self.schema.singles, key=lambda f: group_of[f.table]))
-
-    @cached_property
-    def single_columns(self) -> NDArray[np.int64]:
-        """(S,): for each of ``singles``, its index in the file's order."""
-        indices = {f.name: i for i, f in enumerate(self.schema.singles)}
-        return np.array([indices[f.name] for f in self.singles], dtype=np.int64)
 
     def file(
         self,

@@ -54,12 +54,11 @@ class EncodedBatch:
     dense: NDArray[np.float32]
     """(n, D), D may be 0."""
     ids: Mapping[str, FeatureIds]
-    """The ids of every feature that was read, by its name. Those with one id are neighbors group by group, unless they
-    were read in other orders."""
+    """The ids of every feature that was read, by its name."""
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """(n,) each: several labels and kept columns in their own dtype, by name."""
     block: SampleBlock | None = None
-    """Where all of this is, if it was read into one block."""
+    """All of this, if it was read from a sub-dataset."""
 
     @property
     def num_samples(self) -> int:
@@ -203,7 +202,7 @@ class SubDataset:
         if layout.fixed is None:
             lists = self._find_lists(layout, indices)
         places = layout.fixed or layout.place({name: int(offsets[-1]) for name, offsets in lists.offsets.items()})
-        memory = (SampleBuffers() if into is None else into).take(-(-places.begins[-1] // 8) * 8)
+        memory = (SampleBuffers() if into is None else into).take(places.begins[-1])
         block = SampleBlock(memory, layout, places)
         wrong = gather_samples(file.words, indices, places.copies, memory.view(np.int32))
         if layout.fixed is None:
@@ -308,7 +307,7 @@ class SubDataset:
             column = columns[one.name] = block.array(layout.columns[spec.name], n, spec.dtype)
             if spec.dtype.itemsize < 4:
                 np.take(self._file.array(spec.name), indices, out=column, mode="clip")  # "raise" would copy once more
-        return EncodedBatch(label, dense, _BlockIds(block, offsets), columns, block)
+        return EncodedBatch(label, dense, BlockIds(block, offsets), columns, block)
 
     def _refuse_ids(self, samples: EncodedBatch) -> NoReturn:
         """Raise DatasetError for the first id that is not in its table."""
@@ -333,11 +332,13 @@ class _Lists(NamedTuple):
     """(n + 1,) of the ids in the block."""
 
 
-class _BlockIds(Mapping[str, FeatureIds]):
+class BlockIds(Mapping[str, FeatureIds]):
     """The ids in a block, by feature. Arrays are made when they are first used: few batches need any of them."""
 
     def __init__(self, block: SampleBlock, offsets: Mapping[str, NDArray[np.int64]]) -> None:
         self._block, self._offsets, self._made = block, offsets, dict[str, FeatureIds]()
+        self.weighted: Collection[str] = block.layout.weights
+        """The features with weights."""
 
     def __getitem__(self, name: str) -> FeatureIds:
         made = self._made.get(name)

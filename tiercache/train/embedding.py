@@ -104,7 +104,8 @@ class EmbeddingBagCollection(TableModule):
         remote = self._remote(batch, weights)
         local = [name for name in self.features if name not in remote] if remote else self.features
         check_ids_of(batch, local)
-        arrays = {name: values for name in local if (values := batch.ids[name].weights) is not None}
+        weighted = getattr(batch.ids, "weighted", local)  # if it is known, no other ids are made for this
+        arrays = {n: values for n in local if n in weighted and (values := batch.ids[n].weights) is not None}
         if weights:
             arrays |= {name: backend.array(value) for name, value in weights.items()}
         groups = self.groups_of(batch.rows.groups, local)

@@ -18,6 +18,7 @@ from tiercache.train.row_gradients import ended_unstepped
 from tiercache.train.row_view import make_batch
 from tiercache.train.table_lookup import Collated, Collations, FeaturePart, Key
 from tiercache.values.batch import Batch, BatchRequest
+from tiercache.values.lookups import FeatureRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,10 +42,10 @@ Exchange: TypeAlias = "LocalExchange | RankExchange"
 
 
 class _MadeBatch(NamedTuple):
-    """A batch, and its upload if it was made ahead."""
+    """A batch, and its upload."""
 
     batch: Batch
-    upload: BatchUpload | None
+    upload: BatchUpload
 
 
 def _sent(upload: BatchUpload, block: SampleBlock, array: NDArray[Any]) -> Array:
@@ -65,7 +66,8 @@ class LocalExchange:
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
-        self._plans: weakref.WeakKeyDictionary[BlockLayout, SortPlan] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()
+        self._plans: weakref.WeakKeyDictionary[BlockLayout, Any] = weakref.WeakKeyDictionary()
 
     @property
     def pending(self) -> bool:
@@ -88,55 +90,65 @@ class LocalExchange:
     prepare = open = wait = follow = close = rest
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
-        """Return a function that makes a batch; ``ahead``: it also collates and uploads the ids of modules."""
-        if ahead:
-            return partial(self._make_ahead, request, rows, list(self._seen.values()))
-        return partial(self._make, request, rows)
+        """Return a function that makes a batch, with the ids of modules on the device."""
+        return partial(self._make, request, rows, list(self._seen.values()))
 
-    @staticmethod
-    def _make(request: BatchRequest, rows: RowView) -> _MadeBatch:
-        samples = request.source.read(request.places)
-        weight = samples.num_samples / request.step_samples
-        return _MadeBatch(make_batch(samples, rows, weight=weight, end=request.done), None)
-
-    def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _MadeBatch:
+    def _make(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _MadeBatch:
         upload = self._backend.upload()
         orders = [IdOrder(part.features, part.bags) for part in parts]
         samples = request.source.read(request.places, upload, orders=orders)
         assert samples.block is not None
         layout, places = samples.block.layout, samples.block.places
-        sort = self._sort_plan(rows, parts, samples.block) if parts and rows.gradients is not None else None
+        sort, order_of = self._sort_plan(rows, parts, samples.block)
         runs = upload.send(places.device_bytes, sort)
         collated = {}
-        for k, (part, pieces, starts) in enumerate(zip(parts, layout.order_pieces, places.starts, strict=True)):
+        for part, pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
             weights, offsets = (None if one is None else places.begins[one] for one in pieces[1:])
-            num_ids = int(starts[-1])
+            num_ids, order = int(starts[-1]), None
+            if runs is not None and num_ids and part.key in order_of:
+                group, number, num_parts = order_of[part.key]
+                order = FeatureRuns(runs[group], number, num_parts)
             collated[part.key] = Collated(
                 upload.array(places.begins[pieces.ids], num_ids, np.int32), starts,
                 None if offsets is None else upload.array(offsets, len(part.features) * layout.size + 1, np.int64),
-                weights=None if weights is None else upload.array(weights, num_ids, np.float32),
-                runs=runs[k] if runs is not None and num_ids else None,
+                weights=None if weights is None else upload.array(weights, num_ids, np.float32), runs=order,
             )  # fmt: skip
         batch = make_batch(
             samples, rows, weight=samples.num_samples / request.step_samples, end=request.done,
-            collations=Collations(self._seen, samples.ids, collated), to_device=partial(_sent, upload, samples.block),
+            collations=Collations(self._seen, self._trained, samples.ids, collated),
+            to_device=partial(_sent, upload, samples.block),
         )  # fmt: skip
         return _MadeBatch(batch, upload)
 
-    def _sort_plan(self, rows: RowView, parts: Sequence[FeaturePart], block: SampleBlock) -> SortPlan:
-        """Return the plan of the sort of all ids by position, made once for blocks of one layout."""
+    def _sort_plan(
+        self, rows: RowView, parts: Sequence[FeaturePart], block: SampleBlock
+    ) -> tuple[SortPlan | None, dict[Key, tuple[int, int, int]]]:
+        """Return the plan of the sort of the ids that are trained, by position: once for blocks of one layout.
+
+        Also return, by part, which runs have its ids, and its number among the parts that these have.
+        """
         layout, places = block.layout, block.places
-        plan = self._plans.get(layout)
-        if plan is None:
-            lookups = []
+        trained = {part.key for part in parts if part.key in self._trained} if rows.gradients is not None else None
+        if not trained:
+            return None, {}
+        known, *found = self._plans.get(layout, (None,))
+        if known != trained:
+            groups: dict[int, list[tuple[Key, LookupPositions]]] = {}
             for part, pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
-                spans = np.array([(one.start, one.stop) for one in map(rows.spans.__getitem__, part.tables)], np.int64)
-                bases, limits = spans[:, 0], spans[:, 1] - spans[:, 0]
-                lookups.append(LookupPositions(places.begins[pieces.ids], starts, bases, limits))
-            plan = SortPlan.of(lookups)
+                if part.key in trained:
+                    spans = np.array([(rows.spans[table].start, rows.spans[table].stop) for table in part.tables])
+                    lookup = LookupPositions(places.begins[pieces.ids], starts, spans[:, 0], spans[:, 1] - spans[:, 0])
+                    groups.setdefault(part.group, []).append((part.key, lookup))
+            plan = SortPlan.of([[lookup for _, lookup in group] for group in groups.values()])
+            numbers = {
+                key: (g, number, len(group))
+                for g, group in enumerate(groups.values())
+                for number, (key, _) in enumerate(group)
+            }
+            found = [plan, numbers]
             if layout.fixed is not None:
-                self._plans[layout] = plan
-        return plan
+                self._plans[layout] = trained, plan, numbers
+        return found[0], found[1]
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: object = None
@@ -149,8 +161,7 @@ class LocalExchange:
         if before is not None:
             before()
         made: _MadeBatch = read()
-        if made.upload is not None:
-            made.upload.receive()
+        made.upload.receive()
         return made.batch
 
     def overlapped(self, begun: Iterator[Any], rows: RowView, before: Callable[[], None] | None) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.train.row_gradients import NOBODY_STEPS
 from tiercache.values.ids import FoundIds
-from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient, feature_spans
+from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, feature_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.schema import Feature
     from tiercache.train.arrivals import Arrival
     from tiercache.train.row_view import Pooled, RowView
@@ -96,7 +95,7 @@ class Collated:
     """Entry and id of the first that is no local id of its table in the pass."""
     weights: Array | None = None
     """(E,) on the device: those of the data, if it has some and the batch was made ahead."""
-    runs: Any = None
+    runs: FeatureRuns | None = None
     """The order of the ids by position, if they were sorted."""
 
 
@@ -109,10 +108,11 @@ def collate_part(part: FeaturePart, found: Sequence[FeatureIds | FoundIds], rows
     if len(on_device) == len(found):  # in the pass's own key sets: none is of another table
         ids = backend.concat(on_device)
     else:
-        runs, ids = backend.join([one.ids for one in found])
+        host, ids = backend.join([one.ids for one in found])
         group = rows.groups[part.group]
         limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
-        bad = _first_bad(runs, starts, limits)
+        entry = check_ids(host, starts, limits)
+        bad = None if entry < 0 else (entry, int(host[entry]))
     offsets = None
     if part.bags:
         ends = np.empty(len(found) * n + 1, dtype=np.int64)
@@ -124,31 +124,29 @@ def collate_part(part: FeaturePart, found: Sequence[FeatureIds | FoundIds], rows
     return Collated(ids, starts, offsets, bad)
 
 
-def _first_bad(
-    runs: Sequence[JoinedArrays], starts: NDArray[np.int64], limits: NDArray[np.int64]
-) -> tuple[int, int] | None:
-    for run in runs:
-        begins = starts[run.first : run.last + 1] - starts[run.first]
-        bad = check_ids(run.values, begins, limits[run.first : run.last])
-        if bad >= 0:
-            return int(starts[run.first]) + bad, int(run.values[bad])
-    return None
-
-
 class Collations:
     """Parts of one batch that were collated before a module looked them up."""
 
     def __init__(
-        self, seen: MutableMapping[Key, FeaturePart], ids: Mapping[str, FeatureIds], made: Mapping[Key, Collated]
+        self,
+        seen: MutableMapping[Key, FeaturePart],
+        trained: MutableMapping[Key, FeaturePart],
+        ids: Mapping[str, FeatureIds],
+        made: Mapping[Key, Collated],
     ) -> None:
-        """seen: records the parts that are looked up, so that later batches collate them ahead. ids: of the batch."""
-        self._seen, self._ids, self._made = seen, ids, made
+        """seen, trained: record the parts that are looked up, so that later batches collate and sort them ahead.
 
-    def of(self, part: FeaturePart, ids: Mapping[str, FeatureIds | FoundIds]) -> Collated | None:
-        """Return the collation of exactly these ids; None if there is none."""
+        ids: of the batch.
+        """
+        self._seen, self._trained, self._ids, self._made = seen, trained, ids, made
+
+    def of(self, part: FeaturePart, ids: Mapping[str, FeatureIds | FoundIds], *, trained: bool) -> Collated | None:
+        """Return the collation of exactly these ids; None if there is none. trained: whether a step may follow."""
         collated = self._made.get(part.key)
         if collated is None and part.key not in self._seen:
             self._seen[part.key] = part
+        if trained and part.key not in self._trained:
+            self._trained[part.key] = part
         if collated is None or (
             ids is not self._ids and any(ids[name] is not self._ids[name] for name in part.features)
         ):
@@ -172,7 +170,8 @@ def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
 def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) -> LookupIds:
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
     rows = batch.rows.groups[part.group]
-    collated = None if batch.collations is None else batch.collations.of(part, batch.ids)
+    trained = batch.rows.gradients is not None and torch.is_grad_enabled()
+    collated = None if batch.collations is None else batch.collations.of(part, batch.ids, trained=trained)
     if collated is None:
         collated = collate_part(part, [batch.ids[name] for name in part.features], batch.rows, batch.num_samples)
     starts = collated.starts
@@ -188,12 +187,14 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
         ids=collated.ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=part.bases(rows), offsets=collated.offsets,
         weights=_weights_of(part, batch, collated, weights) if part.bags else NONE_F4,
-        trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=collated.runs,
+        trained=trained, runs=collated.runs,
     )  # fmt: skip
 
 
 def _weights_of(part: FeaturePart, batch: Batch, collated: Collated, weights: Mapping[str, Array]) -> Array:
     """Return the weight of each entry on the device; empty: all 1."""
+    if not weights and collated.weights is None:
+        return NONE_F4
     starts, found = collated.starts, [batch.ids[name] for name in part.features]
     if collated.weights is not None and all(
         weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
@@ -210,6 +211,11 @@ def _weights_of(part: FeaturePart, batch: Batch, collated: Collated, weights: Ma
                 )
             parts.append((first, last, weights[name]))
     return batch.rows.backend.weights(int(starts[-1]), parts) if parts else NONE_F4
+
+
+def _looked_up(batch: Batch, features: Sequence[str]) -> list[FeatureIds | FoundIds] | None:
+    """Return the ids, which only several ranks need: their batches have no collations."""
+    return None if batch.collations is not None else [batch.ids[name] for name in features]
 
 
 class TableLookup:
@@ -260,7 +266,7 @@ class TableLookup:
         """Defer gradients to the step. It keeps what a `SavedGradient` has, and not the batch."""
         made = partial(
             SavedGradient, slots=self.found.slots, sorted=self.found.sorted,
-            looked_up=[self.batch.ids[name] for name in self.part.features],
+            looked_up=_looked_up(self.batch, self.part.features),
             spans=partial(feature_spans, self.part.tables, self.entries.starts), **gradient,
         )  # fmt: skip
         self.batch.rows.gradients.defer(self.part.group, partial(save, made), arrival)

@@ -44,7 +44,7 @@ def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> li
 
 
 class FeatureRuns(NamedTuple):
-    """The order of a whole lookup's ids, for a gradient that is one part of it."""
+    """The order of the ids of several gradients, for one of them."""
 
     runs: Any
     number: int
@@ -81,7 +81,7 @@ class LookupIds:
     """(E,) on the device; empty: all 1."""
     trained: bool = False
     """True if a step is expected to follow, which the lookup may prepare."""
-    runs: Any = None
+    runs: FeatureRuns | None = None
     """The order of the ids by position, if they came with it."""
 
 

@@ -93,20 +93,23 @@ class SortPlan:
         self._add(some)
 
     @classmethod
-    def of(cls, lookups: Sequence[LookupPositions]) -> "SortPlan":
+    def of(cls, groups: Sequence[Sequence[LookupPositions]]) -> "SortPlan":
         """Return the plan of a sort by position, whose rows a step finds by a map of slots (`Runs.slot_of`).
 
-        Of ids nothing is read, so one that is no id is no error here.
+        Entries of a group are those of its lookups, one after another. Of ids nothing is read, so one that is no id is
+        no error here.
         """
         made = []
-        for begin, starts, bases, limits in lookups:
-            cuts = starts.tolist()
-            parts = [
-                (begin + 4 * first, last - first, base, limit)
-                for first, last, base, limit in zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
-                if first < last
-            ]
-            made.append((int((bases + limits).max(initial=0)), parts))
+        for lookups in groups:
+            count, parts = 0, []
+            for begin, starts, bases, limits in lookups:
+                count, cuts = max(count, int((bases + limits).max(initial=0))), starts.tolist()
+                parts += [
+                    (begin + 4 * first, last - first, base, limit)
+                    for first, last, base, limit in zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
+                    if first < last
+                ]
+            made.append((count, parts))
         return cls(made)
 
     def _add(self, groups: Sequence[_Group]) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.cpu.key_index import KeySet
     from tiercache.kernels.cuda.sorting import SortPlan
-    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array, Found
@@ -237,8 +236,8 @@ class Backend(Protocol):
     def to_device(self, array: NDArray[np.generic]) -> Array:
         """Return a host array on the device: itself on a CPU, else a copy, without waiting."""
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Concatenate host arrays on the device; also return them in host memory, in one or several runs."""
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+        """Concatenate host arrays, and return the result in host memory and on the device."""
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Concatenate arrays of the device; the only one is returned as it is."""

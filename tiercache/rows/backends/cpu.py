@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tiercache.data.pass_builder import SLOT_MAP_BYTES
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.key_index import KeyIndex, Missing, bytes_for
@@ -19,7 +20,7 @@ from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays, Streams
-from tiercache.rows.backends.host_arrays import POOL, JoinedArrays, runs_of
+from tiercache.rows.backends.host_arrays import POOL
 from tiercache.rows.backends.optimizer_step import kernel_gradients
 from tiercache.rows.backends.saved_gradients import merged
 from tiercache.values.lookups import LookedUp, SortedSlots
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
 
 _FROM_0 = np.zeros(1, dtype=np.int64)
-_MANY_IDS = 1 << 18
 
 
 class HostUpload:
@@ -159,12 +159,10 @@ class CpuBackend:
         """Return it as it is."""
         return array
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
-        """Concatenate arrays unless they are neighbors in memory; few ids are copied faster than that is checked."""
-        size = sum(array.size for array in arrays)
-        runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
-        joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
-        return [JoinedArrays(0, len(arrays), joined)], joined
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
+        """Concatenate them."""
+        joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return joined, joined
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Concatenate them."""
@@ -296,8 +294,8 @@ class CpuBackend:
         ]  # fmt: skip
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
-        """Return the bytes of fields and streams."""
-        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) for n in layouts)
+        """Return the bytes of fields and streams, and of slot maps, which are in host memory."""
+        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) + SLOT_MAP_BYTES * n.positions for n in layouts)
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Do nothing: the CPU has access to all pages."""

@@ -26,7 +26,6 @@ from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedRing, PinnedUpload, index_bytes
-from tiercache.rows.backends.host_arrays import JoinedArrays
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
@@ -111,12 +110,12 @@ class CudaBackend:
         pinned.numpy()[...] = array
         return self._runtime.upload(pinned)
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], Array]:
         """Join them in pinned memory, and copy from there."""
         pinned = self._runtime.pinned((sum(array.size for array in arrays),), torch.int32)
         host: NDArray[np.int32] = pinned.numpy()
         np.concatenate(arrays, out=host)
-        return [JoinedArrays(0, len(arrays), host)], self._runtime.upload(pinned)
+        return host, self._runtime.upload(pinned)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Join them on the device."""
@@ -413,12 +412,12 @@ class CudaBackend:
 
 def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None, scales: Array) -> LookedUp:
     """Return the result of a lookup, with the order of its slots if it is known."""
-    order = None if ids.runs is None else SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+    order = None if ids.runs is None else SortedSlots(slots, ids.runs)
     return LookedUp(slots, order, argmax, places, scales)
 
 
 def _sorted_runs(step: OptimizerStep) -> Runs | None:
-    """Return the order of the entries of a step if they are those of one sorted lookup."""
+    """Return the order of the entries of a step if they are those that were sorted together."""
     first: FeatureRuns | None = step.saved[0].pairs
     if first is None or len(step.saved) != first.num_parts:
         return None
@@ -427,6 +426,8 @@ def _sorted_runs(step: OptimizerStep) -> Runs | None:
         if pairs is None or pairs.runs is not first.runs or pairs.number != number:
             return None
     runs: Runs = first.runs
+    if runs.size != sum(saved.slots.shape[0] for saved in step.saved):
+        return None
     return runs._replace(slot_of=step.rows.slot_of_local)
 
 

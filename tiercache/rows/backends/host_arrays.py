@@ -1,16 +1,14 @@
-"""Host arrays of batches: memory from a pool, and neighbors in memory that are joined without a copy."""
+"""Host arrays of batches: memory from a pool."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import DTypeLike, NDArray
 
 
@@ -65,41 +63,3 @@ def _size_class(num_bytes: int) -> int:
 
 POOL = BufferPool()
 """Outputs and slots of all modules, and the rows of exchanged batches, on the CPU."""
-
-
-class JoinedArrays(NamedTuple):
-    """Arrays [first, last) of a sequence as one."""
-
-    first: int
-    last: int
-    values: NDArray[Any]
-
-
-def runs_of(arrays: Sequence[NDArray[Any]]) -> list[JoinedArrays]:
-    """Return arrays (n,) of one dtype as the fewest views: neighbors in one flat array are joined."""
-    ends: list[int] = []
-    at = -1
-    for i, array in enumerate(arrays):
-        address = array.ctypes.data
-        if i and not (address == at and array.size and _same_flat(array, arrays[i - 1])):
-            ends.append(i)
-        at = address + array.nbytes
-    return [
-        JoinedArrays(first, last, arrays[first] if last == first + 1 else _view(arrays[first], arrays[last - 1]))
-        for first, last in zip([0, *ends], [*ends, len(arrays)], strict=True)
-        if first < last
-    ]
-
-
-def _same_flat(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    base = one.base
-    contiguous = one.flags.c_contiguous and other.flags.c_contiguous
-    return contiguous and isinstance(base, np.ndarray) and base.flags.c_contiguous and base is other.base
-
-
-def _view(first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-    base = first.base
-    assert isinstance(base, np.ndarray)
-    begin = (first.ctypes.data - base.ctypes.data) // first.itemsize
-    size = (last.ctypes.data + last.nbytes - first.ctypes.data) // first.itemsize
-    return base.reshape(-1).view(first.dtype)[begin : begin + size]
