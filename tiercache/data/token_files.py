@@ -32,7 +32,11 @@ class TokenFiles:
     """
 
     def __init__(
-        self, files: str | os.PathLike[str] | Sequence[Any], sequence_length: int, *, dtype: DTypeLike = np.uint16
+        self,
+        files: str | os.PathLike[str] | NDArray[Any] | Sequence[Any],
+        sequence_length: int,
+        *,
+        dtype: DTypeLike = np.uint16,
     ) -> None:
         """Map files; they must not change while they are used.
 
