@@ -13,7 +13,7 @@ from tests.kernels.test_update import rule_of
 from tiercache.kernels.cpu.pooling import SUM
 from tiercache.kernels.cuda.gathering import Gathered, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
-from tiercache.kernels.cuda.sorting import LookupPositions, sort_positions
+from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import Gradients, Step
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def test_an_update_moves_what_it_must(goal: Goal, optimizer: str, strided: bool)
     else:
         gradients = [m.one_id(np.ascontiguousarray(wide[:, col : col + DIM])) for col in cols]
     starts, limits = np.arange(TABLES + 1) * SAMPLES, np.full(TABLES, ROWS)
-    (runs,) = sort_positions(m.device, [LookupPositions(m.place(goal.ids), starts, goal.bases, limits)])
+    plan, ids = SortPlan.of([[LookupPositions(0, starts, goal.bases, limits)]]), m.place(goal.ids)
+    memory = m.array((plan.num_bytes // 8,), np.int64)
+    at = [m.device.describe(array).address for array in (ids, memory)]
+    (runs,) = plan.launch(m.device, at[0], memory, at[1])
     runs = runs._replace(slot_of=m.place(goal.slot_of))
     vectors = m.vectors(np.zeros((TABLES * ROWS, DIM), np.float32))
     states = [m.place(np.zeros((TABLES * ROWS, DIM), np.float32)) for _ in range(STATES[optimizer])]
