@@ -297,9 +297,13 @@ def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
     third, fourth = backend.upload(), backend.upload()
     assert at in {third.take(100).ctypes.data, fourth.take(512).ctypes.data}, "a block is used again"
     assert len(gpu._pinned) == 2
+    larger = backend.upload().take(513)
     del third, fourth
+    assert backend.pinned_bytes == sum(gpu._pinned.values()) == 1024, "blocks that are too small are freed"
     backend.drop_scratch()
+    del larger
     assert not gpu._pinned
+    assert backend.pinned_bytes == 0
 
 
 def test_a_block_is_not_written_to_before_its_copy() -> None:

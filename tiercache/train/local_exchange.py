@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tiercache.data.block_layout import BlockLayout, IdOrder
 from tiercache.kernels.arrays import address_of
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.train.row_gradients import ended_unstepped
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from tiercache.data.block_layout import BlockLayout
     from tiercache.data.dataset import DatasetView
     from tiercache.data.sub_dataset import SampleBlock
     from tiercache.dist.communicator import AnyCommunicator
@@ -48,10 +48,20 @@ class _MadeBatch(NamedTuple):
     upload: BatchUpload
 
 
-def _sent(upload: BatchUpload, block: SampleBlock, array: NDArray[Any]) -> Array:
-    """Return an array of a block that was sent, on the device."""
-    begin = address_of(array) - address_of(block.memory) if array.size else 0
-    return upload.array(begin, array.size, array.dtype).reshape(array.shape)
+class _Plan(NamedTuple):
+    """The collation of the blocks of one layout."""
+
+    num_trained: int
+    """How many parts were trained when it was made."""
+    sort: SortPlan | None
+    parts: Sequence[tuple[Any, ...]]
+    """Key, starts, first bytes of ids, weights and offsets (None: none of these), number of offsets, and which runs
+    have the ids, the number among their parts, and how many these are (None: not sorted)."""
+
+
+def _sent(upload: BatchUpload, address: int, array: NDArray[Any]) -> Array:
+    """Return an array of a block, which is at ``address`` and was sent, on the device."""
+    return upload.array(address_of(array) - address if array.size else 0, array.size, array.dtype).reshape(array.shape)
 
 
 class LocalExchange:
@@ -67,7 +77,7 @@ class LocalExchange:
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
         self._trained: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()
-        self._plans: weakref.WeakKeyDictionary[BlockLayout, Any] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[BlockLayout, _Plan] = weakref.WeakKeyDictionary()
 
     @property
     def pending(self) -> bool:
@@ -91,64 +101,67 @@ class LocalExchange:
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
         """Return a function that makes a batch, with the ids of modules on the device."""
-        return partial(self._make, request, rows, list(self._seen.values()))
+        return partial(self._make, request, rows, [*self._seen.items()])
 
-    def _make(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _MadeBatch:
+    def _make(self, request: BatchRequest, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]]) -> _MadeBatch:
         upload = self._backend.upload()
-        orders = [IdOrder(part.features, part.bags) for part in parts]
-        samples = request.source.read(request.places, upload, orders=orders)
-        assert samples.block is not None
-        layout, places = samples.block.layout, samples.block.places
-        sort, order_of = self._sort_plan(rows, parts, samples.block)
-        runs = upload.send(places.device_bytes, sort)
-        collated = {}
-        for part, pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
-            weights, offsets = (None if one is None else places.begins[one] for one in pieces[1:])
-            num_ids, order = int(starts[-1]), None
-            if runs is not None and num_ids and part.key in order_of:
-                group, number, num_parts = order_of[part.key]
-                order = FeatureRuns(runs[group], number, num_parts)
-            collated[part.key] = Collated(
-                upload.array(places.begins[pieces.ids], num_ids, np.int32), starts,
-                None if offsets is None else upload.array(offsets, len(part.features) * layout.size + 1, np.int64),
-                weights=None if weights is None else upload.array(weights, num_ids, np.float32), runs=order,
+        samples = request.source.read(request.places, upload, orders=tuple([key for key, _ in parts]))
+        block = samples.block
+        assert block is not None
+        plan = self._plan(rows, parts, block)
+        runs, collated = upload.send(block.places.device_bytes, plan.sort), {}
+        for key, starts, ids, weights, offsets, num_offsets, order in plan.parts:
+            num_ids = int(starts[-1])
+            collated[key] = Collated(
+                upload.array(ids, num_ids, np.int32), starts,
+                None if offsets is None else upload.array(offsets, num_offsets, np.int64), None,
+                None if weights is None else upload.array(weights, num_ids, np.float32),
+                FeatureRuns(runs[order[0]], order[1], order[2]) if runs is not None and order and num_ids else None,
             )  # fmt: skip
         batch = make_batch(
             samples, rows, weight=samples.num_samples / request.step_samples, end=request.done,
             collations=Collations(self._seen, self._trained, samples.ids, collated),
-            to_device=partial(_sent, upload, samples.block),
+            to_device=partial(_sent, upload, address_of(block.memory)),
         )  # fmt: skip
         return _MadeBatch(batch, upload)
 
-    def _sort_plan(
-        self, rows: RowView, parts: Sequence[FeaturePart], block: SampleBlock
-    ) -> tuple[SortPlan | None, dict[Key, tuple[int, int, int]]]:
-        """Return the plan of the sort of the ids that are trained, by position: once for blocks of one layout.
+    def _plan(self, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]], block: SampleBlock) -> _Plan:
+        """Return how to collate the parts of a block, which is planned once for its layout.
 
-        Also return, by part, which runs have its ids, and its number among the parts that these have.
+        The ids that are trained are sorted by position, those of all parts of a group together.
         """
         layout, places = block.layout, block.places
-        trained = {part.key for part in parts if part.key in self._trained} if rows.gradients is not None else None
-        if not trained:
-            return None, {}
-        known, *found = self._plans.get(layout, (None,))
-        if known != trained:
-            groups: dict[int, list[tuple[Key, LookupPositions]]] = {}
-            for part, pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
-                if part.key in trained:
-                    spans = np.array([(rows.spans[table].start, rows.spans[table].stop) for table in part.tables])
-                    lookup = LookupPositions(places.begins[pieces.ids], starts, spans[:, 0], spans[:, 1] - spans[:, 0])
-                    groups.setdefault(part.group, []).append((part.key, lookup))
-            plan = SortPlan.of([[lookup for _, lookup in group] for group in groups.values()])
-            numbers = {
-                key: (g, number, len(group))
-                for g, group in enumerate(groups.values())
-                for number, (key, _) in enumerate(group)
-            }
-            found = [plan, numbers]
-            if layout.fixed is not None:
-                self._plans[layout] = trained, plan, numbers
-        return found[0], found[1]
+        trains = rows.gradients is not None
+        num_trained = len(self._trained) if trains else 0  # a part that was trained stays so as long as it lives
+        found = self._plans.get(layout)
+        if found is not None and found.num_trained == num_trained:
+            return found
+        groups: dict[int, list[LookupPositions]] = {}
+        made = []
+        for (key, part), pieces, starts in zip(parts, layout.order_pieces, places.starts, strict=True):
+            order = None
+            if trains and key in self._trained:
+                spans = np.array([(rows.spans[table].start, rows.spans[table].stop) for table in part.tables])
+                group = groups.setdefault(part.group, [])
+                order = part.group, len(group)
+                begin, firsts, sizes = places.begins[pieces.ids], spans[:, 0], spans[:, 1] - spans[:, 0]
+                group.append(LookupPositions(begin, starts, firsts, sizes))
+            made.append((key, starts, pieces, len(part.features) * layout.size + 1, order))
+        numbers = {group: g for g, group in enumerate(groups)}
+        found = _Plan(
+            num_trained,
+            SortPlan.of([*groups.values()]) if groups else None,
+            [
+                (
+                    key, starts, *(None if one is None else places.begins[one] for one in pieces), num_offsets,
+                    None if order is None else (numbers[order[0]], order[1], len(groups[order[0]])),
+                )
+                for key, starts, pieces, num_offsets, order in made
+            ],
+        )  # fmt: skip
+        if layout.fixed is not None:
+            self._plans[layout] = found
+        return found
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: object = None

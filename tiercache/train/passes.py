@@ -126,11 +126,11 @@ class Pass:
         Args:
             size: samples of a batch, of all ranks together.
             shuffle: whether samples are shuffled within the pass.
-            prefetch: how many batches are read ahead, each on a thread of its own; their rows wait for their step. With
+            prefetch: how many batches are read ahead, on as many threads of the cache; their rows wait for their step.
+                At the end of a pass these are the first of the next one, which counts on the same arguments there. With
                 several ranks, the ranks also tell each other which rows these batches need. Default: 0 on a CPU, or 1
                 with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
-                they are yielded; an error in reading one is raised in its place. Threads end with the iterator or the
-                pass.
+                they are yielded; an error in reading one is raised in its place.
             read_by: "rank": each rank reads its own samples with all features. "owner": each rank reads the features
                 that are pooled by sum or mean for the tables it owns, whole or in columns, of all samples, so that
                 their ids do not travel, and everything else for its own samples. The result is the same, up to the

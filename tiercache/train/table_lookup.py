@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.data.block_layout import IdOrder
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.gathering import check_ids
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 
-Key = tuple[tuple[str, ...], bool]
+Key = IdOrder
 """Identifies a collation: features, and whether they are bags."""
 
 
@@ -69,7 +70,7 @@ class FeaturePart:
     @property
     def key(self) -> Key:
         """Identifies the collation of its ids."""
-        return self.features, self.bags
+        return IdOrder(self.features, self.bags)
 
     def bases(self, rows: GroupRows) -> NDArray[np.int64]:
         """Return the position of local id 0 of each feature's table: one array as long as the rows are the same."""

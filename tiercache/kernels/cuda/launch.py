@@ -6,7 +6,7 @@ sources, with the same division of work, on the CPU.
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from struct import Struct
@@ -250,18 +250,6 @@ def table_of(dtype: "np.dtype[Any]", rows: Sequence[Part]) -> NDArray[np.uint8]:
     return np.frombuffer(bytearray().join([pack(*row) for row in rows]), np.uint8)
 
 
-def packed_parts(
-    dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int]
-) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield the tasks and the argument of each launch that a few parts take; see `launch_parts`."""
-    most = most_parts(dtype)
-    for begin in range(0, len(parts), most):
-        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
-        if num_tasks:
-            some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
-            yield num_tasks, argument_of(dtype, some, num_tasks)
-
-
 def launch_parts(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
 ) -> None:
@@ -269,5 +257,9 @@ def launch_parts(
 
     dtype, parts and tasks as for `launch_table`. If the parts are more than fit, there are several launches.
     """
-    for num_tasks, argument in packed_parts(dtype, parts, tasks):
-        device.launch(kernel, blocks_for(device, num_tasks), (argument, *more))
+    most = most_parts(dtype)
+    for begin in range(0, len(parts), most):
+        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
+        if num_tasks:
+            some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
+            device.launch(kernel, blocks_for(device, num_tasks), (argument_of(dtype, some, num_tasks), *more))

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, Part, blocks_for, packed_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, argument_of, blocks_for, most_parts, struct, view
 
 STRETCH = 64
 """Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
 
 _KEYS, _RUNS = struct("KeyPart", "sorting"), struct("RunPart", "sorting")
-_ADDRESSES = "slots", "entries", "runs", "counts", "run_at"  # fields of the structs
+_ADDRESSES = {"slots", "entries", "runs", "counts", "run_at"}  # fields of the structs
 _TASK = 256  # entries
 _TILE, _MOST_TILES = 1024, 4096
 _MOST = (1 << 31) - 1
@@ -64,12 +64,9 @@ class LookupPositions(NamedTuple):
     limits: I8
 
 
-class _Group(NamedTuple):
-    keys: list[tuple[int, int, int, int]]
-    """Contiguous numbers of the group: their address and count; their keys are base + number, and base +
-    limit from that on."""
-    base: int
-    """The key of slot 0."""
+_Group = tuple[list[tuple[int, int, int, int]], int]
+"""Contiguous numbers, by address and count, with a base and a limit: keys are base + number, and base + limit from that
+on. And the key of slot 0."""
 
 
 class SortPlan:
@@ -79,25 +76,26 @@ class SortPlan:
     """
 
     def __init__(self, groups: Iterable[tuple[int, list[tuple[int, int, int, int]]]]) -> None:
-        """groups: how many numbers there are, and those of the group. Raises ValueError for too many entries."""
+        """groups: the number of slots and of keys, as in `_Group`. Raises ValueError for too many entries."""
         self.num_bytes = 0
         """Bytes of the runs, a multiple of 8."""
-        self._sorts: list[_Sort] = []
-        some, keys = list[_Group](), 0
+        sorts, keys = [list[_Group]()], 0
         for count, parts in groups:
             if keys + count > _MOST:
-                self._add(some)
-                some, keys = [], 0
-            some.append(_Group([(at, size, keys + base, limit) for at, size, base, limit in parts], keys))
+                sorts.append([])
+                keys = 0
+            sorts[-1].append(([(at, size, keys + base, limit) for at, size, base, limit in parts], keys))
             keys += count + 1
-        self._add(some)
+        self._sorts: list[_Sort] = []
+        for some in sorts:
+            self._sorts.append(_Sort(some, self.num_bytes))
+            self.num_bytes = self._sorts[-1].end
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[LookupPositions]]) -> "SortPlan":
-        """Return the plan of a sort by position, whose rows a step finds by a map of slots (`Runs.slot_of`).
+        """Return the plan of a sort by position, whose rows a step finds by `Runs.slot_of`.
 
-        Entries of a group are those of its lookups, one after another. Of ids nothing is read, so one that is no id is
-        no error here.
+        A group has the entries of its lookups, one after another. One that is no id is no error here.
         """
         made = []
         for lookups in groups:
@@ -112,10 +110,6 @@ class SortPlan:
             made.append((count, parts))
         return cls(made)
 
-    def _add(self, groups: Sequence[_Group]) -> None:
-        self._sorts.append(_Sort(groups, self.num_bytes))
-        self.num_bytes = self._sorts[-1].end
-
     def launch(self, device: Device, ids: int, memory: Any, runs: int) -> list[Runs]:
         """Sort the ids of a block at address ``ids``, and write the runs, which are in ``memory``, from ``runs`` on."""
         return [one for sort in self._sorts for one in sort.launch(device, ids, memory, runs)]
@@ -124,9 +118,9 @@ class SortPlan:
 class _Sort:
     def __init__(self, groups: Sequence[_Group], room: int) -> None:
         parts, tasks, sizes, at = list[Part](), list[int](), list[int](), 0
-        for group in groups:
+        for keys, _ in groups:
             begin = at
-            for address, size, base, limit in group.keys:
+            for address, size, base, limit in keys:
                 parts.append((address, size, at, base, limit))
                 tasks.append(-(-size // _TASK))
                 at += size
@@ -142,14 +136,13 @@ class _Sort:
         numbers = [-(-size // tile) for size, tile in zip(sizes, tiles, strict=True)]
         counts = [room + 4 * before for before in accumulate(numbers, initial=0)]
         self.end = -(-counts[-1] // 8) * 8
-        self._keys = [*packed_parts(_KEYS, parts, tasks)]
+        self._keys = _packed(_KEYS, parts, tasks)
+        each = zip(self._made, counts, firsts, groups, tiles, numbers, strict=False)
         parts = [
-            (one.entries, one.address, count, one.run_at, one.size, first, group.base, tile, number)
-            for one, count, first, group, tile, number in zip(
-                self._made, counts, firsts, groups, tiles, numbers, strict=False
-            )
+            (one.entries, one.address, count, one.run_at, one.size, first, base, tile, number)
+            for one, count, first, (_, base), tile, number in each
         ]
-        self._runs = [*packed_parts(_RUNS, parts, numbers)]
+        self._runs = _packed(_RUNS, parts, numbers)
 
     def launch(self, device: Device, ids: int, memory: Any, runs: int) -> list[Runs]:
         if self._total:
@@ -162,8 +155,18 @@ class _Sort:
         return [Runs(memory, runs + one.address, one.size) for one in self._made]
 
 
-_Launches = Sequence[tuple[int, Any]]
+_Launches = list[tuple[int, Any]]
 """Tasks and argument of each."""
+
+
+def _packed(dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int]) -> _Launches:
+    """Return the launches that take some parts."""
+    launches, most = _Launches(), most_parts(dtype)
+    for begin in range(0, len(parts), most):
+        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
+        some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
+        launches.append((num_tasks, argument_of(dtype, some, num_tasks)))
+    return launches
 
 
 def _moved(launches: _Launches, shift: int) -> _Launches:
@@ -171,15 +174,15 @@ def _moved(launches: _Launches, shift: int) -> _Launches:
     moved = [(num_tasks, argument.copy()) for num_tasks, argument in launches]
     for _, argument in moved:
         parts = argument["parts"]
-        for field in _ADDRESSES:
-            if field in parts.dtype.fields:
-                parts[field] += np.uint64(shift)
+        for field in _ADDRESSES.intersection(parts.dtype.names):
+            parts[field] += np.uint64(shift)
     return moved
 
 
 def _launch(device: Device, kernel: str, launches: _Launches, *addresses: int) -> None:
     for num_tasks, argument in launches:
-        device.launch(kernel, blocks_for(device, num_tasks), (argument, *addresses))
+        if num_tasks:
+            device.launch(kernel, blocks_for(device, num_tasks), (argument, *addresses))
 
 
 def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:

@@ -136,10 +136,7 @@ class BatchUpload(Protocol):
         """Return memory to read samples into, once."""
 
     def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Any] | None:
-        """Bring the first bytes of the memory to the device, and return the runs of ``sort``.
-
-        None if it is not faster to sort now than in the step.
-        """
+        """Bring the first bytes to the device, and return the runs of ``sort``; None if sorting now is not faster."""
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
         """Return numbers from byte ``begin`` of what was sent, on the device."""

@@ -87,7 +87,7 @@ class CudaBackend:
     def drop_scratch(self) -> None:
         """Forget the plans of lookups and steps, and free the blocks of batches."""
         self._plans.clear()
-        self._ring.clear()
+        self._ring.resize(0)
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -122,12 +122,7 @@ class CudaBackend:
         return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Fill pinned memory if all parts are on the host, else device memory."""
-        if all(isinstance(values, np.ndarray) for _, _, values in parts):
-            pinned = self._runtime.pinned((size,), torch.float32).fill_(1.0)
-            for first, last, values in parts:
-                pinned.numpy()[first:last] = values
-            return self._runtime.upload(pinned)
+        """Fill device memory, with parts that are there or not."""
         out = self._runtime.tensor((size,), torch.float32).fill_(1.0)
         for first, last, values in parts:
             out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)

@@ -240,15 +240,13 @@ class _Block:
     def __init__(self, pinned: torch.Tensor) -> None:
         self.pinned = pinned
         self.bytes: NDArray[np.uint8] = pinned.numpy()
-        self.sent: Any = None
-        """The end of the last copy from it; None before the first."""
+        self.sent: Any = None  # the end of the last copy from it
 
 
 class PinnedRing:
     """Pinned blocks of one size, which batches are read into in turn. Any thread.
 
-    A block is free once no array refers to it, and is used again after its copy. There are as many as batches were
-    alive at once; all are replaced if a batch is larger.
+    A block is used again once no array refers to it and it was copied. If a batch is larger, all are replaced.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -260,12 +258,9 @@ class PinnedRing:
         """Return memory of a block, and the block, which is in use while there is an array over the memory."""
         with self._lock:
             if num_bytes > self._size:
-                self._size = pinned_bytes(num_bytes)
-                self.clear()
-            block = self._free.popleft() if self._free else None
-            if block is None:
-                self.num_bytes += self._size
-                size = self._size
+                self.resize(1 << (num_bytes - 1).bit_length())  # torch would round it up to that
+            block, size = self._free.popleft() if self._free else None, self._size
+            self.num_bytes += size if block is None else 0
         if block is None:
             block = _Block(self._runtime.pinned((size,), torch.uint8))
         elif block.sent is not None:
@@ -274,9 +269,10 @@ class PinnedRing:
         weakref.finalize(memory, self._reclaim, block).atexit = False
         return memory, block
 
-    def clear(self) -> None:
-        """Free the blocks that no batch uses; the others are freed later if they are of another size."""
+    def resize(self, num_bytes: int) -> None:
+        """Have blocks of another size from now on, 0 for none: those in use are freed with their batches."""
         with self._lock:
+            self._size = num_bytes
             self.num_bytes -= sum(block.bytes.size for block in self._free)
             self._free.clear()
 
@@ -286,11 +282,6 @@ class PinnedRing:
                 self._free.append(block)
             else:
                 self.num_bytes -= block.bytes.size
-
-
-def pinned_bytes(num_bytes: int) -> int:
-    """Return the bytes that torch allocates for pinned memory: a power of two."""
-    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _aligned(num_bytes: int) -> int:
@@ -317,15 +308,15 @@ class PinnedUpload:
 
     def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
         """Copy the first bytes, and sort there."""
-        runtime, block, runs = self._runtime, self._block, None
-        first = _aligned(num_bytes)
+        runtime, runs, first = self._runtime, None, _aligned(num_bytes)
         with runtime.uploading():
-            self._tensor = runtime.tensor((_aligned(first + (0 if sort is None else sort.num_bytes)),), torch.uint8)
-            runtime.copy(block.pinned[:num_bytes], self._tensor[:num_bytes], lasting=True)
+            self._tensor = there = runtime.tensor(
+                (first + _aligned(0 if sort is None else sort.num_bytes),), torch.uint8
+            )
+            runtime.copy(self._block.pinned[:num_bytes], there[:num_bytes], lasting=True)
             if sort is not None:
-                address = self._tensor.data_ptr()
-                runs = sort.launch(runtime.kernels, address, self._tensor, address + first)
-        block.sent = runtime.uploaded()
+                runs = sort.launch(runtime.kernels, there.data_ptr(), there, there.data_ptr() + first)
+        self._block.sent = runtime.uploaded()
         return runs
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
