@@ -17,6 +17,12 @@ class Kernel(NamedTuple):
     stack_bytes: int
 
 
+def end_of(cubin: bytes) -> int:
+    """Return the end of the program headers, the last part of the file."""
+    (begin,), (size, count) = struct.unpack_from("<Q", cubin, 32), struct.unpack_from("<HH", cubin, 54)
+    return int(begin + size * count)
+
+
 def kernels_of(cubin: bytes) -> dict[str, Kernel]:
     """Return the kernels of an ELF file of CUDA, by name: from its symbols and its section .nv.info."""
     first, size, count, names_at = (

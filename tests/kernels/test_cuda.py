@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.cubin import kernels_of
+from tests.kernels.cubin import end_of, kernels_of
 from tiercache.kernels.cpu.rules import KINDS
 from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
@@ -25,10 +25,11 @@ needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 @needs_cupy
 @pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
 def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
-    """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
+    """NVRTC needs neither driver nor GPU; a cubin is an ELF file, with its last byte."""
     cubins = cuda.compile_all(architecture)
     assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
     assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
+    assert {name: end_of(cubin) - len(cubin) for name, cubin in cubins.items()} == dict.fromkeys(cubins, 0)
 
 
 @needs_cupy

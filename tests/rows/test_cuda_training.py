@@ -48,7 +48,7 @@ def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
     """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused.
 
     Of each row vector, state and slot maps; of 16-bit ones, two bytes a number and eight of key, which float32 rows do
-    without: the tier's arrays, and what extraction plans.
+    without. Extraction plans slot maps of 28 bytes on any device; those on a GPU have 16.
     """
     case = Case(tables=(table("a", 7, dtype=dtype), table("b", 3)), specs=SPECS, num_keys=500)
     passes = case.cut(tmp_path / "passes")
@@ -61,9 +61,13 @@ def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
                 assert sum(field.nbytes for field in by_name[name].fields) == rows[name] * row_bytes
                 assert by_name[name].streams.nbytes == rows[name] * key_bytes
             parts = [part for arrays in arrays_G for part in (*arrays.fields, *arrays[1:])]
-        assert need == rows["a"] * (4 * 4 + 4 * 7 + 28 + 8) + rows["b"] * (4 * 3 + 4 * 3 + 28)
+
+        def planned(beside: int) -> int:
+            return rows["a"] * (4 * 4 + 4 * 7 + beside + 8) + rows["b"] * (4 * 3 + 4 * 3 + beside)
+
         budget = RowBudget(case.tables, 1)
-        assert budget.needed([rows[one.name] for one in passes.tables]) == need
+        assert budget.needed([rows[one.name] for one in passes.tables]) == planned(28)
+        assert 0 <= need - planned(16 if device == "cuda" else 28) < len(parts) * 128 * (device == "cuda") + 1
         if device == "cuda":
             assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
             assert parts[0].untyped_storage().nbytes() <= need

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.data.pass_builder import device_bytes
 from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
@@ -66,9 +65,7 @@ class DeviceMemoryPlan:
             Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
             for rows, group in zip(rows_G, groups, strict=True)
         )
-        needs = sum(rows * device_bytes(group) for rows, group in zip(rows_G, groups, strict=True))
-        num_bytes = max(needs, backend.bytes_of(layouts))  # the latter counts padding
-        return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
+        return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=backend.bytes_of(layouts))
 
     def check(
         self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "", cut: str = ""

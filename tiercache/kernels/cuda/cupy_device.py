@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from struct import unpack_from
 from typing import Any, Protocol
 
 import numpy as np
@@ -118,12 +119,22 @@ def compile_source(name: str, architecture: str) -> bytes:
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*_OPTIONS, f"-arch={architecture}"))
-        return bytes(nvrtc.getCUBIN(program) if architecture.startswith("sm_") else nvrtc.getPTX(program))
+        return (
+            _whole(bytes(nvrtc.getCUBIN(program))) if architecture.startswith("sm_") else bytes(nvrtc.getPTX(program))
+        )
     except nvrtc.NVRTCError as error:
         said = nvrtc.getProgramLog(program) or error
         raise CudaError(f"{name}.cu does not compile for {architecture}: {said}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(cubin: bytes) -> bytes:
+    """Return a cubin with its last byte, a zero that CuPy drops: without it, cuobjdump refuses the file."""
+    if cubin[:4] != b"\x7fELF":
+        return cubin
+    (begin,), (size, count) = unpack_from("<Q", cubin, 32), unpack_from("<HH", cubin, 54)
+    return cubin + b"\0" if begin + size * count == len(cubin) + 1 else cubin  # program headers are its end
 
 
 def compile_all(architecture: str) -> dict[str, bytes]:
@@ -167,7 +178,7 @@ def _cached_source(name: str, architecture: str) -> bytes:
     """Return the code of `compile_source`, cached next to numba's."""
     from tiercache.kernels.cpu.compile import cache_folder
 
-    inputs = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
+    inputs = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc()), "whole"))
     file = f"{name}.{architecture}.cuda"
     return cached_code(cache_folder(), file, inputs, lambda: compile_source(name, architecture))
 
