@@ -77,3 +77,6 @@ def test_the_layout_of_a_block_is_made_once_for_a_size_and_the_orders(tmp_path: 
     layouts = [block.layout for block in (*blocks, *others) if block is not None]
     assert layouts[0] is layouts[1]
     assert len(set(map(id, layouts))) == 3
+    for size in range(1, 50):
+        one.read(np.arange(size))
+    assert len(one._layout.blocks) <= 32, "layouts of sizes that are not used any more are dropped"

@@ -25,6 +25,7 @@ from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.rows.backends.cpu import HostUpload
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import PinnedUpload
+from tiercache.rows.backends.host_arrays import POOL
 from tiercache.train.missing_rows import _GatheredRows, _RawRows
 from tiercache.train.table_lookup import Collated, TableLookup
 from tiercache.values.batch import Batch
@@ -280,7 +281,7 @@ def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
     upload = backend.upload()
     read = upload.take(400)
     read[:48].view(np.int32)[:] = 1
-    upload.send(48, None)
+    upload.send(0, 48, None)
     upload.receive()
     there = upload.array(16, 8, np.int32)
     assert there.tolist() == [1] * 8
@@ -311,9 +312,31 @@ def test_a_block_is_not_written_to_before_its_copy() -> None:
     backend = shim()
     first, second = backend.upload(), backend.upload()
     first.take(64)[:] = 7
-    first.send(64, None)
+    first.send(0, 64, None)
     second.take(64)[:] = 9
     assert first.array(0, 64, np.uint8).tolist() == [7] * 64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
+    """Labels of many batches, for a metric, take the memory of columns alone."""
+    cache = resident(one_pass, device=DEVICES[device]())
+    backend, bag = cache._backend, tc.EmbeddingBagCollection(cache.schema)
+    loop, labels, seen = cache.passes(epochs=1), [], []
+    with torch.no_grad():
+        for batch in (p := next(loop)).batches(2, prefetch=ahead):
+            bag(batch)
+            labels.append(batch.label)
+            del batch
+            if len(labels) in (10, 90):
+                seen.append([POOL.num_bytes, backend.pinned_bytes])
+                if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
+                    seen[-1][0] = sum(num_bytes for *_, num_bytes in backend._runtime.kernels.memory._blocks)
+        p.skip()
+    assert seen[1][0] - seen[0][0] <= 80 * 256 + 2048
+    assert seen[1][1] == seen[0][1]
+    loop.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -73,6 +73,8 @@ class BlockLayout:
     """By feature, the piece of its ids."""
     weights: Mapping[str, int]
     """By feature with weights, the piece of these."""
+    num_columns: int
+    """The first pieces."""
     num_device_pieces: int
     """The first pieces, which a device needs; the others are ids that no order has."""
     fixed: BlockPlaces | None
@@ -113,7 +115,7 @@ class BlockLayout:
             np.array([*accumulate((sizes[name] for name in order.features), initial=0)], np.int64)
             for order in self.orders
         ]
-        return BlockPlaces(begins, copies, sizes, starts, begins[self.num_device_pieces])
+        return BlockPlaces(begins, copies, sizes, starts, begins[self.num_columns], begins[self.num_device_pieces])
 
 
 class BlockPlaces(NamedTuple):
@@ -126,6 +128,8 @@ class BlockPlaces(NamedTuple):
     """By feature."""
     starts: Sequence[NDArray[np.int64]]
     """(F + 1,) by order: where the ids of each feature begin among those of the order."""
+    column_bytes: int
+    """The first bytes, which have the columns."""
     device_bytes: int
     """The first bytes, which a device needs."""
 
@@ -155,7 +159,8 @@ class _Builder:
             self._arrays.add(name)
             if num_bytes % 4 == 0:  # NumPy copies the others
                 self._copy(name, num_bytes // 4, columns[name])
-        ids, weights, pieces = dict[str, int](), dict[str, int](), []
+        num_columns, ids, weights, pieces = len(self._pieces), dict[str, int](), dict[str, int](), []
+        self._piece(0)  # the first byte that is no column's
         for order in orders:
             specs = [self._features[name] for name in order.features]
             is_weighted = order.bags and any(f.weights is not None for f in specs)
@@ -171,8 +176,8 @@ class _Builder:
         made = BlockLayout(
             size=self._size, orders=orders, features=self._features, arrays=frozenset(self._arrays),
             copies=np.array(self._copies, np.int64).reshape(-1, 5), lists=self._lists, pieces=self._pieces,
-            columns=columns, order_pieces=pieces, ids=ids, weights=weights, num_device_pieces=num_device_pieces,
-            fixed=None,
+            columns=columns, order_pieces=pieces, ids=ids, weights=weights, num_columns=num_columns,
+            num_device_pieces=num_device_pieces, fixed=None,
         )  # fmt: skip
         if not any(piece.ragged for piece in self._pieces):
             object.__setattr__(made, "fixed", made.place({}))

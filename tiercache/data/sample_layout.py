@@ -81,6 +81,11 @@ class SampleLayout:
         """The features with lists of any length, in the schema's order."""
         return tuple(f for f in self.schema.lists if f.length is None)
 
+    @cached_property
+    def blocks(self) -> dict[Any, Any]:
+        """The newest `BlockLayout` objects of all sub-datasets."""
+        return {}
+
     def file(
         self,
         samples: int,

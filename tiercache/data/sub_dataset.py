@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleLayout
 
-_MOST_LAYOUTS = 8
+_MOST_LAYOUTS = 32  # of a dataset, which may have thousands of sub-datasets
 
 
 class SampleBlock(NamedTuple):
@@ -110,7 +110,6 @@ class SubDataset:
         """The schema of its dataset."""
         self._arrays = layout.file(record.samples, record.rows, record.values, record.recorded)
         self._opened: ArrayFile | None = None
-        self._layouts: dict[Any, BlockLayout] = {}
 
     @property
     def whole(self) -> SubDataset:
@@ -238,13 +237,16 @@ class SubDataset:
         return self._opened
 
     def _block_layout(self, size: int, orders: Sequence[IdOrder], features: Collection[str] | None) -> BlockLayout:
-        key = size, tuple(orders), None if features is None else frozenset(features)
-        found = self._layouts.get(key)
+        made, chosen = self._layout.blocks, None if features is None else frozenset(features)
+        key = self.index, size, tuple(orders), chosen
+        found = made.get(key)
         if found is None:
-            if len(self._layouts) >= _MOST_LAYOUTS:
-                self._layouts.clear()
-            found = BlockLayout.of(self._layout, lambda name: self._arrays.offset(name) // 4, self.rows, *key)
-            self._layouts[key] = found
+            if len(made) >= _MOST_LAYOUTS:
+                made.clear()
+            found = BlockLayout.of(
+                self._layout, lambda name: self._arrays.offset(name) // 4, self.rows, size, key[2], chosen
+            )
+            made[key] = found
         return found
 
     def _find_lists(self, layout: BlockLayout, indices: NDArray[np.int64]) -> _Lists:

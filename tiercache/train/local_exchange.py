@@ -109,7 +109,7 @@ class LocalExchange:
         block = samples.block
         assert block is not None
         plan = self._plan(rows, parts, block)
-        runs, collated = upload.send(block.places.device_bytes, plan.sort), {}
+        runs, collated = upload.send(block.places.column_bytes, block.places.device_bytes, plan.sort), {}
         for key, starts, ids, weights, offsets, num_offsets, order in plan.parts:
             num_ids = int(starts[-1])
             collated[key] = Collated(

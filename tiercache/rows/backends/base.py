@@ -135,8 +135,11 @@ class BatchUpload(Protocol):
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory to read samples into, once."""
 
-    def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Any] | None:
-        """Bring the first bytes to the device, and return the runs of ``sort``; None if sorting now is not faster."""
+    def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> Sequence[Any] | None:
+        """Bring the first bytes to the device, and return the runs of ``sort``; None if sorting now is not faster.
+
+        Columns have memory of their own, as users keep labels.
+        """
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
         """Return numbers from byte ``begin`` of what was sent, on the device."""

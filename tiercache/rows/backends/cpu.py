@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,20 +47,21 @@ class HostUpload:
     device_bytes = 0  # the pool counts them
 
     def __init__(self) -> None:
-        self._memory: Any = None
+        self._memory = self._columns = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory from the pool."""
-        self._memory = memory = POOL.take((num_bytes,), np.uint8)
-        return memory
+        self._memory = POOL.take((num_bytes,), np.uint8)
+        return self._memory
 
-    def send(self, num_bytes: int, sort: SortPlan | None) -> None:
+    def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> None:
         """Return no runs: lookups sort slots, which is as fast, on all threads."""
+        self._columns = self._memory[:column_bytes].copy()
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
         """Return a view."""
-        found: Array = self._memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
-        return found
+        memory = self._columns if begin < self._columns.size else self._memory
+        return memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
 
     def receive(self) -> None:
         """Do nothing: all is there."""

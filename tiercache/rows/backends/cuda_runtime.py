@@ -289,44 +289,50 @@ def _aligned(num_bytes: int) -> int:
 
 
 class PinnedUpload:
-    """The upload to a GPU: one copy from a pinned block to a new tensor, on the stream of uploads."""
+    """The upload to a GPU: copies of columns and ids from a pinned block, on the stream of uploads."""
 
     def __init__(self, runtime: CudaRuntime, ring: PinnedRing) -> None:
         self._runtime, self._ring = runtime, ring
         self._block: Any = None
-        self._tensor: Any = None
+        self._tensors: Any = ()
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return 0 if self._tensor is None else int(self._tensor.nbytes)
+        """Bytes of the tensors."""
+        return sum(one.nbytes for one in self._tensors)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory of a block."""
         memory, self._block = self._ring.take(num_bytes)
         return memory
 
-    def send(self, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
+    def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
         """Copy the first bytes, and sort there."""
-        runtime, runs, first = self._runtime, None, _aligned(num_bytes)
+        runtime, runs, pinned = self._runtime, None, self._block.pinned
+        end = _aligned(num_bytes) - column_bytes  # of the ids
         with runtime.uploading():
-            self._tensor = there = runtime.tensor(
-                (first + _aligned(0 if sort is None else sort.num_bytes),), torch.uint8
-            )
-            runtime.copy(self._block.pinned[:num_bytes], there[:num_bytes], lasting=True)
+            there = runtime.tensor((end + _aligned(0 if sort is None else sort.num_bytes),), torch.uint8)
+            columns = runtime.tensor((column_bytes,), torch.uint8) if column_bytes else there[:0]
+            self._tensors = columns, there
+            for part, to in ((pinned[:column_bytes], columns), (pinned[column_bytes:num_bytes], there)):
+                if part.shape[0]:
+                    runtime.copy(part, to[: part.shape[0]], lasting=True)
             if sort is not None:
-                runs = sort.launch(runtime.kernels, there.data_ptr(), there, there.data_ptr() + first)
+                begin = there.data_ptr()
+                runs = sort.launch(runtime.kernels, begin - column_bytes, there, begin + end)
         self._block.sent = runtime.uploaded()
         return runs
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
-        """Return a part of the tensor."""
-        dtype = np.dtype(dtype)
-        return self._tensor[begin : begin + count * dtype.itemsize].view(TORCH_DTYPES[dtype])
+        """Return a part of a tensor."""
+        (columns, there), dtype = self._tensors, np.dtype(dtype)
+        first = begin - columns.shape[0]
+        memory, first = (there, first) if first >= 0 else (columns, begin)
+        return memory[first : first + count * dtype.itemsize].view(TORCH_DTYPES[dtype])
 
     def receive(self) -> None:
-        """Have the current stream wait, and keep the memory of the tensor until it is done with it."""
-        self._runtime.receive(self._block.sent, [self._tensor])
+        """Have the current stream wait, and keep the memory of the tensors until it is done with them."""
+        self._runtime.receive(self._block.sent, self._tensors)
 
 
 SLICE_KEYS = 1 << 20
