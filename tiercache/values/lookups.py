@@ -137,16 +137,13 @@ class SavedGradient:
         """Return the gradients as one for each feature that has some, if nothing was pooled; else this one."""
         if self.starts is None:
             return [self]
-        cuts, spans, known = self.starts.tolist(), None if self.spans is None else self.spans(), self.sorted
+        cuts, spans = self.starts.tolist(), None if self.spans is None else self.spans()
         found = []
         for f, (gradient, first, last) in enumerate(zip(self.gradient, cuts, cuts[1:], strict=False)):
             if gradient is None or first == last:
                 continue
-            slots, order = self.slots[first:last], None
-            if known is not None and known.slots is self.slots and isinstance(known.pairs, FeatureRuns):
-                order = SortedSlots(slots, known.pairs._replace(number=f, num_parts=len(self.gradient)))
             found.append(replace(
-                self, slots=slots, gradient=gradient, sorted=order, starts=None,
+                self, slots=self.slots[first:last], gradient=gradient, sorted=None, starts=None,
                 looked_up=self.looked_up and self.looked_up[f : f + 1],
                 spans=None if spans is None else partial(feature_spans, [spans[f].table], np.array([0, last - first])),
             ))  # fmt: skip
@@ -181,6 +178,10 @@ class GroupRows:
     """By table: how many local ids there are."""
     streams: Array
     """The random stream of the row in each slot if rows have 16 bits; else empty."""
+
+
+LookupParts: TypeAlias = "Sequence[tuple[GroupRows, LookupIds]]"
+"""The ids of several groups that are looked up together, and the rows of each group."""
 
 
 class RowRequest(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
-from tiercache.kernels.cuda.vectors import by_width, rows_at
+from tiercache.kernels.cuda.launch import Device, Part, launch_parts, struct, view
+from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
 _PART = struct("GatherPart", "gathering")
@@ -51,7 +51,7 @@ def check_bases(bases: Sequence[int], num_local: int) -> None:
 
 def gather(device: Device, groups: Sequence[Gathered]) -> None:
     """Copy the rows of several groups, which may have different dims, in one launch, or one for each width."""
-    parts = []
+    launches: dict[str, tuple[list[Part], list[int]]] = {"": ([], []), "_narrow": ([], [])}
     for group in groups:
         vectors, mapped, to, vec, team = rows_at(device, group.vectors), group.mapped, 0, 1, 1
         slots, dim = view(device, "slots", group.slots, np.int32, written=mapped is not None), vectors.dim
@@ -60,14 +60,14 @@ def gather(device: Device, groups: Sequence[Gathered]) -> None:
             if out.shape != (slots.size, dim):
                 raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
             to, (vec, team) = out.address, vectors.access(out.address)
-        row = dim, vec, team, vectors.is_half
+        row, (parts, tasks) = (dim, vec, team, vectors.is_half), launches[vectors.suffix]
         features = [(0, 0, 0, 0, 0, slots.size)] if mapped is None else _features(device, mapped, slots.size)
         for ids, local, limit, wide, first, last in features:
             at = slots.address + 4 * first, to and to + 4 * dim * first
-            part = vectors.address, ids, local, *at, limit, last - first, wide, *row
-            parts.append((vectors, part, -(-(last - first) // _TASK)))
-    for suffix, some, tasks in by_width(parts):
-        launch_parts(device, f"gathering.gather{suffix}", _PART, some, tasks)
+            parts.append((vectors.address, ids, local, *at, limit, last - first, wide, *row))
+            tasks.append(-(-(last - first) // _TASK))
+    for suffix, (parts, tasks) in launches.items():
+        launch_parts(device, f"gathering.gather{suffix}", _PART, parts, tasks)
 
 
 def _features(device: Device, mapped: Mapped, size: int) -> Iterator[tuple[int, int, int, int, int, int]]:

@@ -113,9 +113,16 @@ def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 
     return found
 
 
-def address_of(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> int:
+def address_of(
+    device: Device, name: str, array: Any, dtype: DTypeLike, shape: tuple[int, ...] = (), *, written: bool = False
+) -> int:
     """Return the address of an optional array, 0 if it is None or empty. Raises ValueError as `view`."""
-    return view(device, name, array, *dtypes, ndim=ndim, written=written).address if has_elements(array) else 0
+    if not has_elements(array):
+        return 0
+    seen = view(device, name, array, dtype, ndim=len(shape or array.shape), written=written)
+    if shape and seen.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(seen.shape)}, and {shape} is needed.")
+    return seen.address
 
 
 def has_elements(array: Any) -> bool:
@@ -167,20 +174,6 @@ def struct(name: str, of: str) -> "np.dtype[Any]":
 def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) -> int:
     """Return how many blocks share out the work of `warps` warps; kernels loop where these are fewer."""
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_sms * blocks_per_sm))
-
-
-def access(dim: int, *addresses: int, narrow: int | None = None) -> tuple[int, int]:
-    """Return (vec, team): elements of one access and lanes of one row.
-
-    Four elements where rows of `dim` at all addresses begin at multiples of 16 bytes. Those at address `narrow` have
-    2 bytes an element, so that 8 are enough.
-    """
-    bits = 0
-    for address in addresses:
-        bits |= address
-    vec = 4 if dim % 4 == 0 and bits % 16 == 0 and (narrow is None or narrow % 8 == 0) else 1
-    lanes = max(1, -(-dim // vec))
-    return vec, min(32, 1 << (lanes - 1).bit_length())
 
 
 def launch_table(

@@ -162,11 +162,9 @@ __device__ __forceinline__ void pool_samples(const PoolPart& part, int64 first, 
         slot = slot_of(part, entry);
         part.batch.slots[entry] = slot;
     }
-    const T* vectors = static_cast<const T*>(part.of.vectors);
-    float* to = part.out + first * part.width + part.of.col;
-    const bool is_aligned = VEC == 1 || (reinterpret_cast<uint64>(to) | 4 * part.width) % 16 == 0;
-    if (is_aligned) copy_rows<VEC>(vectors, part.of.is_half, slot, count, part.of.dim, part.of.team, to, part.width);
-    else scatter_rows<VEC>(vectors, part.of.is_half, slot, count, part.of.dim, part.of.team, to, part.width);
+    copy_rows<VEC>(
+        static_cast<const T*>(part.of.vectors), part.of.is_half, slot, count, part.of.dim, part.of.team,
+        part.out + first * part.width + part.of.col, part.width);
 }
 
 // Row times gradient of each entry, summed as the CPU's kernel sums: 16 sums, added by halves.
@@ -222,7 +220,7 @@ __device__ __forceinline__ void do_features(
 }
 
 #define POOL_KERNEL(NAME, T, WEIGHS) \
-    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) \
+    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 4) \
     NAME(const PoolFeature* features, int64 num_features, int64 chunks, \
          const __grid_constant__ Parts<PoolBatch> batch, float* out, int64 num_samples, int64 width) { \
         do_features<T, WEIGHS>(features, num_features, chunks, batch, out, num_samples, width); \

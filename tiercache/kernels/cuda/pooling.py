@@ -14,7 +14,7 @@ from tiercache.kernels.arrays import I1, I8, View, expect, same_length
 from tiercache.kernels.cpu.gathering import check_columns
 from tiercache.kernels.cpu.pooling import MAX, MEAN
 from tiercache.kernels.cuda.gathering import check_bases
-from tiercache.kernels.cuda.launch import Device, argument_of, blocks_for, has_elements, most_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, address_of, argument_of, blocks_for, most_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
@@ -111,7 +111,7 @@ class PoolPlan:
         grad = view(device, "gradient", gradient, np.float32, ndim=2)
         if taken.size != to.size:
             raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: give one each.")
-        bags = _optional(device, "offsets", offsets, np.int64, (group.num_features * grad.shape[0] + 1,))
+        bags = address_of(device, "offsets", offsets, np.int64, (group.num_features * grad.shape[0] + 1,))
         self._launch("pooling.weight_gradient", [(0, taken.address, bags, 0, 0, 0, to.address, 0)], grad)
 
     def _ids(self, group: _Group, batch: Ids, out: View) -> tuple[int, ...]:
@@ -128,11 +128,11 @@ class PoolPlan:
                     "features."
                 )
             return ids.address, slots.address, 0, 0, 0, 0, 0, is_wide
-        offsets = _optional(device, "offsets", batch.offsets, np.int64, (group.num_features * num_samples + 1,))
-        weights = _optional(device, "weights", batch.weights, np.float32, (size,))
-        argmax = _optional(device, "argmax", batch.argmax, np.int32, out.shape, written=True)
-        entry_offset = _optional(device, "entry_offset", batch.entry_offset, np.int64, (size,), written=True)
-        entry_scale = _optional(device, "entry_scale", batch.entry_scale, np.float32, (size,), written=True)
+        offsets = address_of(device, "offsets", batch.offsets, np.int64, (group.num_features * num_samples + 1,))
+        weights = address_of(device, "weights", batch.weights, np.float32, (size,))
+        argmax = address_of(device, "argmax", batch.argmax, np.int32, out.shape, written=True)
+        entry_offset = address_of(device, "entry_offset", batch.entry_offset, np.int64, (size,), written=True)
+        entry_scale = address_of(device, "entry_scale", batch.entry_scale, np.float32, (size,), written=True)
         needs_scale = size > 0 and (weights != 0 or group.has_mean)
         if (group.has_max and not argmax and num_samples) or (needs_scale and not entry_scale):
             raise ValueError("max pooling needs argmax like out; weights and means need an entry_scale for each id.")
@@ -152,15 +152,3 @@ class PoolPlan:
             some = argument_of(_BATCH, batch[first : first + _MOST_GROUPS], 0)
             arguments = features, count, chunks, some, out.address, num_samples, width
             self._device.launch(kernel + suffix, blocks_for(self._device, count * chunks), arguments)
-
-
-def _optional(
-    device: Device, name: str, array: Any, dtype: Any, shape: tuple[int, ...], *, written: bool = False
-) -> int:
-    """Return the address of an array that may be missing: 0 then."""
-    if not has_elements(array):
-        return 0
-    seen = view(device, name, array, dtype, ndim=len(shape), written=written)
-    if seen.shape != shape:
-        raise ValueError(f"{name} has shape {seen.shape}, and {shape} is needed.")
-    return seen.address

@@ -48,7 +48,7 @@ class RowsPlan(NamedTuple):
 def plan_rows(device: Device, step: Step) -> RowsPlan:
     """Plan steps of the rows of one. Raises ValueError if its arrays do not fit together."""
     check_rows(step)
-    states = [address_of(device, "a state", state, np.float32, ndim=2, written=True) for state in step.states]
+    states = [address_of(device, "a state", state, np.float32, written=True) for state in step.states]
     return RowsPlan(
         rows_at(device, step.vectors, written=True),
         (*states, 0, 0)[:2],  # type: ignore[arg-type]
@@ -95,10 +95,7 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
 
 
 def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part, int, str]:
-    """Return a group's part of a launch, the lanes of a row, and the suffix of the kernels that take it.
-
-    sums, sources: the addresses of its sums and sources.
-    """
+    """Return a group's part of a launch, the lanes of a row, and the suffix of the kernels that take it."""
     step, (rows, states, wide, streams), (entries, per_source, is_plain, has_max, is_aligned) = group[:3]
     runs, (vec, team) = step.pairs, rows.access(*wide, sums)
     part = (

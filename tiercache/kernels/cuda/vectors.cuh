@@ -152,25 +152,6 @@ __device__ __forceinline__ void store_rounded(
 
 #define ROWS_IN_FLIGHT 4
 
-// As copy_rows, one row after another, to where rows begin between multiples of 16 bytes.
-template <int VEC, class T>
-__device__ __forceinline__ void scatter_rows(
-    const T* vectors, int is_half, int slot, int count, int dim, int team, float* to, int64 stride) {
-    const int own = lane_id() % team;
-#pragma unroll 1
-    for (int turn = 0; turn < count; turn += 32 / team) {
-        const int row = turn + lane_id() / team;
-        const int taken = __shfl_sync(ALL_LANES, slot, row % 32);
-        if (row >= count) continue;
-        const T* from = vectors + taken * static_cast<int64>(stride_of<T>(dim));
-#pragma unroll 1
-        for (int d = own * VEC; d < dim; d += team * VEC) {
-            const Packed<T, VEC> held = taken >= 0 ? load_packed<VEC>(from + d) : zero_packed<T, VEC>();
-            store_anywhere<VEC>(to + row * stride + d, widen<VEC>(held, is_half));
-        }
-    }
-}
-
 // Copy up to 32 rows to `to`, `stride` elements apart: lane i holds the slot of row i, -1 for zeros.
 template <int VEC, class T>
 __device__ __forceinline__ void copy_rows(
@@ -193,7 +174,7 @@ __device__ __forceinline__ void copy_rows(
 #pragma unroll
             for (int u = 0; u < ROWS_IN_FLIGHT; ++u) {
                 const int row = turn + u * teams + first;
-                if (row < count) store_lanes<VEC>(to + row * stride + d, widen<VEC>(held[u], is_half));
+                if (row < count) store_anywhere<VEC>(to + row * stride + d, widen<VEC>(held[u], is_half));
             }
         }
     }

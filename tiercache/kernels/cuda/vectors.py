@@ -3,12 +3,11 @@
 Kernels have an instantiation for each width, whose names differ by a suffix; the parts of one launch have one width.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, Part, access, view
+from tiercache.kernels.cuda.launch import Device, view
 from tiercache.kernels.step import Vectors
 
 
@@ -23,10 +22,15 @@ class RowsAt(NamedTuple):
     """The suffix of kernels for them."""
 
     def access(self, *addresses: int) -> tuple[int, int]:
-        """Return `launch.access` for these rows, with others of float32 at some addresses."""
-        if self.suffix:
-            return access(self.dim, *addresses, narrow=self.address)
-        return access(self.dim, self.address, *addresses)
+        """Return (vec, team): elements of one access, and lanes of one row.
+
+        Four elements if rows, here and of float32 at other addresses, begin at multiples of 16 bytes, or 8 of 16 bits.
+        """
+        bits = 2 * self.address if self.suffix else self.address
+        for address in addresses:
+            bits |= address
+        vec = 4 if self.dim % 4 == 0 and bits % 16 == 0 else 1
+        return vec, min(32, 1 << (max(1, -(-self.dim // vec)) - 1).bit_length())
 
 
 def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written: bool = False) -> RowsAt:
@@ -37,11 +41,3 @@ def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written:
         raise ValueError(f"{name} begin at address {seen.address:#x}: rows begin at multiples of 4.")
     suffix = "_narrow" if seen.dtype == np.uint16 else ""
     return RowsAt(seen.address, seen.shape[0], vectors.dim, vectors.is_half, suffix)
-
-
-def by_width(parts: Sequence[tuple[RowsAt, Part, int]]) -> Iterator[tuple[str, list[Part], list[int]]]:
-    """Yield the suffix, the parts and their tasks of each launch, from (vectors, part, tasks)."""
-    for suffix in ("", "_narrow"):
-        chosen = [(part, tasks) for vectors, part, tasks in parts if vectors.suffix == suffix]
-        if chosen:
-            yield suffix, [part for part, _ in chosen], [tasks for _, tasks in chosen]

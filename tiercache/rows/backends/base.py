@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array, Found
-    from tiercache.values.lookups import GroupRows, LookedUp, LookupIds, RowRequest, SavedGradient
+    from tiercache.values.lookups import GroupRows, LookedUp, LookupIds, LookupParts, RowRequest, SavedGradient
 
 
 class Layout(NamedTuple):
@@ -250,16 +250,11 @@ class Backend(Protocol):
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+    def pool(self, parts: LookupParts, out: Array) -> list[LookedUp]:
         """Pool the ids of several groups into their columns of ``out`` (N, T)."""
 
-    def gather(
-        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
-    ) -> tuple[list[Array], list[LookedUp]]:
-        """Return the vectors of each feature of several groups, (ids, dim), and the result of each group.
-
-        apart: no two features share memory that is freed with the last of them.
-        """
+    def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
+        """Return each feature's vectors (ids, dim), in memory of its own if ``apart``, and each group's result."""
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Write slots and vectors of rows by their positions. On one thread at a time, not always the same."""

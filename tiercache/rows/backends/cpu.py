@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
-    from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
+    from tiercache.values.lookups import GroupRows, LookupIds, LookupParts, RowRequest, SavedGradient
 
 _FROM_0 = np.zeros(1, dtype=np.int64)
 
@@ -182,7 +182,7 @@ class CpuBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+    def pool(self, parts: LookupParts, out: Array) -> list[LookedUp]:
         """Pool group after group."""
         return [self._pool_bags(*part, out) if part[1].offsets is not None else self._pool_ids(*part, out)
                 for part in parts]  # fmt: skip
@@ -210,9 +210,7 @@ class CpuBackend:
         )  # fmt: skip
         return LookedUp(slots, None, argmax, places, scales)
 
-    def gather(
-        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
-    ) -> tuple[list[Array], list[LookedUp]]:
+    def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
         """Gather feature after feature."""
         outs, found = [], []
         for rows, e in parts:

@@ -29,7 +29,7 @@ from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, Pin
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
-from tiercache.values.lookups import FeatureRuns, LookedUp, SortedSlots
+from tiercache.values.lookups import LookedUp, SortedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
-    from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
+    from tiercache.values.lookups import GroupRows, LookupIds, LookupParts, RowRequest, SavedGradient
 
 
 _ALIGNED_BYTES = 128  # a cache line
@@ -134,7 +134,7 @@ class CudaBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+    def pool(self, parts: LookupParts, out: Array) -> list[LookedUp]:
         """Pool all groups in one launch, by a plan that is made once for a module and the rows of a pass."""
         batch, found = [], []
         for _, e in parts:
@@ -150,7 +150,7 @@ class CudaBackend:
         self._plan_of(parts, out).pool(batch, out)
         return found
 
-    def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
+    def _plan_of(self, parts: LookupParts, out: torch.Tensor) -> PoolPlan:
         """Return the plan of a lookup."""
         key = out.shape[1], *[
             (self._place(rows), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts
@@ -181,9 +181,7 @@ class CudaBackend:
             self._places[id(rows)] = weakref.ref(rows), place
         return place
 
-    def gather(
-        self, parts: Sequence[tuple[GroupRows, LookupIds]], *, apart: bool = False
-    ) -> tuple[list[Array], list[LookedUp]]:
+    def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
         """Map the ids of all groups and gather their rows in one launch, a group's to one allocation."""
         gathered, found, outs = list[Gathered](), list[LookedUp](), list[torch.Tensor]()
         for rows, e in parts:
