@@ -13,10 +13,6 @@ import numpy as np
 from tiercache.kernels.arrays import F4, I8, NONE_F4, NONE_I4, NONE_I8, NONE_U8
 from tiercache.kernels.cpu.hashing import mix
 
-__all__ = [
-    "NO_ROUNDING", "Gradients", "Rounding", "Rule", "Step", "Vectors", "check_entries", "check_rows", "make_rounding",
-]  # fmt: skip
-
 
 class Vectors(NamedTuple):
     """The vectors of a group's rows, one in each slot."""
@@ -63,11 +59,6 @@ class Gradients(NamedTuple):
     """(E,): the factor of each entry's gradient (weight, 1 / ids of a mean); empty: 1."""
     argmax: Any = NONE_I4
     """Like `flat`: the entry that was largest; empty where nothing is max-pooled."""
-
-    @property
-    def num_entries(self) -> int:
-        """E."""
-        return int(self.offsets.shape[0]) or self.num_samples * self.cols.size
 
 
 class Rule(NamedTuple):

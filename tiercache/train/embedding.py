@@ -171,8 +171,8 @@ class EmbeddingCollection(TableModule):
 
     The output is a dict by feature: (N, dim) if each sample has one id, (N, length, dim) for a list of fixed length,
     and (ids, dim) for a ragged list, whose offsets are ``batch.features[name].offsets``. Weights in the data are not
-    applied. To sum over many ids, use EmbeddingBagCollection, which never makes the single vectors. On a GPU the vectors
-    of tables with one row layout share memory, which is freed with the last of them.
+    applied. To sum over many ids, use EmbeddingBagCollection, which never makes the single vectors. On a GPU the
+    vectors of tables with one row layout share memory, which is freed with the last of them.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:

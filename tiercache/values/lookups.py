@@ -7,7 +7,7 @@ and torch tensors on a GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -178,6 +178,14 @@ class GroupRows:
     """By table: how many local ids there are."""
     streams: Array
     """The random stream of the row in each slot if rows have 16 bits; else empty."""
+    _place: list[tuple[Any, ...]] = field(default_factory=list, init=False, repr=False)
+
+    def place(self, describe: Callable[[Array], Any]) -> tuple[Any, ...]:
+        """Return where the arrays lie, as ``describe`` tells, and their layout; arrays are described once."""
+        if not self._place:
+            arrays = self.vectors.values, self.slot_of_local, self.streams, *self.states
+            self._place.append((*self.vectors[1:], *map(describe, arrays)))
+        return self._place[0]
 
 
 LookupParts: TypeAlias = "Sequence[tuple[GroupRows, LookupIds]]"

@@ -351,19 +351,16 @@ class CudaDevice:
                     words.append(argument)
                 elif kind is float:
                     words.append(np.float32(argument))
-                elif kind is int:
+                elif isinstance(argument, int | np.integer):
                     words.append(np.int64(argument))
                 else:
                     held.append(self.table(argument) if kind is np.ndarray else argument)
                     words.append(np.int64(self._address(held[-1])))
             self._function(kernel)((blocks,), (BLOCK_THREADS,), tuple(words), stream=self._streams[pointer])
 
-    def _address(self, argument: Any) -> int:
-        """Return the address of an array on the device, or an integer of NumPy."""
-        if isinstance(argument, np.integer):
-            return int(argument)
-        found = self.describe(argument)
-        assert found is not None, f"a kernel is given a {type(argument).__name__}"
+    def _address(self, array: Any) -> int:
+        found = self.describe(array)
+        assert found is not None, f"a kernel is given a {type(array).__name__}"
         return found.address
 
     def table(self, array: NDArray[Any]) -> Any:

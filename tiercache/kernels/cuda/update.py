@@ -83,7 +83,7 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
             scales = address_of(device, "entry_scale", one.scales, np.float32)
             argmax = address_of(device, "argmax", one.argmax, np.int32)
             rows.append((flat, 0, places, scales, argmax, begin))
-            is_plain, has_max, size = False, has_max or bool(argmax), one.num_entries
+            is_plain, has_max, size = False, has_max or bool(argmax), int(one.offsets.shape[0])
             counts.add(size)
             begin += size
             continue

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections import OrderedDict
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,14 +42,12 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
-    from tiercache.values.lookups import GroupRows, LookupIds, LookupParts, RowRequest, SavedGradient
+    from tiercache.values.lookups import FeatureRuns, GroupRows, LookupIds, LookupParts, RowRequest, SavedGradient
 
 
+_Plan = TypeVar("_Plan")
 _ALIGNED_BYTES = 128  # a cache line
-
-
 _CORES = 8  # from which on two more threads cost nothing
-_FROM_0 = np.zeros(1, dtype=np.int64)
 _MOST_PLANS = 64
 _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
 
@@ -67,7 +64,6 @@ class CudaBackend:
         self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
         self.name = f"{runtime.name} (CUDA)"
         self._plans: OrderedDict[Any, Any] = OrderedDict()
-        self._places: dict[int, tuple[weakref.ref[GroupRows], tuple[Any, ...]]] = {}
         self._ring = PinnedRing(runtime)
 
     @property
@@ -152,15 +148,12 @@ class CudaBackend:
 
     def _plan_of(self, parts: LookupParts, out: torch.Tensor) -> PoolPlan:
         """Return the plan of a lookup."""
-        key = out.shape[1], *[
-            (self._place(rows), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts
-        ]  # fmt: skip
-        plan: PoolPlan = self._kept(key, lambda: PoolPlan(self._runtime.kernels, [
-            Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts
-        ], out.shape[1]))  # fmt: skip
-        return plan
+        see, width = self._runtime.kernels.describe, out.shape[1]
+        key = width, *[(rows.place(see), e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes()) for rows, e in parts]
+        features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
+        return self._kept(key, lambda: PoolPlan(self._runtime.kernels, features, width))
 
-    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _kept(self, key: Any, make: Callable[[], _Plan]) -> _Plan:
         """Return the plan of a key, for this stream; it has no references to arrays, so that they can be freed."""
         key = self._runtime.stream(), key
         if key not in self._plans:
@@ -168,18 +161,8 @@ class CudaBackend:
             if len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
-        return self._plans[key]
-
-    def _place(self, rows: GroupRows) -> tuple[Any, ...]:
-        """Return where the arrays of a group lie: with ranks, other rows lie in the same places again."""
-        known, place = self._places.get(id(rows), (None, ()))
-        if known is None or known() is not rows:
-            arrays = rows.vectors.values, rows.slot_of_local, rows.streams, *rows.states
-            place = (*rows.vectors[1:], *map(self._runtime.kernels.describe, arrays))
-            if len(self._places) > _MOST_PLANS:
-                self._places.clear()
-            self._places[id(rows)] = weakref.ref(rows), place
-        return place
+        plan: _Plan = self._plans[key]
+        return plan
 
     def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
         """Map the ids of all groups and gather their rows in one launch, a group's to one allocation."""
@@ -206,7 +189,7 @@ class CudaBackend:
         """Map the positions of all groups and gather their rows in one launch."""
         found = []
         for rows, positions, slots, out in requests:
-            mapped = Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local)
+            mapped = Mapped(positions, np.zeros(1, np.int64), np.array([0, positions.shape[0]]), rows.slot_of_local)
             found.append(Gathered(rows.vectors, slots, out, mapped))
         gather(self._runtime.kernels, found)
 
@@ -245,7 +228,7 @@ class CudaBackend:
             for one, runs in zip(groups, runs_G, strict=True)
         ]
         plans = [
-            self._kept((self._place(one.rows), step.rule.widths), partial(plan_rows, kernels, step))
+            self._kept((one.rows.place(kernels.describe), step.rule.widths), partial(plan_rows, kernels, step))
             for one, step in zip(groups, steps, strict=True)
         ]
         update_many(kernels, steps, plans)
@@ -405,8 +388,7 @@ class CudaBackend:
 
 def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None, scales: Array) -> LookedUp:
     """Return the result of a lookup, with the order of its slots if it is known."""
-    order = None if ids.runs is None else SortedSlots(slots, ids.runs)
-    return LookedUp(slots, order, argmax, places, scales)
+    return LookedUp(slots, None if ids.runs is None else SortedSlots(slots, ids.runs), argmax, places, scales)
 
 
 def _sorted_runs(step: OptimizerStep) -> Runs | None:
