@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tiercache as tc
 from tests.train.beside_torch import CASE as LOOPS_CASE
@@ -70,6 +71,26 @@ def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
         world.optimizer.step(closure)
     assert not calls
     assert torch.equal(world.rows("a"), before)
+
+
+def test_hooks_and_profilers_see_each_step_of_the_optimizer(world: World) -> None:
+    """As of torch's optimizers, though a step without either is not recorded. A hook of all optimizers runs too."""
+    seen, optimizer = list[str](), world.optimizer
+    of_all = register_optimizer_step_pre_hook(lambda one, *_: seen.append(type(one).__name__))
+    before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    after = optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    rows = world.rows("a")
+    world.model(world.batches[0]).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(world.rows("a"), rows)
+    assert [one for one in seen if one != "SGD"] == ["JointOptimizer", "before", "after"]
+    for handle in (of_all, before, after):
+        handle.remove()
+    optimizer.step()
+    assert seen.count("after") == 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        optimizer.step()
+    assert "Optimizer.step#JointOptimizer.step" in {event.key for event in profiled.key_averages()}
 
 
 def with_closure(model: nn.Module, optimizer: Any, given: Any) -> None:
