@@ -78,7 +78,8 @@ class View(NamedTuple):
     def check(self, name: str, dtypes: Collection[DTypeLike], ndim: int, *, written: bool) -> None:
         """Raise ValueError for a wrong dtype, number of dimensions or order, and for a read-only output."""
         aligned = self.address % self.dtype.itemsize == 0
-        if self.dtype not in dtypes or len(self.shape) != ndim or not self.contiguous or not aligned:
+        has_dtype = self.dtype.type in dtypes or self.dtype in dtypes  # to compare a dtype with a type takes longer
+        if not has_dtype or len(self.shape) != ndim or not self.contiguous or not aligned:
             flaws = "" if self.contiguous else ", not C-contiguous"
             flaws += "" if aligned else ", not aligned"
             expected = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)

@@ -72,10 +72,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # as in any backward without create_graph
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
         tensors = [one for one in found if one is not None]
-        if not tensors or not torch.is_grad_enabled() or not any(g is not None and g.requires_grad for g in grads):
+        if not tensors or not any(g is not None and g.requires_grad for g in grads):
             return found
         leaves = [one.detach().requires_grad_() for one in tensors]
         sources = [g for g in grads if g is not None]
