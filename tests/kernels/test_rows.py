@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,11 @@ from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import KernelError, ShimDevice
 from tiercache.kernels.arrays import View
 from tiercache.kernels.cpu.rows import pack
+from tiercache.kernels.cuda.rows import pack as cuda_pack
 from tiercache.kernels.pieces import Pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -115,6 +120,38 @@ def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], 
     pack((field,), slots, order, pieces)
     for place, out in packed.items():
         assert np.array_equal(out, slots[order[10 * place : 10 * place + 10]])
+
+
+def steps_of(call: Callable[[], None]) -> int:
+    """Return the number of instructions that the interpreter runs."""
+    steps = 0
+
+    def count(frame: Any, event: str, _: Any) -> Any:
+        nonlocal steps
+        steps, frame.f_trace_opcodes = steps + (event == "opcode"), True
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def test_python_does_as_much_for_thousands_of_pieces_as_for_ten() -> None:
+    """The pages of 32 MiB may be thousands, and a switch prepares and launches as many of them as it has."""
+    device = ShimDevice()
+    device.launch = lambda *_: None  # type: ignore[method-assign]
+    values, slots, out = np.zeros((8000, 2), np.float32), np.arange(8000, dtype=np.int32), np.zeros(16000, np.float32)
+
+    def prepare(count: int) -> None:
+        pieces = Pieces(2)
+        pieces.add(0, np.full(count, 4), np.arange(count) * 8, out)
+        cuda_pack(device, [values], slots, None, pieces)
+
+    assert steps_of(lambda: prepare(10)) == steps_of(lambda: prepare(2000)) > 100
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -177,19 +177,16 @@ def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) 
 
 
 def launch_table(
-    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
-    blocks_per_sm: int = _BLOCKS_PER_SM,
-) -> None:  # fmt: skip
+    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
+) -> None:
     """Launch a kernel over the tasks of any number of parts, in a table on the device.
 
     dtype: of a part's struct, which begins with its first task; parts come without, it is filled in here.
-    blocks_per_sm: the most blocks for each SM of the device.
     """
     *firsts, num_tasks = accumulate(tasks, initial=0)
     if num_tasks:
         table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
-        blocks = blocks_for(device, num_tasks, blocks_per_sm)
-        device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))
+        device.launch(kernel, blocks_for(device, num_tasks), (table, len(parts), num_tasks, *more))
 
 
 def most_parts(dtype: "np.dtype[Any]") -> int:

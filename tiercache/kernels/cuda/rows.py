@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, has_elements, launch_table, struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, has_elements, struct, view
 from tiercache.kernels.pieces import Pieces
 
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
@@ -35,12 +35,14 @@ def _move(
         return
     before = np.cumsum([0, *widths])
     moved = [(field.address, width, at) for field, width, at in zip(values, widths, before[:-1], strict=True) if width]
-    table = np.array(moved, _FIELD)
     columns = pieces.columns()
-    parts = list(zip(*(column.tolist() for column in columns), strict=True))
-    tasks = (-(-columns[1] // _TASK) * len(moved)).tolist()
-    blocks = {"blocks_per_sm": _LINK_BLOCKS} if over_link else {}
-    launch_table(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
+    tasks = -(-columns[1] // _TASK) * len(moved)
+    ends = np.cumsum(tasks)
+    table, num_tasks = np.empty(tasks.size, _PIECE), int(ends[-1])
+    for name, column in zip(("first_task", "data", "rows", "first"), (ends - tasks, *columns), strict=True):
+        table[name] = column
+    blocks = blocks_for(device, num_tasks, *[_LINK_BLOCKS][:over_link])
+    device.launch(kernel, blocks, (table, tasks.size, num_tasks, np.array(moved, _FIELD), known.address, ordered))
 
 
 def pack(
