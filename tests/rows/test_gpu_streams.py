@@ -329,12 +329,12 @@ def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine, beside:
 
 
 def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
-    """The reader, the writer and those that make batches, before they do anything else."""
+    """The reader, the writer, who pins memory and those that make batches, before they do anything else."""
     case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, prefetch=2)
     passes, gpu = case.cut(tmp_path / "passes"), ShimRuntime()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         train(cache, case)
-    assert gpu.threads == {"tiercache-reader", "tiercache-writer", "tiercache-batches"}
+    assert gpu.threads == {"tiercache-reader", "tiercache-writer", "tiercache-pinner", "tiercache-batches"}
 
 
 class There(torch.Tensor):

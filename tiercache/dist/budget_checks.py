@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 
 
 def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Budgets:
-    """Return the budgets for rows, without the bytes of replicated tables. Raises BudgetError if rows need more."""
+    """Return the budgets for rows on a device, without the bytes of replicated tables.
+
+    Raises BudgetError if rows need more.
+    """
     needs = DeviceMemoryPlan.of(_positions(source), backend)
+    budgets = replace(budgets, pinned=backend.queues)
     if not isinstance(source, ShardView):
         needs.check(budgets.device_budget, cut=source.made_by if isinstance(source, PassDataset) else "")
         return budgets
@@ -77,7 +81,9 @@ def check_plan(
     those of the epoch of pass ``start``, and are not checked if it is None.
     """
     positions, schedule = _positions(source), Schedule.of(source, order)
-    host = HostBudget.of(positions, budgets.host_budget, budgets.eval_budget, seeded=not schedule.repeats)
+    host = HostBudget.of(
+        positions, budgets.host_budget, budgets.eval_budget, seeded=not schedule.repeats, pinned=budgets.pinned
+    )
     prepare_kernels(source.tables)
     with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
@@ -109,8 +115,9 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
     """Return what plans the passes of a store, and the files of next uses that it reads."""
     positions, schedule = RowOffsets.of(source, store.groups), Schedule.of(source, order)
     host = HostBudget.of(
-        positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats
-    )
+        positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats,
+        pinned=budgets.pinned,
+    )  # fmt: skip
     uses = NextUseFiles(
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,
         keys_per_range=host.keys_per_sweep, share=source.share if isinstance(source, ShardView) else "",

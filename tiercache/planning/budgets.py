@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -61,6 +61,8 @@ class Budgets:
     """The most bytes of the store; None: no limit."""
     commit_every: int = 1
     """Passes between commits."""
+    pinned: bool = False
+    """True if rows travel to a GPU, see ``HostBudget.grain``."""
 
     def __post_init__(self) -> None:
         if self.commit_every < 1:
@@ -79,11 +81,9 @@ class Budgets:
             raise BudgetError(
                 f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
             )
-        every = chosen.pop("commit_every", None)
-        return cls(
-            commit_every=1 if every is None else int(every),
-            **{name: parse_bytes(size) for name, size in chosen.items() if size is not None},
-        )
+        every, _ = chosen.pop("commit_every", None), chosen.pop("pinned", None)
+        sizes: dict[str, Any] = {name: parse_bytes(size) for name, size in chosen.items() if size is not None}
+        return cls(commit_every=1 if every is None else int(every), **sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +108,8 @@ class HostBudget:
     """Records of ranges, pages and passes in planner and store, and the slots and orders of rows."""
     seeded: bool = False
     """True if each epoch has its own order, so that uses are found while other passes train."""
+    pinned: bool = False
+    """True if host memory is pinned for a GPU."""
 
     @classmethod
     def plan(
@@ -142,6 +144,7 @@ class HostBudget:
         stored: Iterable[SegmentLayout] = (),
         *,
         seeded: bool = False,
+        pinned: bool = False,
     ) -> HostBudget:
         """Divide ``total`` for these passes, which will load rows from the layouts ``stored``."""
         budget = cls.plan(
@@ -151,7 +154,8 @@ class HostBudget:
             largest_pass=int((positions.pass_rows @ [group.row_bytes for group in positions.groups]).max()),
             stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
         )
-        return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
+        planning = _planning_bytes(positions, budget, seeded=seeded)
+        return replace(budget, planning=planning, seeded=seeded, pinned=pinned)
 
     def cut(self, group: Group) -> tuple[int, int]:
         """Return the rows of a page and the bytes of a block; compressed blocks have whole parts."""
@@ -204,6 +208,14 @@ class HostBudget:
         return paged(max(self.block, pages))
 
     @property
+    def grain(self) -> int:
+        """Bytes of host memory that are allocated and freed together: a page, or a region if it is pinned as a whole.
+
+        To unpin memory waits for all work of a GPU, so a region is pinned once, and nothing of it is lent to others.
+        """
+        return self.region if self.pinned else PAGE_BYTES
+
+    @property
     def rows(self) -> int:
         """Bytes left for dumps, staging and cached rows."""
         return self.total - self.evaluation - self.transaction - self.overhead - self.sweep - self.planning
@@ -227,9 +239,9 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
     return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
 
 
-def paged(num_bytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+def paged(num_bytes: int, grain: int = PAGE_BYTES) -> int:
+    """Round up to whole pages, or to whole multiples of ``grain``."""
+    return -(-num_bytes // grain) * grain
 
 
 def _clamp(value: int, low: int, high: int) -> int:

@@ -122,7 +122,8 @@ class Capacity:
 
     def _planner(self, host_budget: int, commit_every: int, end: int | None = None) -> Planner:
         reuse = self._reuse
-        budget = HostBudget.of(reuse.positions, host_budget, self._eval_budget)
+        pinned = self._rates.device != "cpu"
+        budget = HostBudget.of(reuse.positions, host_budget, self._eval_budget, pinned=pinned)
         return Planner(
             reuse.schedule, reuse.positions, reuse.counts, budget,
             start=0, within=False, commit_every=commit_every, end=end, stored={},

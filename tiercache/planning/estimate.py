@@ -157,8 +157,12 @@ class Estimate:
 class Model:
     """A cut of a workload, planned as one pass that stands for all."""
 
-    def __init__(self, work: Workload, cut: Cut, *, commit_every: int, eval_budget: int | None) -> None:
-        self.work, self.cut, self.commit_every, self._evaluation = work, cut, commit_every, eval_budget
+    def __init__(
+        self, work: Workload, cut: Cut, *, commit_every: int, eval_budget: int | None, pinned: bool = False
+    ) -> None:
+        """``pinned``: as of ``HostBudget``."""
+        self.work, self.cut, self.commit_every = work, cut, commit_every
+        self._evaluation, self._pinned = eval_budget, pinned
         self.groups = group_tables(work.tables)
         tables = [table for group in self.groups for table in group.tables]
         self.rows_TN = np.stack([
@@ -211,7 +215,7 @@ class Model:
 
     def divided(self, host_budget: int) -> HostBudget:
         """Return the division of a host budget."""
-        return HostBudget.of(self.positions, host_budget, self._evaluation)
+        return HostBudget.of(self.positions, host_budget, self._evaluation, pinned=self._pinned)
 
     def store_plan(self, host_budget: int, retention: int) -> StorePlan:
         """Return the bytes of the store. Every commit of an epoch has as many live rows."""

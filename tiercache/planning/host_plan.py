@@ -22,8 +22,8 @@ class PageRange(NamedTuple):
     last: int
 
 
-def cached_bytes(layout: SegmentLayout, pages: PageRange) -> int:
-    """Return the most bytes of memory pages that a range of pages takes.
+def cached_bytes(layout: SegmentLayout, pages: PageRange, grain: int = PAGE_BYTES) -> int:
+    """Return the most bytes of memory that a range of pages takes: whole memory pages, or ``grain`` for each block.
 
     One memory page more at either end, as the range may begin and end inside one, and one more at each end of a block.
     """
@@ -31,16 +31,17 @@ def cached_bytes(layout: SegmentLayout, pages: PageRange) -> int:
         return 0
     low, high = layout.row_of_page(pages.first), layout.row_of_page(pages.last)
     blocks = layout.block_of_page(pages.last - 1) - low // layout.block_rows
-    return paged((high - low) * layout.row_bytes) + PAGE_BYTES * (1 + blocks)
+    return (paged((high - low) * layout.row_bytes) if grain == PAGE_BYTES else 0) + grain * (1 + blocks)
 
 
 class HostCache:
     """Rows in host memory besides dump and staging: for each pass dumped and group, a range of pages by next use.
 
-    Every range enters and leaves once, in the logarithm of the number of segments.
+    Every range enters and leaves once, in the logarithm of the number of segments. ``grain``: see `cached_bytes`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grain: int = PAGE_BYTES) -> None:
+        self._grain = grain
         self.pages: dict[tuple[int, int], PageRange] = {}
         """The pages cached, of segments that have any, by (pass dumped, group)."""
         self._layouts: dict[tuple[int, int], SegmentLayout] = {}
@@ -96,11 +97,11 @@ class HostCache:
             heapreplace(self._farthest, (-layout.next_use_R.item(index), pass_index, group))
             return
         low = max(pages.first, layout.first_page_R.item(index))
-        last = _fitting_end(layout, pages, low, capacity - self._total + self._bytes[key])
+        last = _fitting_end(layout, pages, low, capacity - self._total + self._bytes[key], self._grain)
         self._set(key, PageRange(pages.first, last))
 
     def _set(self, key: tuple[int, int], pages: PageRange) -> None:
-        num_bytes = cached_bytes(self._layouts[key], pages)
+        num_bytes = cached_bytes(self._layouts[key], pages, self._grain)
         self._total += num_bytes - self._bytes.get(key, 0)
         if num_bytes:
             self.pages[key], self._bytes[key] = pages, num_bytes
@@ -110,7 +111,7 @@ class HostCache:
             self._bytes.pop(key, None)
 
 
-def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: int) -> int:
+def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: int, grain: int = PAGE_BYTES) -> int:
     """Return the largest ``last`` in [low, pages.last] for which [pages.first, last) takes at most ``num_bytes``.
 
     Returns ``low`` if none does.
@@ -118,7 +119,7 @@ def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: i
     high = pages.last
     while low < high:
         middle = (low + high + 1) // 2
-        if cached_bytes(layout, PageRange(pages.first, middle)) <= num_bytes:
+        if cached_bytes(layout, PageRange(pages.first, middle), grain) <= num_bytes:
             low = middle
         else:
             high = middle - 1

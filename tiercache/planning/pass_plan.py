@@ -137,7 +137,7 @@ class Planner:
         self._layouts = {pass_index: tuple(parts) for pass_index, parts in stored.items()}
         self._base = min([0, *self._layouts])  # below 0: the pass of the rows that the schedule was entered with
         self._more_parts = max(0, len(self._layouts.get(self._base, ())) - 1)  # segments of the base, but the first
-        self._cache = HostCache()
+        self._cache = HostCache(budget.grain)
         self._counts = counts
         self._next = start
         self._last_capacity: int | None = None
@@ -274,11 +274,11 @@ class Planner:
 
     def _dump_bytes(self, sub_dataset: int) -> int:
         """Return the bytes of all rows of a pass in whole blocks, which do not depend on the ranges."""
-        total = 0
+        total, grain = 0, self._budget.grain
         for g, group in enumerate(self._positions.groups):
             block_rows = self._budget.cut(group)[1] // group.row_bytes
             full, rest = divmod(self._positions.num_rows(sub_dataset, g), block_rows)
-            total += full * paged(block_rows * group.row_bytes) + paged(rest * group.row_bytes)
+            total += full * paged(block_rows * group.row_bytes, grain) + paged(rest * group.row_bytes, grain)
         return total
 
     def _staging_bytes(self, pass_index: int, *, first: bool) -> int:
@@ -310,7 +310,12 @@ class Planner:
             shifts = min(2 * sum(num_runs_G) + blocks, total // ALIGNED_BYTES)
         total, shift = total + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
         # staging is filled region by region; a region ends before the page that does not fit, the last may be empty
-        regions = -(-total // max(1, self._budget.region - self._budget.staged_page - shift))
+        filled = max(1, self._budget.region - self._budget.staged_page - shift)
+        if self._budget.grain > PAGE_BYTES:  # what waits in an earlier dump takes whole blocks, two more for each run
+            cuts = [(self._budget.cut(group)[1], group.row_bytes) for group in self._positions.groups]
+            filled = min(filled, *(block - block % row for block, row in cuts))
+            return (-(-total // filled) + 1 + 2 * sum(num_runs_G)) * self._budget.region
+        regions = -(-total // filled)
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
         ends = 3 * sum(num_runs_G) + blocks
         return (

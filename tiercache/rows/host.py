@@ -30,11 +30,12 @@ class HostTier:
 
     def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> list[PinnedRegion]:
         """Allocate a dump and return its blocks, to be filled."""
-        blocks = [self.memory.take(layout.bytes_of_block(block)) for block in range(layout.num_blocks)]
-        if blocks:
-            self._blocks[pass_index, group] = dict(enumerate(blocks))
-            self._layouts[pass_index, group] = layout
-        return blocks
+        blocks: dict[int, PinnedRegion] = {}
+        if layout.num_blocks:
+            self._blocks[pass_index, group], self._layouts[pass_index, group] = blocks, layout
+        for block in range(layout.num_blocks):  # if one cannot be had, `clear` frees those before it
+            blocks[block] = self.memory.take(layout.bytes_of_block(block))
+        return list(blocks.values())
 
     def keep(self, retained: Mapping[tuple[int, int], PageRange], *, not_before: int) -> None:
         """Free everything but ``retained`` of the dumps before pass ``not_before``."""

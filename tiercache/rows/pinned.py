@@ -55,7 +55,8 @@ class PinnedRegion:
     """Anonymous memory of whole pages, of which one range is in use.
 
     ``data`` is the uint8 array for users: the first bytes of the map. Bytes outside of the range are undefined. Exactly
-    the pages of the range are pinned for the device, and none while the range changes.
+    the pages of the range are pinned for the device, and none while the range changes. Unpinning waits until the
+    device is idle.
     """
 
     __slots__ = ("_address", "_backend", "_bytes", "_cuts", "_pid", "_pinned", "data", "first_page", "last_page")
@@ -83,9 +84,9 @@ class PinnedRegion:
         """Bytes of the pages in use."""
         return (self.last_page - self.first_page) * PAGE_BYTES
 
-    def is_open_to(self, num_bytes: int) -> bool:
-        """Return True if exactly the pages of the first ``num_bytes`` bytes are in use."""
-        return (self.first_page, self.last_page) == (0, paged(num_bytes) // PAGE_BYTES)
+    def is_open_to(self, pages: int) -> bool:
+        """Return True if exactly the first ``pages`` pages are in use, and pinned."""
+        return self.is_pinned and (self.first_page, self.last_page) == (0, pages)
 
     def holds(self, low: int, high: int) -> bool:
         """Return True if all of bytes [low, high) are in use."""
@@ -104,6 +105,11 @@ class PinnedRegion:
     def hand_out(self, num_bytes: int) -> None:
         """Make the first bytes ``data``."""
         self.data = self._bytes[:num_bytes]
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the pages in use are pinned."""
+        return self._pinned >= 0
 
     def unpin(self) -> None:
         """Unpin the pages in use."""
@@ -179,33 +185,75 @@ class PinnedArena:
 
     Freed regions are kept with their pages and reused. Long runs of freed pages are moved to regions that need pages,
     as fresh ones cost as much as filling them. If the budget is short, pages of kept regions are released first.
+
+    Pages are allocated and freed in multiples of ``grain`` bytes. If that is a whole region, each is pinned once, until
+    ``close``: none has pages for others, and none is returned to the system.
     """
 
-    def __init__(self, budget: int, region_bytes: int, backend: Backend) -> None:
+    def __init__(self, budget: int, region_bytes: int, backend: Backend, *, grain: int = PAGE_BYTES) -> None:
         self.budget, self.region_bytes, self._backend = budget, paged(region_bytes), backend
+        self._grain_pages = grain // PAGE_BYTES
         self.resident_bytes = 0
         self.peak_bytes = 0
+        self.wanted_bytes = 0
+        """Resident bytes that `pin_ahead` allocates up to."""
+        self._is_pinning_ahead = False
         self._free: list[PinnedRegion] = []
         self._empty: list[PinnedRegion] = []
         self._free_runs: list[_FreeRun] = []
         """Sorted by length: the shortest that is long enough is used, so that few are cut."""
         self._least_pages = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def take(self, num_bytes: int) -> PinnedRegion:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
+        pages = paged(num_bytes, self._grain_pages * PAGE_BYTES) // PAGE_BYTES
         with self._lock:
-            region = self._pop(num_bytes)
-            if not region.is_open_to(num_bytes):
-                self._open(region, paged(num_bytes) // PAGE_BYTES)
+            while self._is_pinning_ahead and not self._free and not self._has_room():
+                self._lock.wait()
+            region = self._pop(pages)
+            if not region.is_open_to(pages):
+                try:
+                    self._open(region, pages)
+                except BaseException:
+                    self._free.append(region)
+                    raise
             region.hand_out(num_bytes)
         return region
 
-    def _pop(self, num_bytes: int) -> PinnedRegion:
+    def _has_room(self) -> bool:
+        """Return True if the budget holds another region."""
+        return self.resident_bytes + self.region_bytes <= self.budget
+
+    def pin_ahead(self) -> None:
+        """Allocate and pin whole regions for `take`, up to ``wanted_bytes``. On one thread, which may be slow.
+
+        Raises what the backend raises if it cannot pin; `take` then tries it again.
+        """
+        while True:
+            with self._lock:
+                if self.resident_bytes + self.region_bytes > self.wanted_bytes or not self._has_room():
+                    return
+                self._is_pinning_ahead = True
+                self._add_resident(self.region_bytes)
+            region = PinnedRegion(self.region_bytes, self._backend)
+            try:
+                region.populate(0, self._grain_pages)
+                region.hold(0, self._grain_pages)
+            finally:
+                with self._lock:
+                    self._is_pinning_ahead = False
+                    if region.is_pinned:
+                        self._free.insert(0, region)
+                    else:
+                        self.resident_bytes -= self.region_bytes
+                    self._lock.notify_all()
+
+    def _pop(self, pages: int) -> PinnedRegion:
         """Return a free region, if possible one with exactly the pages needed: others are pinned again."""
         for i in range(len(self._free) - 1, -1, -1):
-            if self._free[i].is_open_to(num_bytes):
+            if self._free[i].is_open_to(pages):
                 return self._free.pop(i)
         if self._free:
             return self._free.pop()
@@ -249,13 +297,16 @@ class PinnedArena:
                     self._release_others(free, 0, 0)
                     self._empty.append(free)
                     continue
-            self.resident_bytes += missing * PAGE_BYTES
-            assert self.resident_bytes <= self.budget, (
-                f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
-            )
-            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+            self._add_resident(missing * PAGE_BYTES)
             region.populate(first, last)
             first = last
+
+    def _add_resident(self, num_bytes: int) -> None:
+        self.resident_bytes += num_bytes
+        assert self.resident_bytes <= self.budget, (
+            f"planned host memory exceeded: {self.resident_bytes} of {self.budget} bytes"
+        )
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _release_others(self, region: PinnedRegion, first: int, last: int) -> None:
         """Have a region use only pages [first, last) of those in use."""
@@ -289,9 +340,12 @@ class PinnedArena:
 
     def shrink(self, region: PinnedRegion, low: int, high: int) -> None:
         """Free the pages of a region outside bytes [low, high)."""
+        grain = self._grain_pages * PAGE_BYTES
         with self._lock:
-            first = min(max(region.first_page, low // PAGE_BYTES), region.last_page)
-            self._release_others(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
+            first = min(max(region.first_page, low // grain * self._grain_pages), region.last_page)
+            self._release_others(
+                region, first, max(first, min(region.last_page, -(-high // grain) * self._grain_pages))
+            )
 
     def close(self) -> None:
         """Release all freed regions; no region may be taken any more."""

@@ -105,7 +105,7 @@ def estimate(
         assumptions.append(f"a device budget of {format_bytes(budget)}: give device_budget, unique_per_pass or passes")
     cut = cut_passes(work, device_budget=budget, unique_per_pass=unique, passes=passes, zipf=zipf)
     evaluation = None if eval_budget is None else parse_bytes(eval_budget)
-    model = Model(work, cut, commit_every=commit_every, eval_budget=evaluation)
+    model = Model(work, cut, commit_every=commit_every, eval_budget=evaluation, pinned=device != "cpu")
     if zipf is None:
         fitted = "that gives so many keys in a pass" if unique and passes else "(give zipf)"
         assumptions.append(f"keys by Zipf's law with the exponent {cut.exponent:.3g} {fitted}")

@@ -83,6 +83,7 @@ class PassSwitcher:
     One reader thread frees host memory after a load, stages passes and prepares those after them. One writer thread
     appends segments, publishes commits and allocates the next dump. Each works in order. An error of either is raised
     by the next ``check``; one of preparing when the pass is to be staged. No later pass is published after an error.
+    With a GPU, a third thread pins host memory before the others need it: if it cannot, they try and say why.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class PassSwitcher:
         store.write_within(budget.transaction)
         self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
+        self._pinner = nicer_thread("pinner", backend)
         self._segments: dict[int, tuple[Segment, ...]] = {}
         self._prefetcher = RowPrefetcher(store, backend, memory, positions, keys_of, self._segments)
         self._pass_planner: PassPlanner | None = None
@@ -194,6 +196,8 @@ class PassSwitcher:
             return
         for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
             wait_for(thread)
+        self.memory.wanted_bytes = 0
+        wait_for(self._pinner)
         self._backend.streams.synchronize()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
@@ -210,7 +214,8 @@ class PassSwitcher:
         if os.getpid() != self._pid:
             return
         with ExitStack() as last:
-            for close in (self.device.close, self.memory.close, self._writer.shutdown, self._reader.shutdown):
+            threads = (self._writer, self._reader, self._pinner)
+            for close in (self.device.close, self.memory.close, *(thread.shutdown for thread in threads)):
                 last.callback(close)  # the last one first
             self.stop()
 
@@ -344,8 +349,16 @@ class PassSwitcher:
     def _prepare_next(self) -> None:
         """Have the reader prepare the next pass, if it will be trained."""
         assert self._pass_planner is not None, "no run of passes was begun"
-        self._next = self._reader.submit(self._pass_planner.next) if self._to_prepare < self._end else None
+        self._next = self._reader.submit(self._prepare, self._pass_planner) if self._to_prepare < self._end else None
         self._to_prepare += 1
+
+    def _prepare(self, planner: PassPlanner) -> PreparedPass:
+        """Runs on the reader thread. Memory that the pass will need is pinned while others train."""
+        prepared = planner.next()
+        if self._budget.pinned:
+            self.memory.wanted_bytes = prepared.plan.host_bytes
+            self._pinner.submit(self.memory.pin_ahead)
+        return prepared
 
     def _stage_next(self) -> None:
         """Have the reader stage the prepared pass, then prepare the one after it."""
