@@ -25,7 +25,7 @@ from tests.train.cases import (
 )
 from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.reporting import report
-from tiercache.rows import threads
+from tiercache.rows import switch, threads
 from tiercache.rows.backends.base import Streams
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.host import HostTier
@@ -242,7 +242,7 @@ class QueueingBackend(Streams, CpuBackend):
 def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
-    """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
+    """Neither behind moved rows nor behind a late disk. Where all is there, the training thread waits for nothing."""
     passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
 
     def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
@@ -252,9 +252,9 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     def each_batch(pass_index: int, batch: int) -> None:
         backend.queue(pass_index, batch)
         if disk == "quick":
-            cache.drain()
+            cache._rows.drain(staged=True)
 
-    for module in (report, threads):
+    for module in (report, threads, switch):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: backend.now))
     if disk == "late":
         precede(monkeypatch, RowPrefetcher, "stage", late)
@@ -265,8 +265,10 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     assert all(r.waited + r.switched < STEPS for r in reports)
     assert backend.now >= STEPS * len(reports)
     if disk == "quick":
-        assert [r.switched for r in reports] == [1.0] * len(reports)
-        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last pass nothing is moved"
+        assert [r.switched for r in reports] == [0.0] * len(reports)
+        waits = [name for name in backend.log if name in {"dumped", "loaded", "trained"}]
+        assert waits == ["trained"] * 2, "the training thread waits for the first rows and the last dump alone"
+        assert all(r.load_seconds == 1.0 for r in reports)
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

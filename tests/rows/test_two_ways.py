@@ -43,10 +43,11 @@ def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None)
         assert_bits_of_memory(store, passes, model, case, device=in_memory)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, "late"])
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_path: Path, device: str) -> None:
-    """Where the next pass has more rows than the last, as many, and fewer."""
-    bits(CASE, tmp_path, DEVICES[device](), in_memory="cpu" if device == "cpu" else None)
+    """Where the next pass has more rows than the last, as many, and fewer; and where rows come as late as they may."""
+    there = shim(late_loads=True) if device == "late" else DEVICES[device]()
+    bits(CASE, tmp_path, there, in_memory="cpu" if device == "cpu" else None)
 
 
 @pytest.mark.parametrize(("owner", "wait"), [(Packer, "_await_dump"), (Event, "wait")])

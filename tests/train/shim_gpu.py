@@ -33,8 +33,10 @@ class ShimRuntime:
     name = "shim"
     device = torch.device("cpu")
 
-    def __init__(self, order: str = "forward", free_bytes: int = 1 << 30) -> None:
+    def __init__(self, order: str = "forward", free_bytes: int = 1 << 30, *, late_loads: bool = False) -> None:
+        """``late_loads``: rows are loaded when a kernel needs them; torch, which looks at some of them, does not."""
         self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
+        self._late_loads = late_loads
         self.kernels.upload = self._upload
         self.pinned_pages: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
@@ -171,6 +173,8 @@ class ShimRuntime:
 
     def loaded(self) -> Event:
         """Return the end of what was begun."""
+        if not self._late_loads:
+            self.kernels.finish()
         return Event(self.kernels, self.kernels.loads)
 
     @contextmanager

@@ -31,6 +31,8 @@ class LentMemory(GuardedMemory):
     def __init__(self, *, at_end: bool) -> None:
         super().__init__(at_end=at_end)
         self._lock = threading.RLock()  # batches are made on threads of their own
+        self._lost: list[tuple[int, int, int, int]] | None = None
+        """Blocks that came back during a check, which looks at all."""
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an array full of rubbish."""
@@ -43,9 +45,22 @@ class LentMemory(GuardedMemory):
 
     def _reclaim(self, block: tuple[int, int, int, int]) -> None:
         with self._lock:
-            if block in self._blocks:
+            if self._lost is not None:
+                self._lost.append(block)
+            elif block in self._blocks:
                 self._blocks.remove(block)
                 _LIBC.munmap(block[0], block[1])
+
+    def check(self) -> None:
+        """Look at all blocks while none is unmapped."""
+        with self._lock:
+            self._lost = lost = []
+            try:
+                super().check()
+            finally:
+                self._lost = None
+            for block in lost:
+                self._reclaim(block)
 
 
 class Late(NamedTuple):
@@ -138,7 +153,8 @@ class LateKernels(ShimDevice):
 
     def hold_training(self, *streams: LateStream) -> None:
         """Have the training's next work come behind what these were given."""
-        self._awaited += [(stream, stream.end) for stream in streams]
+        with self.lock:  # another thread may be running what a stream was given
+            self._awaited += [(stream, stream.end) for stream in streams]
 
     def do(self, work: Callable[[], object], host: Sequence[int] = ()) -> None:
         """Do something on the stream that is current; threads beside the training's wait for all."""
@@ -219,7 +235,8 @@ class Event:
     """The end of a stream as it was."""
 
     def __init__(self, kernels: LateKernels, stream: LateStream) -> None:
-        self._kernels, self.stream, self.end = kernels, stream, stream.end
+        with kernels.lock:
+            self._kernels, self.stream, self.end = kernels, stream, stream.end
 
     def wait(self) -> None:
         """Have it done so far."""

@@ -53,7 +53,9 @@ class PassReport:
     wait_seconds: dict[str, float] = field(default_factory=dict)
     """By cause: ``store`` (rows are not staged yet), ``durable`` (the last dump), ``room`` (memory of the next)."""
     work_seconds: dict[str, float] = field(default_factory=dict)
-    """By work: ``pack``, ``unpack``, ``commit`` (cloning the dense state)."""
+    """By work: ``pack``, ``unpack`` (on a GPU, launching it), ``commit`` (cloning the dense state)."""
+    load_seconds: float = 0.0
+    """From the last step of the pass before, or the beginning of the load, until all rows are on the device."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By activity (``train``, ``read``, ``write``): begin and end in seconds, on one clock."""
     losses: list[float] = field(default_factory=list)
@@ -130,7 +132,7 @@ class PassReport:
     def rate(self, activity: str) -> float:
         """Return the bytes per second of ``load``, ``read`` or ``write``; 0 if nothing moved."""
         if activity == "load":
-            seconds = self.work_seconds.get("unpack", 0.0)
+            seconds = self.load_seconds or self.work_seconds.get("unpack", 0.0)
             return self.bytes_loaded / seconds if seconds else 0.0
         begun, ended = self.spans.get(activity, (0.0, 0.0))
         num_bytes = self.bytes_read if activity == "read" else self.bytes_written

@@ -221,7 +221,7 @@ class Packer:
             self._backend.streams.wait_event(dumped[bisect_left(dumped, row, key=_LAST)].packed)
 
     def activate(self, staged: Staged, slots_G: list[Array]) -> None:
-        """Generate rows from their keys and show all rows; afterwards staged memory is free."""
+        """Generate rows from their keys and show all rows; staged memory is free once the loads are done."""
         backend = self._backend
         with backend.streams.loading():
             for new in staged.keys:
@@ -230,7 +230,6 @@ class Packer:
                 backend.generate(new.table, new.keys, arrays.fields[0], slots, arrays.keys)
             self._device.activate(staged.assignments)
             self._device.write_streams(staged.plan.sub_dataset, staged.assignments, self._keys_of)
-        backend.streams.loaded().wait()
 
     def _transfers(self, row_floats: int, runs: Sequence[_PageRun], *, relative: bool = False) -> list[Transfer]:
         """Divide runs, in moving order, into transfers; ``relative``: rows of each are counted from its first one."""

@@ -122,7 +122,7 @@ class PassSwitcher:
         self._writing: Future[None] | None = None
         self._buffers: Future[SwitchBuffers] | None = None
         self._freed: Future[None] | None = None
-        """Frees the host memory of rows that the last load took; the reader does it before it stages anything."""
+        """Frees the host memory of rows that were loaded; the reader does it before it stages anything."""
         self._cached_G: list[list[Transfer]] = []
         """Rows that the next load takes from host blocks."""
         self._dumped_G: list[list[DumpedRows]] = []
@@ -388,16 +388,22 @@ class PassSwitcher:
         )
         report.add_wait("store", waited)
         with report.timing("unpack"):
-            slots_G = self._packer.unpack(layout, self._cached_G, self._dumped_G)
+            self._packer.activate(staged, self._packer.unpack(layout, self._cached_G, self._dumped_G))
+        loaded = self._backend.streams.loaded()
+        self._prepared, self._staging, self._cached_G, self._dumped_G = None, None, [], []
+        self._freed = self._reader.submit(self._free_loaded, staged, report, trained, loaded)
+        self.plan, self.assignments = plan, staged.assignments
+
+    def _free_loaded(self, staged: Staged, report: PassReport, trained: Event, loaded: Event) -> None:
+        """Free the host memory of rows that the device has. Runs on the reader thread."""
         trained.wait()
-        with report.timing("unpack"):
-            self._packer.activate(staged, slots_G)
-            self._prepared, self._staging, self._cached_G, self._dumped_G = None, None, [], []
-            self._release(staged)
-        self._freed = self._reader.submit(self.host.keep, plan.retained, not_before=plan.pass_index - 1)
+        begun, plan = time.perf_counter(), staged.plan
+        loaded.wait()
+        report.load_seconds = report.work_seconds["unpack"] + time.perf_counter() - begun
+        self._release(staged)
         for assignment in staged.assignments:
             assignment.load_K = assignment.load_K[:0].copy()
-        self.plan, self.assignments = plan, staged.assignments
+        self.host.keep(plan.retained, not_before=plan.pass_index - 1)
 
     def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a page in host memory, None if it is not there."""

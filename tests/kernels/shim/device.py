@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,10 @@ HEADER = Path(__file__).with_name("shim.h")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
 CHECKED = ("-fsanitize=bounds,alignment", "-fsanitize-undefined-trap-on-error")
 COUNTED = ("-fsanitize=thread", "-include", str(HEADER.with_name("traffic.h")))
+
+
+_RUNNING = threading.Lock()
+"""Held while a kernel runs: the linker has one copy of the threads of a block for all sources."""
 
 
 class KernelError(Exception):
@@ -161,15 +166,16 @@ class ShimDevice:
         run.restype = ctypes.c_char_p
         run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(BLOCK_THREADS, 1, 1)
-        arrays = self.memory.ranges if self._counted else np.empty((0, 2), np.uint64)
-        if self._counted:
-            library.traffic_begin(ctypes.c_void_p(arrays.ctypes.data), ctypes.c_int64(len(arrays)))
-        trouble = run(words, grid, block, self._order, self._seed, self._flush)
-        if self._counted:
-            counts = np.empty((len(arrays), len(Traffic._fields)), np.uint64)
-            library.traffic_end(ctypes.c_void_p(counts.ctypes.data))
-            found = {int(first): Traffic(*map(int, row)) for (first, _), row in zip(arrays, counts, strict=True)}
-            self.traffic[kernel] = {address: one for address, one in found.items() if any(one)}
+        with _RUNNING:
+            arrays = self.memory.ranges if self._counted else np.empty((0, 2), np.uint64)
+            if self._counted:
+                library.traffic_begin(ctypes.c_void_p(arrays.ctypes.data), ctypes.c_int64(len(arrays)))
+            trouble = run(words, grid, block, self._order, self._seed, self._flush)
+            if self._counted:
+                counts = np.empty((len(arrays), len(Traffic._fields)), np.uint64)
+                library.traffic_end(ctypes.c_void_p(counts.ctypes.data))
+                found = {int(first): Traffic(*map(int, row)) for (first, _), row in zip(arrays, counts, strict=True)}
+                self.traffic[kernel] = {address: one for address, one in found.items() if any(one)}
         if trouble is not None:
             raise KernelError(f"{kernel}: {trouble.decode()}")
         self.memory.check()

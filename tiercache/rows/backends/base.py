@@ -328,7 +328,8 @@ class Backend(Protocol):
                  key_buffer: Array | None) -> None:  # fmt: skip
         """Write the initial vectors of keys (n,) to their slots (n,); None: to rows (n, words).
 
-        ``key_buffer``: device memory for the keys; None: outside of the budget.
+        ``key_buffer``: device memory for the keys, which must not change until an event after this call has passed;
+        None: memory outside of the budget.
         """
 
     def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,

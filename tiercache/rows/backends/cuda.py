@@ -375,8 +375,9 @@ class CudaBackend:
         return self._runtime.download(found)
 
     def _keys(self, keys: NDArray[np.int64], buffer: Array | None) -> Array:
-        """Copy keys to the first elements of ``buffer``; None: to memory outside of the budget."""
-        return self._copy(keys, self._runtime.tensor(keys.shape, torch.int64) if buffer is None else buffer)
+        """Copy keys to the first elements of ``buffer``, see `generate`; None: to memory outside of the budget."""
+        to = self._runtime.tensor(keys.shape, torch.int64) if buffer is None else buffer
+        return self._copy(keys, to, lasting=buffer is not None)
 
     def _copy(self, host: NDArray[Any], to: Array, *, lasting: bool = False) -> Array:
         """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
