@@ -65,7 +65,7 @@ class IdleGpu(CudaDevice):
         self.dumped = self.loaded = self.trained = self.uploaded = self.exchanged = self._event
 
     @contextmanager
-    def _context(self) -> Iterator[None]:
+    def _context(self, **_: Any) -> Iterator[None]:
         self.counts["context"] += 1
         yield
 

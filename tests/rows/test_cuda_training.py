@@ -28,12 +28,15 @@ from tests.train.shim_gpu import ShimRuntime
 from tiercache.data.pass_builder import RowBudget
 from tiercache.errors import BudgetError, CudaError
 from tiercache.planning.budgets import PAGE_BYTES, HostBudget, paged
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.backends.base import Backend, Layout
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
+from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.pinned import PinnedRegion, moves_pages
 from tiercache.store.layout import Range, SegmentLayout
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,9 +56,12 @@ def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
     case = Case(tables=(table("a", 7, dtype=dtype), table("b", 3)), specs=SPECS, num_keys=500)
     passes = case.cut(tmp_path / "passes")
     rows = {name: max(p.rows(name) for p in passes) for name in "ab"}
+    positions = RowOffsets.of(passes, group_tables(passes.tables))
+    need = DeviceMemoryPlan.of(positions, open_backend(DEVICES[device](), passes.tables)).num_bytes
     with open_store(tmp_path / "x", case, "memory") as store:
-        with tiered(store, passes, device=DEVICES[device]()) as cache:
-            need, arrays_G = cache.device_bytes, cache._rows.device.arrays_G
+        with tiered(store, passes, device=DEVICES[device](), device_budget=need) as cache:
+            assert cache.device_bytes == need
+            arrays_G = cache._rows.device.arrays_G
             by_name = {group.tables[0].name: arrays for group, arrays in zip(store.groups, arrays_G, strict=True)}
             for name, row_bytes, key_bytes in (("a", 4 * 4 + 4 * 7, 8), ("b", 4 * 3 + 4 * 3, 0)):
                 assert sum(field.nbytes for field in by_name[name].fields) == rows[name] * row_bytes

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.train.cases import Case, Spec, assert_bits_of_memory, open_store, table, tiered, train
+from tests.train.cases import (
+    Case,
+    Spec,
+    assert_bits_of_memory,
+    open_store,
+    registered,
+    run,
+    table,
+    tiered,
+    train,
+)
 from tests.train.devices import DEVICES, shim
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.shim_streams import Event
+from tiercache.planning.budgets import reserved_rows
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows import packing
 from tiercache.rows.backends.base import CompleteEvent, Streams
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
-from tiercache.rows.packing import Packer
+from tiercache.rows.backends.open_backend import open_backend
+from tiercache.rows.device import DeviceMemoryPlan
+from tiercache.rows.packing import Packer, PassLoad
 from tiercache.store import CorruptBlockError
+from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    from tiercache.reporting.report import PassReport
+
+
+def arrive(_pass_index: int, _batch: int) -> None:
+    """Give other threads the time of a batch on a GPU."""
+    time.sleep(0.02)
+
 
 CASE = Case(
     tables=(table("a", 16), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
@@ -34,20 +60,96 @@ def _many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_TRANSFER_BYTES", 1)
 
 
-def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None) -> None:
-    """Train over tiers and in memory, and compare; ``in_memory``: where, if not on the device of the tests."""
+def bits(
+    case: Case, folder: Path, device: Any, *, in_memory: str | None = None, device_budget: Any = "64MiB", **options: Any
+) -> list[PassReport]:
+    """Train over tiers and in memory, and compare; ``in_memory``: where, if not on the device of the tests.
+
+    device_budget: None for one that leaves no reserve. Returns the reports.
+    """
     passes = case.cut(folder / "passes")
+    if device_budget is None:
+        positions = RowOffsets.of(passes, group_tables(passes.tables))
+        device_budget = DeviceMemoryPlan.of(positions, open_backend(device, ())).num_bytes
     with open_store(folder / "x", case, "memory") as store:
-        with tiered(store, passes, device=device) as cache:
-            model = train(cache, case)
+        with tiered(store, passes, device=device, device_budget=device_budget) as cache:
+            model = train(cache, case, **options)
+            reports = cache.reports
         assert_bits_of_memory(store, passes, model, case, device=in_memory)
+    return reports
 
 
+@pytest.mark.parametrize("budget", ["64MiB", None])
 @pytest.mark.parametrize("device", [*DEVICES, "late"])
-def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_path: Path, device: str) -> None:
-    """Where the next pass has more rows than the last, as many, and fewer; and where rows come as late as they may."""
+def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
+    tmp_path: Path, device: str, budget: str | None
+) -> None:
+    """Where the next pass has more rows than the last, as many, and fewer; and where rows come as late as they may.
+
+    On a GPU with a reserve, rows come while the pass before trains: at once, or late.
+    """
     there = shim(late_loads=True) if device == "late" else DEVICES[device]()
-    bits(CASE, tmp_path, there, in_memory="cpu" if device == "cpu" else None)
+    reports = bits(
+        CASE, tmp_path, there, in_memory="cpu" if device == "cpu" else None, device_budget=budget, each_batch=arrive
+    )
+    ahead, loaded = (sum(count) for count in zip(*((r.rows_ahead, r.rows - r.rows_kept) for r in reports), strict=True))
+    assert loaded > ahead
+    assert (ahead > 0) == (device != "cpu") or budget is None
+    assert all(r.planned_equals_measured for r in reports)
+
+
+def test_a_row_that_is_loaded_into_a_slot_in_use_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of each group more than there are free slots: the rows of the pass that trains are not what they were."""
+    load_ahead = Packer.load_ahead
+
+    def load_more(packer: Packer, load: PassLoad) -> None:
+        for assignment in load.layout.staged.assignments:
+            assignment.free = min(assignment.free + 20, assignment.load_K.size)
+        load_ahead(packer, load)
+
+    monkeypatch.setattr(Packer, "load_ahead", load_more)
+    with pytest.raises((AssertionError, CorruptBlockError)):
+        bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None, each_batch=arrive)
+
+
+@pytest.mark.parametrize("late_loads", [True, False])
+def test_a_loop_that_is_left_while_rows_travel_ahead_goes_on_with_the_same_bits(
+    tmp_path: Path, late_loads: bool
+) -> None:
+    """In a pass that was committed there, and in one that was not; in another run of the cache, and another cache."""
+    passes = CASE.cut(tmp_path / "passes")
+    with open_store(tmp_path / "x", CASE, "memory") as store:
+        with tiered(store, passes, device=shim(late_loads=late_loads)) as cache:
+            model, optimizer = registered(cache, CASE)
+
+            def leave(pass_index: int, batch: int) -> None:
+                cache._rows.drain(staged=True)
+                if pass_index in {6, 8} and batch == 1:
+                    loading = cache._rows.transfer._loading
+                    assert loading is not None
+                    assert loading.rows_ahead
+                    if pass_index == 6:
+                        cache.commit()
+                    raise KeyboardInterrupt
+
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    run(cache, CASE, model, optimizer, each_batch=leave)
+                optimizer.zero_grad()
+        with tiered(store, passes, device=shim(late_loads=late_loads)) as cache:
+            model = train(cache, CASE, each_batch=arrive)
+        assert_bits_of_memory(store, passes, model, CASE, device="cpu")
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(4, 2000)), min_size=1, max_size=5), st.integers(0, 1 << 26))
+def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], num_bytes: int) -> None:
+    """And has no more slots than the largest pass, which hold all that can come."""
+    rows_G, row_bytes_G = zip(*groups, strict=True)
+    reserve_G = reserved_rows(rows_G, row_bytes_G, num_bytes)
+    assert all(0 <= more <= rows for more, rows in zip(reserve_G, rows_G, strict=True))
+    assert sum(more * size for more, size in zip(reserve_G, row_bytes_G, strict=True)) <= num_bytes
+    if num_bytes > 60_000_000:
+        assert list(reserve_G) == list(rows_G)
 
 
 @pytest.mark.parametrize(("owner", "wait"), [(Packer, "_await_dump"), (Event, "wait")])
@@ -60,7 +162,7 @@ def test_who_does_not_wait_for_what_was_begun_before_is_caught(
     """
     monkeypatch.setattr(owner, wait, lambda *_: None)
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, shim(), in_memory="cpu")
+        bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None)
 
 
 class Early(ShimRuntime):
@@ -75,7 +177,7 @@ class Early(ShimRuntime):
 def test_a_load_that_waits_for_one_part_too_few_is_caught(tmp_path: Path) -> None:
     """So what it waits for is no more than what it must wait for."""
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, CudaBackend(Early()))
+        bits(CASE, tmp_path, CudaBackend(Early()), device_budget=None)
 
 
 class Part(CompleteEvent):

@@ -158,8 +158,14 @@ class ShimRuntime:
         return Event(self.kernels, self.kernels.dumps)
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Do it late, and before dumps where it is not held behind them."""
+    def loading(self, *, ahead: bool = False) -> Iterator[None]:
+        """Do it late, and before dumps where it is not held behind them; what is ahead late, or at once."""
+        if ahead:
+            with self.kernels.on(self.kernels.loads, behind_training=False):
+                yield
+            if not self._late_loads:
+                self.loaded().wait()
+            return
         try:
             with self.kernels.on(self.kernels.loads, behind_training=True):
                 yield

@@ -13,7 +13,7 @@ from tiercache.store.key_map import BUILD_BYTES, MOST_ROWS
 from tiercache.store.layout import SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.store.layout import Range
@@ -237,6 +237,20 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
     mapped = int(np.minimum(rows_PG, MOST_ROWS).sum(axis=1).max())
     indexed = int(rows_PG.sum(axis=1).max())
     return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
+
+
+_ARRAY_BYTES = 4096
+"""The most padding of the arrays of a group on the device."""
+
+
+def reserved_rows(rows_G: Sequence[int], row_bytes_G: Sequence[int], num_bytes: int) -> tuple[int, ...]:
+    """Return the slots of each group that fit in ``num_bytes``: the same share of the rows of its largest pass.
+
+    As many as these rows are enough: the next pass has no more to load.
+    """
+    total = sum(rows * size for rows, size in zip(rows_G, row_bytes_G, strict=True))
+    share = min(max(0, num_bytes - _ARRAY_BYTES * len(rows_G)), total)
+    return tuple(rows * share // max(1, total) for rows in rows_G)
 
 
 def paged(num_bytes: int, grain: int = PAGE_BYTES) -> int:

@@ -50,6 +50,8 @@ class PassReport:
     """Bytes of rows written, as counted by the store; -1 until the pass is durable."""
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
+    rows_ahead: int = 0
+    """Rows that a GPU loaded while the pass before trained, into slots that were free."""
     wait_seconds: dict[str, float] = field(default_factory=dict)
     """By cause: ``store`` (rows are not staged yet), ``durable`` (the last dump), ``room`` (memory of the next)."""
     work_seconds: dict[str, float] = field(default_factory=dict)

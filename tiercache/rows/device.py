@@ -10,6 +10,7 @@ import numpy as np
 from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
+from tiercache.planning.budgets import reserved_rows
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.backends.optimizer_step import vectors_of
 from tiercache.sizes import distinct_sizes, format_bytes, option_bytes
@@ -52,20 +53,33 @@ class DeviceMemoryPlan:
     groups: tuple[Group, ...]
     rows_G: tuple[int, ...]
     """Rows of the largest pass, by group."""
+    reserve_G: tuple[int, ...]
+    """More slots, for rows of the next pass that arrive while another trains."""
     layouts: tuple[Layout, ...]
     """The arrays of each group."""
     num_bytes: int
 
     @classmethod
-    def of(cls, positions: RowOffsets, backend: Backend) -> DeviceMemoryPlan:
-        """Return the plan of these passes on the device of ``backend``."""
+    def of(
+        cls, positions: RowOffsets, backend: Backend, device_budget: int = 0, *, index_bytes: int = 0
+    ) -> DeviceMemoryPlan:
+        """Return the plan of these passes on the device of ``backend``.
+
+        On a GPU, at most a tenth of ``device_budget`` is a reserve, and only what rows and, if it fits, an index leave.
+        """
         groups = positions.groups
         rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
         layouts = tuple(
             Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
             for rows, group in zip(rows_G, groups, strict=True)
         )
-        return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=backend.bytes_of(layouts))
+        left = device_budget - backend.bytes_of(layouts)
+        left -= index_bytes if index_bytes <= left else 0
+        spare = min(device_budget // 10, left) if backend.queues and positions.num_passes > 1 else 0
+        reserve_G = reserved_rows(rows_G, [4 * sum(n.widths) + 8 * n.rounded for n in layouts], spare)
+        layouts = tuple(n._replace(rows=n.rows + more) for n, more in zip(layouts, reserve_G, strict=True))
+        num_bytes = backend.bytes_of(layouts)
+        return cls(groups=groups, rows_G=rows_G, reserve_G=reserve_G, layouts=layouts, num_bytes=num_bytes)
 
     def check(
         self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "", cut: str = ""
@@ -97,7 +111,7 @@ class DeviceMemoryPlan:
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
                 f"raise it{smaller}{advice}"
             )
-        for rows in self.rows_G:
+        for rows in (layout.rows for layout in self.layouts):
             if rows >= 2**31:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
 
@@ -142,15 +156,15 @@ class DeviceTier:
     ``place`` runs on the reader thread ahead of time, everything else on the training thread.
     """
 
-    def __init__(self, positions: RowOffsets, device_budget: int, backend: Backend) -> None:
-        """Allocate the arrays: each group's largest pass.
+    def __init__(self, positions: RowOffsets, device_budget: int, backend: Backend, *, index_bytes: int = 0) -> None:
+        """Allocate the arrays: each group's largest pass and the reserve.
 
         Raises BudgetError if they exceed ``device_budget`` or the memory of the device.
         """
         self._positions, self._backend = positions, backend
-        plan = DeviceMemoryPlan.of(positions, backend)
+        plan = DeviceMemoryPlan.of(positions, backend, device_budget, index_bytes=index_bytes)
         plan.check(device_budget)
-        self.capacity_G, self.num_bytes = plan.rows_G, plan.num_bytes
+        self.capacity_G, self.num_bytes = tuple(layout.rows for layout in plan.layouts), plan.num_bytes
         self.arrays_G = backend.reserve(plan.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []

@@ -58,6 +58,22 @@ class StagedLayout(NamedTuple):
     vectors_G: list[Pieces]
 
 
+class PassLoad:
+    """The load of one pass, of which a part may travel while the pass before trains."""
+
+    def __init__(self, layout: StagedLayout, cached_G: Sequence[list[Transfer]]) -> None:
+        self.layout = layout
+        self.slots_G: list[Array] = []
+        """The slots of loaded rows, by group, once they are on the device."""
+        self.transfers_G = [
+            sorted([*cached, *staged], key=_LAST, reverse=True)
+            for cached, staged in zip(cached_G, layout.rows_G, strict=True)
+        ]
+        """Those that were not begun, the first one last."""
+        self.rows_ahead = 0
+        """Rows that were loaded ahead."""
+
+
 class GroupDump(NamedTuple):
     """The dump of one group."""
 
@@ -87,6 +103,11 @@ class _PageRun(NamedTuple):
     high: int
     data: NDArray[np.uint8]
 
+    @property
+    def end(self) -> int:
+        """The place after that of their last row."""
+        return self.first + self.layout.row_of_page(self.high) - self.layout.row_of_page(self.low)
+
 
 class Packer:
     """Moves rows between the slots of the device and host memory, and finds the keys of dumped rows."""
@@ -100,7 +121,11 @@ class Packer:
     # -- dump ---------------------------------------------------------------------------------------------
 
     def allocate(
-        self, plan: PassPlan, assignments: Sequence[SlotAssignment], upcoming: PassPlan | None
+        self,
+        plan: PassPlan,
+        assignments: Sequence[SlotAssignment],
+        upcoming: PassPlan | None,
+        upcoming_assignments: Sequence[SlotAssignment] = (),
     ) -> SwitchBuffers:
         """Allocate the dump of ``plan``; of earlier dumps the host keeps what ``upcoming`` needs."""
         self._host.keep({} if upcoming is None else _needed(upcoming), not_before=plan.pass_index)
@@ -112,7 +137,7 @@ class Packer:
             dumps.append(
                 GroupDump(layout, order, regions, self.lay_out(layout, 0, [region.data for region in regions]))
             )
-        return SwitchBuffers(dumps, self.lay_out_cached(upcoming))
+        return SwitchBuffers(dumps, self.lay_out_cached(upcoming, upcoming_assignments))
 
     def lay_out(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Transfer]:
         """Lay out neighboring blocks, given by their bytes. Any thread."""
@@ -160,7 +185,7 @@ class Packer:
 
     # -- load ---------------------------------------------------------------------------------------------
 
-    def lay_out_cached(self, plan: PassPlan | None) -> list[list[Transfer]]:
+    def lay_out_cached(self, plan: PassPlan | None, assignments: Sequence[SlotAssignment] = ()) -> list[list[Transfer]]:
         """Lay out the rows that a pass loads from host blocks, by group. For a thread that may use the host tier."""
         runs_G: list[list[_PageRun]] = [[] for _ in self._positions.groups]
         if plan is not None:
@@ -172,7 +197,7 @@ class Packer:
                         runs_G[load.group].append(_PageRun(first, layout, low, high, data))
                         first += layout.row_of_page(high) - layout.row_of_page(low)
                 next_G[load.group] += load.rows
-        return self._load_transfers(runs_G)
+        return self._load_transfers(runs_G, assignments)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
         """Lay out staged rows. Any thread."""
@@ -184,35 +209,57 @@ class Packer:
         for new in staged.rows:
             one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
-        return StagedLayout(staged, self._load_transfers(runs_G), vectors_G)
+        return StagedLayout(staged, self._load_transfers(runs_G, staged.assignments), vectors_G)
 
-    def _load_transfers(self, runs_G: list[list[_PageRun]]) -> list[list[Transfer]]:
-        groups = self._positions.groups
-        return [self._transfers(group.row_bytes // 4, runs) for group, runs in zip(groups, runs_G, strict=True)]
+    def _load_transfers(
+        self, runs_G: list[list[_PageRun]], assignments: Sequence[SlotAssignment]
+    ) -> list[list[Transfer]]:
+        free_G = [assignment.free for assignment in assignments] or [0] * len(runs_G)
+        return [
+            self._transfers(group.row_bytes // 4, runs, cut=free)
+            for group, runs, free in zip(self._positions.groups, runs_G, free_G, strict=True)
+        ]
 
-    def unpack(
-        self, layout: StagedLayout, cached_G: list[list[Transfer]], dumped_G: Sequence[Sequence[DumpedRows]]
-    ) -> list[Array]:
-        """Load the rows of a pass from host memory; return the slots of all, by group. Waits for no step.
+    def load_ahead(self, load: PassLoad) -> None:
+        """Load the next rows of each group whose slots were free before: one transfer, while another pass trains."""
+        ahead_G = [
+            bool(transfers) and transfers[-1].last <= assignment.free
+            for transfers, assignment in zip(load.transfers_G, load.layout.staged.assignments, strict=True)
+        ]
+        if any(ahead_G):
+            with self._backend.streams.loading(ahead=True):
+                self._place(load)
+                for g in np.flatnonzero(ahead_G).tolist():
+                    pieces = load.transfers_G[g].pop().pieces
+                    self._backend.unpack(self._device.arrays_G[g].fields, load.slots_G[g], pieces)
+                    load.rows_ahead += pieces.num_rows
+
+    def _place(self, load: PassLoad) -> None:
+        """Copy the slots of loaded rows to the device, once."""
+        load.slots_G = load.slots_G or [
+            self._backend.place(assignment.load_K, arrays.load_slots)
+            for assignment, arrays in zip(load.layout.staged.assignments, self._device.arrays_G, strict=True)
+        ]
+
+    def unpack(self, load: PassLoad, dumped_G: Sequence[Sequence[DumpedRows]]) -> None:
+        """Load the other rows of a pass from host memory. Waits for no step.
 
         dumped_G: the dump of the previous pass. Slots are filled as soon as its rows have left them.
         """
-        staged, backend, slots_G = layout.staged, self._backend, []
+        staged, backend = load.layout.staged, self._backend
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
         with backend.streams.loading():
+            self._place(load)
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
-                assignment, dumped = staged.assignments[g], dumped_G[g]
-                slots = backend.place(assignment.load_K, arrays.load_slots)
-                for transfer in sorted([*cached_G[g], *layout.rows_G[g]], key=_LAST):
+                assignment, dumped, slots = staged.assignments[g], dumped_G[g], load.slots_G[g]
+                for transfer in reversed(load.transfers_G[g]):
                     self._await_dump(assignment, dumped, transfer.last)
                     backend.unpack(arrays.fields, slots, transfer.pieces)
                 self._await_dump(assignment, dumped, assignment.load_K.size)
-                backend.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
+                backend.unpack(arrays.fields[:1], slots, load.layout.vectors_G[g])
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     backend.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
-                slots_G.append(slots)
-        return slots_G
 
     def _await_dump(self, assignment: SlotAssignment, dumped: Sequence[DumpedRows], last: int) -> None:
         """Have later loads wait for the dump of rows in whose slots rows before ``last`` are loaded."""
@@ -220,26 +267,31 @@ class Packer:
             row = dumped[-1].last - assignment.departing + last - assignment.free
             self._backend.streams.wait_event(dumped[bisect_left(dumped, row, key=_LAST)].packed)
 
-    def activate(self, staged: Staged, slots_G: list[Array]) -> None:
+    def activate(self, load: PassLoad) -> None:
         """Generate rows from their keys and show all rows; staged memory is free once the loads are done."""
-        backend = self._backend
+        backend, staged = self._backend, load.layout.staged
         with backend.streams.loading():
             for new in staged.keys:
-                arrays, slots = self._device.arrays_G[new.group], slots_G[new.group]
+                arrays, slots = self._device.arrays_G[new.group], load.slots_G[new.group]
                 slots = slots[new.first_row : new.first_row + new.keys.size]
                 backend.generate(new.table, new.keys, arrays.fields[0], slots, arrays.keys)
             self._device.activate(staged.assignments)
             self._device.write_streams(staged.plan.sub_dataset, staged.assignments, self._keys_of)
 
-    def _transfers(self, row_floats: int, runs: Sequence[_PageRun], *, relative: bool = False) -> list[Transfer]:
-        """Divide runs, in moving order, into transfers; ``relative``: rows of each are counted from its first one."""
+    def _transfers(
+        self, row_floats: int, runs: Sequence[_PageRun], *, relative: bool = False, cut: int = 0
+    ) -> list[Transfer]:
+        """Divide runs, in moving order, into transfers, of which only one has rows on both sides of ``cut``.
+
+        ``relative``: rows of each are counted from its first one.
+        """
         transfers, batch, num_bytes = list[Transfer](), list[_PageRun](), 0
         for run in [*(run for run in runs if run.low < run.high), None]:
-            if batch and (run is None or num_bytes + run.data.nbytes > _TRANSFER_BYTES):
-                first, end, pieces = batch[0].first, batch[-1], self._backend.pieces(row_floats)
+            is_full = run is None or num_bytes + run.data.nbytes > _TRANSFER_BYTES
+            if batch and (is_full or (run is not None and batch[-1].end <= cut < run.end)):
+                first, pieces = batch[0].first, self._backend.pieces(row_floats)
                 _add_runs(pieces, batch, first if relative else 0)
-                last = end.first + end.layout.row_of_page(end.high) - end.layout.row_of_page(end.low)
-                transfers.append(Transfer(first, last, pieces))
+                transfers.append(Transfer(first, batch[-1].end, pieces))
                 batch, num_bytes = [], 0
             if run is not None:
                 batch.append(run)

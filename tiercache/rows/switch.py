@@ -16,7 +16,7 @@ from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport
 from tiercache.rows.host import HostTier
-from tiercache.rows.packing import Packer, SwitchBuffers
+from tiercache.rows.packing import Packer, PassLoad, SwitchBuffers
 from tiercache.rows.prefetch import RowPrefetcher, Staged
 from tiercache.rows.store_kernels import COMPUTE
 from tiercache.rows.threads import nicer_thread, seconds_of_waiting, wait_for
@@ -121,6 +121,8 @@ class PassSwitcher:
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
         self._buffers: Future[SwitchBuffers] | None = None
+        self._loading: PassLoad | None = None
+        """The load of the pass that is staged, once some of it may travel ahead."""
         self._freed: Future[None] | None = None
         """Frees the host memory of rows that were loaded; the reader does it before it stages anything."""
         self._cached_G: list[list[Transfer]] = []
@@ -201,7 +203,7 @@ class PassSwitcher:
         self._backend.streams.synchronize()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
-        self._next = self._prepared = self._staging = self._writing = self._freed = self._buffers = None
+        self._next = self._prepared = self._staging = self._writing = self._freed = self._buffers = self._loading = None
         self._cached_G, self._dumped_G, self._pass_planner, self._failure = [], [], None, None
         self.plan, self.report, self.assignments = None, None, []
         self.host.clear()
@@ -286,8 +288,8 @@ class PassSwitcher:
             freed.result()
             if written is not None and written.exception() is not None:
                 return SwitchBuffers([], [])  # nothing is dumped or loaded any more
-            upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
-            return self._packer.allocate(plan, assignments, upcoming)
+            upcoming = () if prepared is None or prepared.exception() is not None else prepared.result()
+            return self._packer.allocate(plan, assignments, *(upcoming or (None,)))
 
         self._buffers = self._writer.submit(allocate)
 
@@ -388,9 +390,12 @@ class PassSwitcher:
         )
         report.add_wait("store", waited)
         with report.timing("unpack"):
-            self._packer.activate(staged, self._packer.unpack(layout, self._cached_G, self._dumped_G))
-        loaded = self._backend.streams.loaded()
-        self._prepared, self._staging, self._cached_G, self._dumped_G = None, None, [], []
+            load = self._loading or PassLoad(layout, self._cached_G)
+            self._packer.unpack(load, self._dumped_G)
+            self._packer.activate(load)
+        report.rows_ahead, loaded = load.rows_ahead, self._backend.streams.loaded()
+        self._prepared = self._staging = self._loading = None
+        self._cached_G, self._dumped_G = [], []
         self._freed = self._reader.submit(self._free_loaded, staged, report, trained, loaded)
         self.plan, self.assignments = plan, staged.assignments
 
@@ -404,6 +409,18 @@ class PassSwitcher:
         for assignment in staged.assignments:
             assignment.load_K = assignment.load_K[:0].copy()
         self.host.keep(plan.retained, not_before=plan.pass_index - 1)
+
+    def load_ahead(self) -> None:
+        """Have the next rows of the coming pass travel to slots that no row uses, if they are in host memory.
+
+        A GPU does it while it trains. The last rows in these slots are durable: the next dump has memory only then.
+        """
+        staging, buffers = self._staging, self._buffers
+        if self._backend.queues and staging and buffers and staging.done() and buffers.done():
+            if self._loading is None:
+                self.check()
+                self._loading = PassLoad(staging.result(), buffers.result().cached_G)
+            self._packer.load_ahead(self._loading)
 
     def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
         """Return the bytes of a page in host memory, None if it is not there."""

@@ -179,7 +179,8 @@ class CacheParts:
             drop_weights(objects)
             self._clone_ranks()
             with ranks.raise_on_all("planning the budgets"):
-                rows = RankRows(self.store, source, self.backend, budgets, order=order)
+                index = IndexPlan.of(self.dataset, self.backend).num_bytes
+                rows = RankRows(self.store, source, self.backend, budgets, order=order, index_bytes=index)
         except BudgetError:
             self.training_store.discard_new()
             raise

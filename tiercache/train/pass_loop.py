@@ -451,8 +451,9 @@ class PassLoop:
         return True
 
     def _before_batch(self, current: Pass) -> None:
-        """Raise errors of threads, and show progress."""
+        """Raise errors of threads, move rows of the next pass, and show progress."""
         self._rows.check()
+        self._rows.load_ahead()
         self._finite.raise_found()
         if current is self.current:
             self._progress.batch(current.index, current.samples_done)

@@ -51,9 +51,10 @@ class RankRows:
     """The error message for calls after ``close``."""
 
     def __init__(
-        self, store: Store, source: DatasetView, backend: Backend, budgets: Budgets, *, order: OrderRule
-    ) -> None:
-        """Plan, and allocate the memory.
+        self, store: Store, source: DatasetView, backend: Backend, budgets: Budgets, *, order: OrderRule,
+        index_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Plan, and allocate the memory. ``index_bytes``: of the device budget, if they fit, for an index of keys.
 
         Raises BudgetError if the plan exceeds a budget or the device, DatasetError if passes and store do not match,
         StateError if the store is being trained.
@@ -65,7 +66,7 @@ class RankRows:
         self.schedule, self.budget = self.plans.schedule, self.plans.host
         self.positions = positions = self.plans.positions
         check_schedule(store, source, self.schedule)
-        self.device = DeviceTier(positions, budgets.device_budget, backend)
+        self.device = DeviceTier(positions, budgets.device_budget, backend, index_bytes=index_bytes)
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
         self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, grain=self.budget.grain)
@@ -173,6 +174,10 @@ class RankRows:
     def check(self) -> None:
         """Raise what went wrong on a thread."""
         self.transfer.check()
+
+    def load_ahead(self) -> None:
+        """Have rows of the next pass travel to the device."""
+        self.transfer.load_ahead()
 
     def check_process(self) -> None:
         """Raise StateError in a fork of the process that has the threads."""

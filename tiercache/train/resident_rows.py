@@ -118,7 +118,9 @@ class ResidentRows:
     def check(self, *_: object, **__: object) -> None:
         """Do nothing, because nothing is committed and no thread moves rows."""
 
-    check_parameters = check_process = check_restored = begin = capture = commit_within = drain = stop = check
+    check_parameters = check_process = check_restored = load_ahead = begin = capture = commit_within = drain = stop = (
+        check
+    )
 
     def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
         """Return the first pass that was not trained to its end, and its first sample."""

@@ -86,10 +86,10 @@ class Streams:
         """Return the present end of the dumps."""
         return CompleteEvent()
 
-    def loading(self) -> AbstractContextManager[None]:
+    def loading(self, *, ahead: bool = False) -> AbstractContextManager[None]:
         """Run writes of rows to slots: after all steps so far, concurrent with the dumps.
 
-        Work after the ``with`` waits for it and for the dumps.
+        Work after the ``with`` waits for it and for the dumps. ``ahead``: concurrent with the steps, which do not wait.
         """
         return nullcontext()
 
@@ -150,6 +150,8 @@ class BatchUpload(Protocol):
 
 class Pieces(Protocol):
     """Pieces of host memory; one launch moves the rows of all of them."""
+
+    num_rows: int
 
     def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
         """Add pieces in ``data``, as `kernels.pieces.Pieces` does."""

@@ -104,8 +104,15 @@ class CudaRuntime(Streams):
         return _CudaEvent(self._dumps)
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Run work on the stream of loads, after the current stream, which then waits for loads and dumps."""
+    def loading(self, *, ahead: bool = False) -> Iterator[None]:
+        """Run work on the stream of loads, after the current stream, which then waits for loads and dumps.
+
+        ``ahead``: neither waits for the other.
+        """
+        if ahead:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._loads):
+                yield
+            return
         current = torch.cuda.current_stream(self.device)
         self._loads.wait_stream(current)
         try:
