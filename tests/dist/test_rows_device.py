@@ -48,9 +48,9 @@ def gpu_1(monkeypatch: pytest.MonkeyPatch) -> None:
         log.append(device)
         return CpuBackend()
 
-    def rows(*arguments: Any) -> DeviceTier:
+    def rows(*arguments: Any, **options: Any) -> DeviceTier:
         log.append("rows")
-        return DeviceTier(*arguments)
+        return DeviceTier(*arguments, **options)
 
     monkeypatch.setattr(cache_parts, "communicator_of", lambda _, device: Noting(device))
     monkeypatch.setattr(cache_parts, "open_backend", open_backend)

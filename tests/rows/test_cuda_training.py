@@ -23,18 +23,16 @@ from tests.train.cases import (  # fmt: skip
     tiered,
     train,
 )
-from tests.train.devices import DEVICES, cuda_device
+from tests.train.devices import DEVICES
 from tests.train.shim_gpu import ShimRuntime
 from tiercache.data.pass_builder import RowBudget
 from tiercache.errors import BudgetError, CudaError
 from tiercache.planning.budgets import PAGE_BYTES, HostBudget, paged
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.rows.backends.base import Backend, Layout
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceMemoryPlan
-from tiercache.rows.pinned import PinnedRegion, moves_pages
 from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.table import group_tables
 
@@ -238,41 +236,3 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
     assert paged(layout.bytes_of_block(0)) == budget.region == paged(budget.block)
     unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
     assert budget.region == paged(unrounded)
-
-
-LOCKED = 64
-"""Pages."""
-LOCKED_ROWS = LOCKED * PAGE_BYTES // (4 * 16)
-
-
-def on_the_device(backend: Backend, region: PinnedRegion) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Have the device read the first pages of a region as rows, and return what it read."""
-    (there,) = backend.reserve([Layout(LOCKED_ROWS, (16,), LOCKED_ROWS, rounded=False)], "rows of a test")
-    slots, pieces = backend.indices(LOCKED_ROWS), backend.pieces(16)
-    slots[:] = np.arange(LOCKED_ROWS)
-    pieces.add(0, np.array([LOCKED_ROWS]), np.array([0]), region.data.view(np.float32))
-    with backend.streams.loading():
-        backend.unpack(there.fields, backend.place(slots, there.slots), pieces)
-        backend.streams.loaded().wait()
-        return backend.read(there.fields[0], slice(None)).copy()
-
-
-def test_pages_that_were_locked_move_with_what_they_have() -> None:
-    """Locked, read, unlocked and moved, there and back: no byte is another."""
-    if not moves_pages():
-        pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
-    backend = open_backend(cuda_device(), ())
-    source, target = (PinnedRegion(2 * LOCKED * PAGE_BYTES, backend) for _ in range(2))
-    source.hold(0, LOCKED)
-    source.hand_out(LOCKED * PAGE_BYTES)
-    rows = np.random.default_rng(0).standard_normal((LOCKED_ROWS, 16)).astype(np.float32)
-    source.data.view(np.float32)[:] = rows.reshape(-1)
-    for _ in range(4):
-        assert np.array_equal(on_the_device(backend, source), rows)
-        source.hold(0, 0)
-        assert target.move_in(0, LOCKED, source, 0)
-        target.hold(0, LOCKED)
-        target.hand_out(LOCKED * PAGE_BYTES)
-        assert np.array_equal(target.data.view(np.float32), rows.reshape(-1))
-        source, target = target, source
-    source.unpin()

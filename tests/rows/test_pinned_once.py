@@ -109,7 +109,7 @@ def test_memory_that_cannot_be_pinned_is_told_by_who_needs_it(tmp_path: Path) ->
 def test_a_region_has_all_of_its_pages_until_the_end(operations: list[tuple[str, int, int]], wanted: int) -> None:
     """Whatever is taken, shrunk and given back: shrinking frees nothing, and nothing is pinned twice."""
     backend, held = Pins(), list[PinnedRegion]()
-    memory = PinnedArena(6 * REGION + 5, REGION, backend, grain=REGION)
+    memory = PinnedArena(6 * REGION + 5, REGION, backend, pinned=True)
     memory.wanted_bytes = wanted * REGION
     memory.pin_ahead()
     ahead = len(backend.locks)
@@ -143,7 +143,7 @@ def test_a_region_that_is_being_pinned_is_waited_for_if_no_other_fits() -> None:
             assert go_on.wait(timeout=60)
             super().pin(address, num_bytes)
 
-    memory = PinnedArena(REGION, REGION, Slow(), grain=REGION)
+    memory = PinnedArena(REGION, REGION, Slow(), pinned=True)
     memory.wanted_bytes = 5 * REGION
     ahead = threading.Thread(target=memory.pin_ahead)
     ahead.start()

@@ -54,15 +54,13 @@ def moves_pages() -> bool:
 class PinnedRegion:
     """Anonymous memory of whole pages, of which one range is in use.
 
-    ``data`` is the uint8 array for users: the first bytes of the map. Bytes outside of the range are undefined. Exactly
-    the pages of the range are pinned for the device, and none while the range changes. Unpinning waits until the
-    device is idle.
+    ``data`` is the uint8 array for users: the first bytes of the map. Bytes outside of the range are undefined.
     """
 
-    __slots__ = ("_address", "_backend", "_bytes", "_cuts", "_pid", "_pinned", "data", "first_page", "last_page")
+    __slots__ = ("_address", "_backend", "_bytes", "_cuts", "_is_pinned", "_pid", "data", "first_page", "last_page")
 
     def __init__(self, capacity: int, backend: Backend) -> None:
-        self._backend, self._pinned, self._pid = backend, -1, os.getpid()
+        self._backend, self._is_pinned, self._pid = backend, False, os.getpid()
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
@@ -85,8 +83,8 @@ class PinnedRegion:
         return (self.last_page - self.first_page) * PAGE_BYTES
 
     def is_open_to(self, pages: int) -> bool:
-        """Return True if exactly the first ``pages`` pages are in use, and pinned."""
-        return self.is_pinned and (self.first_page, self.last_page) == (0, pages)
+        """Return True if exactly the first ``pages`` pages are in use."""
+        return (self.first_page, self.last_page) == (0, pages)
 
     def holds(self, low: int, high: int) -> bool:
         """Return True if all of bytes [low, high) are in use."""
@@ -94,30 +92,26 @@ class PinnedRegion:
 
     def hold(self, first: int, last: int) -> None:
         """Use pages [first, last), which are present, and no others, which the caller takes care of."""
-        if (self.first_page, self.last_page) != (first, last):
-            self.unpin()
-            self.first_page, self.last_page = first, last
-        if self._pinned < 0 and first < last:
-            address = self._address + first * PAGE_BYTES
-            self._backend.pin(address, self.resident_bytes)
-            self._pinned = address
+        self.first_page, self.last_page = first, last
 
     def hand_out(self, num_bytes: int) -> None:
         """Make the first bytes ``data``."""
         self.data = self._bytes[:num_bytes]
 
-    @property
-    def is_pinned(self) -> bool:
-        """True if the pages in use are pinned."""
-        return self._pinned >= 0
+    def pin(self) -> None:
+        """Use all pages, and pin them for the device."""
+        self.hold(0, self._bytes.size // PAGE_BYTES)
+        self.populate(self.first_page, self.last_page)
+        self._backend.pin(self._address, self._bytes.size)
+        self._is_pinned = True
 
     def unpin(self) -> None:
-        """Unpin the pages in use."""
-        if self._pinned >= 0:
-            self._backend.unpin(self._pinned)
-            self._pinned = -1
+        """Unpin all pages, if they are pinned. Waits until the device is idle."""
+        if self._is_pinned:
+            self._backend.unpin(self._address)
+            self._is_pinned = False
 
-    # -- pages out of use, none of them pinned -----------------------------------------------------------------
+    # -- pages out of use, of regions that are not pinned ------------------------------------------------------
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield [first, last) in parts that the system can move."""
@@ -186,13 +180,13 @@ class PinnedArena:
     Freed regions are kept with their pages and reused. Long runs of freed pages are moved to regions that need pages,
     as fresh ones cost as much as filling them. If the budget is short, pages of kept regions are released first.
 
-    Pages are allocated and freed in multiples of ``grain`` bytes. If that is a whole region, each is pinned once, until
-    ``close``: none has pages for others, and none is returned to the system.
+    If ``pinned``, each region is pinned once, as a whole, until ``close``: none has pages for others, and none is
+    returned to the system.
     """
 
-    def __init__(self, budget: int, region_bytes: int, backend: Backend, *, grain: int = PAGE_BYTES) -> None:
+    def __init__(self, budget: int, region_bytes: int, backend: Backend, *, pinned: bool = False) -> None:
         self.budget, self.region_bytes, self._backend = budget, paged(region_bytes), backend
-        self._grain_pages = grain // PAGE_BYTES
+        self._is_pinned = pinned
         self.resident_bytes = 0
         self.peak_bytes = 0
         self.wanted_bytes = 0
@@ -208,18 +202,35 @@ class PinnedArena:
     def take(self, num_bytes: int) -> PinnedRegion:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
-        pages = paged(num_bytes, self._grain_pages * PAGE_BYTES) // PAGE_BYTES
         with self._lock:
-            while self._is_pinning_ahead and not self._free and not self._has_room():
-                self._lock.wait()
-            region = self._pop(pages)
-            if not region.is_open_to(pages):
-                try:
-                    self._open(region, pages)
-                except BaseException:
-                    self._free.append(region)
-                    raise
+            region = self._take_pinned() if self._is_pinned else self._take_pages(paged(num_bytes) // PAGE_BYTES)
             region.hand_out(num_bytes)
+        return region
+
+    def _take_pinned(self) -> PinnedRegion:
+        while self._is_pinning_ahead and not self._free and not self._has_room():
+            self._lock.wait()
+        if not self._free:
+            self._add_resident(self.region_bytes)
+            self._pin_region()
+        return self._free.pop()
+
+    def _pin_region(self) -> None:
+        """Add a region to the free ones, whose bytes are counted already."""
+        region = PinnedRegion(self.region_bytes, self._backend)
+        try:
+            region.pin()
+        except BaseException:
+            with self._lock:
+                self.resident_bytes -= self.region_bytes
+            raise
+        with self._lock:
+            self._free.append(region)
+
+    def _take_pages(self, pages: int) -> PinnedRegion:
+        region = self._pop(pages)
+        if not region.is_open_to(pages):
+            self._open(region, pages)
         return region
 
     def _has_room(self) -> bool:
@@ -237,21 +248,15 @@ class PinnedArena:
                     return
                 self._is_pinning_ahead = True
                 self._add_resident(self.region_bytes)
-            region = PinnedRegion(self.region_bytes, self._backend)
             try:
-                region.populate(0, self._grain_pages)
-                region.hold(0, self._grain_pages)
+                self._pin_region()
             finally:
                 with self._lock:
                     self._is_pinning_ahead = False
-                    if region.is_pinned:
-                        self._free.insert(0, region)
-                    else:
-                        self.resident_bytes -= self.region_bytes
                     self._lock.notify_all()
 
     def _pop(self, pages: int) -> PinnedRegion:
-        """Return a free region, if possible one with exactly the pages needed: others are pinned again."""
+        """Return a free region, if possible one with exactly the pages needed."""
         for i in range(len(self._free) - 1, -1, -1):
             if self._free[i].is_open_to(pages):
                 return self._free.pop(i)
@@ -311,14 +316,12 @@ class PinnedArena:
     def _release_others(self, region: PinnedRegion, first: int, last: int) -> None:
         """Have a region use only pages [first, last) of those in use."""
         low, high = region.first_page, region.last_page
-        try:
-            region.hold(first, last)
-        finally:
-            if first == last:
-                self._add_free(region, low, high)
-            else:
-                self._add_free(region, low, first)
-                self._add_free(region, last, high)
+        region.hold(first, last)
+        if first == last:
+            self._add_free(region, low, high)
+        else:
+            self._add_free(region, low, first)
+            self._add_free(region, last, high)
 
     def _add_free(self, region: PinnedRegion, first: int, last: int) -> None:
         """Keep pages for other regions; short runs are returned to the system."""
@@ -339,13 +342,11 @@ class PinnedArena:
             self._free.append(region)
 
     def shrink(self, region: PinnedRegion, low: int, high: int) -> None:
-        """Free the pages of a region outside bytes [low, high)."""
-        grain = self._grain_pages * PAGE_BYTES
+        """Free the pages of a region outside bytes [low, high), unless it is pinned."""
         with self._lock:
-            first = min(max(region.first_page, low // grain * self._grain_pages), region.last_page)
-            self._release_others(
-                region, first, max(first, min(region.last_page, -(-high // grain) * self._grain_pages))
-            )
+            if not self._is_pinned:
+                first = min(max(region.first_page, low // PAGE_BYTES), region.last_page)
+                self._release_others(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
 
     def close(self) -> None:
         """Release all freed regions; no region may be taken any more."""

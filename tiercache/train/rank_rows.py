@@ -69,7 +69,7 @@ class RankRows:
         self.device = DeviceTier(positions, budgets.device_budget, backend, index_bytes=index_bytes)
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
         self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
-        self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, grain=self.budget.grain)
+        self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
         self.state = CommitState(store.groups, backend)
         self.transfer = PassSwitcher(
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
