@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,31 +130,6 @@ def test_a_region_has_all_of_its_pages_until_the_end(operations: list[tuple[str,
         memory.give_back(region)
     memory.close()
     assert (memory.resident_bytes, backend.pinned) == (0, {})
-
-
-def test_a_region_that_is_being_pinned_is_waited_for_if_no_other_fits() -> None:
-    """Its bytes are counted before it is there: who took it for missing would exceed the budget."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow(Pins):
-        def pin(self, address: int, num_bytes: int) -> None:
-            begun.set()
-            assert go_on.wait(timeout=60)
-            super().pin(address, num_bytes)
-
-    memory = PinnedArena(REGION, REGION, Slow(), pinned=True)
-    memory.wanted_bytes = 5 * REGION
-    ahead = threading.Thread(target=memory.pin_ahead)
-    ahead.start()
-    assert begun.wait(timeout=60)
-    found = list[PinnedRegion]()
-    taking = threading.Thread(target=lambda: found.append(memory.take(7)))
-    taking.start()
-    go_on.set()
-    for thread in (taking, ahead):
-        thread.join(timeout=60)
-    memory.give_back(found[0])
-    memory.close()
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.data())

@@ -24,7 +24,7 @@ from tests.train.cases import (
 from tests.train.devices import DEVICES, shim
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.shim_streams import Event
-from tiercache.planning.budgets import reserved_rows
+from tiercache.planning.budgets import MOST_SLOTS, reserved_rows
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows import packing
 from tiercache.rows.backends.base import CompleteEvent, Streams
@@ -148,6 +148,7 @@ def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], nu
     reserve_G = reserved_rows(rows_G, row_bytes_G, num_bytes)
     assert all(0 <= more <= rows for more, rows in zip(reserve_G, rows_G, strict=True))
     assert sum(more * size for more, size in zip(reserve_G, row_bytes_G, strict=True)) <= num_bytes
+    assert reserved_rows([MOST_SLOTS - 9], [4], 1 << 60) == (9,)
     if num_bytes > 60_000_000:
         assert list(reserve_G) == list(rows_G)
 

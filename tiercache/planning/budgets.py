@@ -239,6 +239,8 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
     return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
 
 
+MOST_SLOTS = (1 << 31) - 1
+"""The most slots of a group: a slot is an int32."""
 _ARRAY_BYTES = 4096
 """The most padding of the arrays of a group on the device."""
 
@@ -250,7 +252,7 @@ def reserved_rows(rows_G: Sequence[int], row_bytes_G: Sequence[int], num_bytes: 
     """
     total = sum(rows * size for rows, size in zip(rows_G, row_bytes_G, strict=True))
     share = min(max(0, num_bytes - _ARRAY_BYTES * len(rows_G)), total)
-    return tuple(rows * share // max(1, total) for rows in rows_G)
+    return tuple(max(0, min(rows * share // max(1, total), MOST_SLOTS - rows)) for rows in rows_G)
 
 
 def paged(num_bytes: int, grain: int = PAGE_BYTES) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
-from tiercache.planning.budgets import reserved_rows
+from tiercache.planning.budgets import MOST_SLOTS, reserved_rows
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.backends.optimizer_step import vectors_of
 from tiercache.sizes import distinct_sizes, format_bytes, option_bytes
@@ -111,8 +111,8 @@ class DeviceMemoryPlan:
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
                 f"raise it{smaller}{advice}"
             )
-        for rows in (layout.rows for layout in self.layouts):
-            if rows >= 2**31:
+        for rows in self.rows_G:
+            if rows > MOST_SLOTS:
                 raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
 
 

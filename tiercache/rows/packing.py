@@ -121,12 +121,9 @@ class Packer:
     # -- dump ---------------------------------------------------------------------------------------------
 
     def allocate(
-        self,
-        plan: PassPlan,
-        assignments: Sequence[SlotAssignment],
-        upcoming: PassPlan | None,
+        self, plan: PassPlan, assignments: Sequence[SlotAssignment], upcoming: PassPlan | None,
         upcoming_assignments: Sequence[SlotAssignment] = (),
-    ) -> SwitchBuffers:
+    ) -> SwitchBuffers:  # fmt: skip
         """Allocate the dump of ``plan``; of earlier dumps the host keeps what ``upcoming`` needs."""
         self._host.keep({} if upcoming is None else _needed(upcoming), not_before=plan.pass_index)
         dumps = []

@@ -191,69 +191,41 @@ class PinnedArena:
         self.peak_bytes = 0
         self.wanted_bytes = 0
         """Resident bytes that `pin_ahead` allocates up to."""
-        self._is_pinning_ahead = False
         self._free: list[PinnedRegion] = []
         self._empty: list[PinnedRegion] = []
         self._free_runs: list[_FreeRun] = []
         """Sorted by length: the shortest that is long enough is used, so that few are cut."""
         self._least_pages = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> PinnedRegion:
         """Return a region of ``num_bytes`` with undefined content."""
         assert num_bytes <= self.region_bytes, f"a region of {num_bytes} bytes is above {self.region_bytes}"
+        pages = paged(num_bytes) // PAGE_BYTES
         with self._lock:
-            region = self._take_pinned() if self._is_pinned else self._take_pages(paged(num_bytes) // PAGE_BYTES)
+            if self._is_pinned:
+                region = self._free.pop() if self._free else self._pinned_region()
+            elif not (region := self._pop(pages)).is_open_to(pages):
+                self._open(region, pages)
             region.hand_out(num_bytes)
         return region
 
-    def _take_pinned(self) -> PinnedRegion:
-        while self._is_pinning_ahead and not self._free and not self._has_room():
-            self._lock.wait()
-        if not self._free:
-            self._add_resident(self.region_bytes)
-            self._pin_region()
-        return self._free.pop()
-
-    def _pin_region(self) -> None:
-        """Add a region to the free ones, whose bytes are counted already."""
-        region = PinnedRegion(self.region_bytes, self._backend)
-        try:
-            region.pin()
-        except BaseException:
-            with self._lock:
-                self.resident_bytes -= self.region_bytes
-            raise
-        with self._lock:
-            self._free.append(region)
-
-    def _take_pages(self, pages: int) -> PinnedRegion:
-        region = self._pop(pages)
-        if not region.is_open_to(pages):
-            self._open(region, pages)
-        return region
-
-    def _has_room(self) -> bool:
-        """Return True if the budget holds another region."""
-        return self.resident_bytes + self.region_bytes <= self.budget
-
     def pin_ahead(self) -> None:
-        """Allocate and pin whole regions for `take`, up to ``wanted_bytes``. On one thread, which may be slow.
+        """Allocate and pin regions for `take`, up to ``wanted_bytes``, on a thread that may be slow.
 
         Raises what the backend raises if it cannot pin; `take` then tries it again.
         """
         while True:
             with self._lock:
-                if self.resident_bytes + self.region_bytes > self.wanted_bytes or not self._has_room():
+                if self.resident_bytes + self.region_bytes > min(self.wanted_bytes, self.budget):
                     return
-                self._is_pinning_ahead = True
-                self._add_resident(self.region_bytes)
-            try:
-                self._pin_region()
-            finally:
-                with self._lock:
-                    self._is_pinning_ahead = False
-                    self._lock.notify_all()
+                self._free.insert(0, self._pinned_region())
+
+    def _pinned_region(self) -> PinnedRegion:
+        region = PinnedRegion(self.region_bytes, self._backend)
+        region.pin()
+        self._add_resident(self.region_bytes)
+        return region
 
     def _pop(self, pages: int) -> PinnedRegion:
         """Return a free region, if possible one with exactly the pages needed."""

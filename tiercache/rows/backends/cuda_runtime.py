@@ -109,18 +109,16 @@ class CudaRuntime(Streams):
 
         ``ahead``: neither waits for the other.
         """
-        if ahead:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._loads):
-                yield
-            return
         current = torch.cuda.current_stream(self.device)
-        self._loads.wait_stream(current)
+        if not ahead:
+            self._loads.wait_stream(current)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._loads):
                 yield
         finally:
-            current.wait_stream(self._loads)
-            current.wait_stream(self._dumps)
+            if not ahead:
+                current.wait_stream(self._loads)
+                current.wait_stream(self._dumps)
 
     def wait_event(self, dumped: Event) -> None:
         """Have the stream of loads wait."""
