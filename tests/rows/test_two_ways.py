@@ -141,6 +141,28 @@ def test_a_loop_that_is_left_while_rows_travel_ahead_goes_on_with_the_same_bits(
         assert_bits_of_memory(store, passes, model, CASE, device="cpu")
 
 
+def test_the_reserve_is_a_tenth_at_most_of_what_rows_and_index_leave(tmp_path: Path) -> None:
+    """None on a CPU, for a single pass, and in a budget that exactly holds the rows, or rows and index."""
+    data, shimmed = CASE.cut(tmp_path / "passes"), shim()
+    positions = RowOffsets.of(data, group_tables(data.tables))
+    need = DeviceMemoryPlan.of(positions, shimmed).num_bytes
+    most = 2 * need + 100_000
+    for budget, index_bytes, backend, bound in (
+        (need, 0, shimmed, 0), (need + 9000, 9000, shimmed, 0), (most, 0, CpuBackend(), 0),
+        (most, 0, shimmed, most // 10), (need + 99_999, 20_000, shimmed, 79_999),
+        (need + 200_000, 200_001, shimmed, 200_000),
+    ):  # fmt: skip
+        plan = DeviceMemoryPlan.of(positions, backend, budget, index_bytes=index_bytes)
+        assert plan.num_bytes <= max(need, budget)
+        sizes = [4 * sum(layout.widths) for layout in plan.layouts]
+        reserved = sum(more * size for more, size in zip(plan.reserve_G, sizes, strict=True))
+        assert reserved <= min(bound, budget // 10)
+        assert (reserved > 0) == (min(bound, budget // 10) > 9000)
+    one = replace(CASE, num_samples=120).cut(tmp_path / "one")
+    plan = DeviceMemoryPlan.of(RowOffsets.of(one, group_tables(one.tables)), shimmed, 1 << 30)
+    assert not any(plan.reserve_G)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(4, 2000)), min_size=1, max_size=5), st.integers(0, 1 << 26))
 def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], num_bytes: int) -> None:
     """And has no more slots than the largest pass, which hold all that can come."""
