@@ -17,7 +17,7 @@ from tiercache.kernels.cpu.samples import shuffled
 from tiercache.store.bits import mix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -60,6 +60,33 @@ def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[t
     for begin in range(first, last, size):
         end = min(begin + size, last)
         yield end, order(begin, end)
+
+
+def check_epochs(epochs: int) -> None:
+    """Raise ValueError if ``epochs`` is not a number of epochs."""
+    if not hasattr(epochs, "__index__") or epochs < 0:
+        raise ValueError(
+            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
+        )
+
+
+def check_order(
+    name: str, samples_done: int, order: Mapping[str, object] | None, requested: dict[str, object], last: int | None
+) -> None:
+    """Raise StateError if a pass was iterated to its end, or its first samples were taken in another order.
+
+    last: all its samples, if its batches were iterated to their end.
+    """
+    if last is not None and samples_done >= last:
+        raise StateError(
+            f"{name} was iterated again after all its {last:,} samples were taken: a pass trains its samples once, so "
+            "ask for more epochs (cache.passes(epochs=...)) to train them again"
+        )
+    if order is not None and order != requested:
+        raise StateError(
+            f"{name} stands after {samples_done:,} samples in the order {dict(order)}, and batches were asked for in "
+            f"{requested}: some samples would be trained twice and some never, so ask for the same order"
+        )
 
 
 def check_size(size: int) -> None:
@@ -247,3 +274,10 @@ def check_exchange_schedule(schedule: str) -> None:
     """Raise ValueError for an unknown schedule of exchanges."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
+
+
+def is_read_by_owner(read_by: str) -> bool:
+    """Return whether ``read_by`` is "owner". Raises ValueError for an unknown one."""
+    if read_by not in ("rank", "owner"):
+        raise ValueError(f"read_by {read_by!r} is unknown: it must be 'rank' or 'owner'")
+    return read_by == "owner"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, RandomSampler
 
 from tiercache.errors import StateError
-from tiercache.train.passes import check_epochs
+from tiercache.train.batches import check_epochs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -16,10 +16,10 @@ from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
 from tiercache.store.opening import check_pin
-from tiercache.train.batches import num_batches
+from tiercache.train.batches import check_epochs, num_batches
 from tiercache.train.commit_state import FiniteCheck
 from tiercache.train.joint_optimizer import ScheduleCheck
-from tiercache.train.passes import Pass, check_epochs
+from tiercache.train.passes import Pass
 from tiercache.train.row_view import RowView
 from tiercache.train.trainers import check_clipping
 

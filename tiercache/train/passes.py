@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from tiercache.errors import StateError
-from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, num_batches, sample_order
-from tiercache.train.pass_ledger import PassLedger
+from tiercache.train.batches import (  # fmt: skip
+    SHUFFLED_BY,
+    check_exchange_schedule,
+    check_order,
+    cut_batches,
+    fail,
+    is_read_by_owner,
+    num_batches,
+    sample_order,
+)
+from tiercache.train.pass_ledger import PassLedger, ended_by_evaluation
 from tiercache.train.pass_loader import PassLoaders
 from tiercache.train.raw_samples import parts_of
 from tiercache.train.sized import SizedIterator
@@ -34,14 +43,6 @@ if TYPE_CHECKING:
 
 _ENDED = object()
 """In place of an item of a loader that has no more."""
-
-
-def check_epochs(epochs: int) -> None:
-    """Raise ValueError if ``epochs`` is not a number of epochs."""
-    if not hasattr(epochs, "__index__") or epochs < 0:
-        raise ValueError(
-            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
-        )
 
 
 class Pass:
@@ -152,17 +153,14 @@ class Pass:
             self.ledger.make(batch.end)
             return batch
 
-        queue, self._begun = self.begin(size, shuffle, prefetch, _read_by_owner(read_by)), None
+        queue, self._begun = self.begin(size, shuffle, prefetch, is_read_by_owner(read_by)), None
         yield from itertools.takewhile(
             lambda _: not self.is_closed, map(counted, queue.batches(self.before_batch))
         )  # no name here is a batch's: while the next is made, it is the caller's alone
         self.ledger.exhaust()
 
     def begin(self, *how: Any) -> BatchQueue:
-        """Return the queue of the rest of the pass; if batches that were begun before are others, drop them.
-
-        how: the arguments of ``batches``.
-        """
+        """Return the queue of the rest of the pass, by the arguments of ``batches``; drop one of other arguments."""
         key = self.samples_done, *how
         if self._begun is not None:
             before, queue = self._begun
@@ -170,18 +168,17 @@ class Pass:
                 return queue
             queue.close()
         size, shuffle, prefetch, by_owner = how
+
+        def following() -> BatchQueue | None:
+            after = self._next_pass(self)
+            return None if after is None else after.begin(*how)
+
         requests = (BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle))
         queue = self._pipeline.queue(
-            self._exchange, requests, self.rows, prefetch=prefetch, by_owner=by_owner,
-            following=partial(self._begin_next, how),
-        )  # fmt: skip
+            self._exchange, requests, self.rows, prefetch=prefetch, by_owner=by_owner, following=following
+        )
         self._begun = key, queue
         return queue
-
-    def _begin_next(self, how: tuple[Any, ...]) -> BatchQueue | None:
-        """Return the queue of the next pass, which this one's training makes the first batches of."""
-        following = self._next_pass(self)
-        return None if following is None else following.begin(*how)
 
     def steps(
         self,
@@ -202,7 +199,7 @@ class Pass:
         current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``read_by``
         is that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
         """
-        by_owner = _read_by_owner(read_by)
+        by_owner = is_read_by_owner(read_by)
         check_exchange_schedule(schedule)
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
@@ -232,20 +229,12 @@ class Pass:
 
     def check_order(self, *, shuffle: bool, **others: object) -> None:
         """Raise StateError if samples cannot be taken in this order after those taken before; else keep the order."""
-        if self.ledger.is_exhausted and self.samples_done >= self.num_samples:
-            raise StateError(
-                f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
-                "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"
-            )
         requested: dict[str, object] = {"seed": self.seed, "shuffle": shuffle, **others}
         if shuffle:
             requested["by"] = SHUFFLED_BY
-        if self.samples_done and self.order is not None and self.order != requested:
-            raise StateError(
-                f"pass {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
-                f"batches were asked for in {requested}: some samples would be trained twice and some never, so ask "
-                "for the same order"
-            )
+        last = self.num_samples if self.ledger.is_exhausted else None
+        known = self.order if self.samples_done else None
+        check_order(f"pass {self.index}", self.samples_done, known, requested, last)
         self.order = requested
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -273,11 +262,7 @@ class Pass:
     def check_ends(self, following: Pass) -> None:
         """Raise StateError if a lookup without gradients would end the pass before it is trained."""
         if self.samples_trained > self.start_sample and not torch.is_grad_enabled() and not self.is_trained:
-            raise StateError(
-                f"a batch of pass {following.index} was looked up without gradients before one of it was trained, and "
-                f"pass {self.index} is not trained to its end: rows of the next pass are brought with its first batch "
-                "that is trained, so evaluate batches after it, or use cache.evaluate()"
-            )
+            raise ended_by_evaluation(self.index, following.index)
 
     @property
     def is_closed(self) -> bool:
@@ -517,9 +502,3 @@ class Pass:
 
 def _nothing(_: Pass) -> None:
     """Do nothing before a batch."""
-
-
-def _read_by_owner(read_by: str) -> bool:
-    if read_by not in ("rank", "owner"):
-        raise ValueError(f"read_by {read_by!r} is unknown: it must be 'rank' or 'owner'")
-    return read_by == "owner"

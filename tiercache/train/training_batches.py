@@ -7,8 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
-from tiercache.train.batches import check_size
-from tiercache.train.passes import check_epochs
+from tiercache.train.batches import check_epochs, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
