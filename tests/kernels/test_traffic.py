@@ -11,7 +11,7 @@ from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import rule_of
 from tiercache.kernels.cpu.pooling import SUM
-from tiercache.kernels.cuda.gathering import Gathered, gather
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import LookupPositions, SortPlan
 from tiercache.kernels.step import Gradients, Step
@@ -80,12 +80,9 @@ def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
     assert must <= moved(goal, lambda name: name == "pooling.pool") <= LARGEST * must
     written = goal.traffic["pooling.pool"][m.device.describe(out).address]
     assert (written.written, written.read) == (4 * DIM * ENTRIES, 0), "each element of the output once"
-    each = [
-        Gathered(vectors, slots[f * SAMPLES : (f + 1) * SAMPLES], m.array((SAMPLES, DIM), np.float32))
-        for f in range(TABLES)
-    ]
-    gather(m.device, each)
-    assert rows + 4 * ENTRIES <= moved(goal, lambda name: name == "gathering.gather") <= LARGEST * must
+    mapped = Mapped(ids, goal.bases, np.arange(TABLES + 1) * SAMPLES, local)
+    gather(m.device, [Gathered(vectors, slots, m.array((ENTRIES, DIM), np.float32), mapped)])
+    assert must <= moved(goal, lambda name: name == "gathering.gather") <= LARGEST * must
 
 
 @pytest.mark.parametrize("optimizer", STATES)
