@@ -20,6 +20,7 @@ from tests.apart import ran
 from tests.train.cases import (
     SPECS,
     Case,
+    Spec,
     assert_same_bits,
     change_reads,
     gone_from,
@@ -214,11 +215,41 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
                         cache.optimizer.step()
                         outs.append(out.detach().clone())
                     for part in cache.evaluate(others):
-                        outs += [bag(batch).clone() for batch in part.batches(16, prefetch=ahead)]
+                        outs += [bag(batch).clone() for batch in part.batches(16, prefetch=2 * ahead)]  # more threads
                 loop.close()
             found.append(outs)
         assert len(found[0]) == len(found[1]) == 6 + 3 * 4
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_batches_begun_for_the_next_pass_bind_it_to_nothing(tmp_path: Path, device: str, ahead: int) -> None:
+    """An evaluation between the passes has more threads; a pass may then take keys of the loop, or another order."""
+    case = Case(tables=(table("f", 8),), specs=(Spec(name="f", table="f"),), num_samples=200, pass_rows=60, batch=16)
+    data = case.cut(tmp_path / "passes")
+    assert len(data) > 2
+    cache = resident(data, device=DEVICES[device]())
+    bag = tc.EmbeddingBagCollection(cache.schema)
+    cache.register(bag=bag)
+
+    def step(batch: tc.Batch) -> None:
+        bag(batch).sum().backward()
+        cache.optimizer.step()
+
+    for p in cache.passes(epochs=2):
+        if p.index % 3 == 1:
+            for _ in range(2):
+                step(p.batch({"f": data.passes[p.sub_dataset].keys("f")[:9]}))
+        else:
+            for batch in p.batches(16, prefetch=ahead, shuffle=p.index % 3 == 2):
+                step(batch)
+        with torch.no_grad():
+            for part in cache.evaluate(data):
+                for batch in part.batches(16, prefetch=2 * ahead):
+                    bag(batch)
+    assert cache.optimizer.rows.steps > 20
+    cache.close()
 
 
 def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def record_ngrams(
     memory_limit: int | str = "1GiB",
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
-    """Write which keys the n-grams of tokens have: a dataset of key sets and numbers of sequences, as of recorded ones.
+    """Write a dataset with the unique n-gram keys and the sequence indices of each pass, as `record_key_sets` does.
 
     A sub-dataset has as many sequences, in their order, as fit the device budget; ``Pass.loader(tokens, batch_size)``
     feeds exactly these in training. The model looks up ``grams(x)`` of each batch ``x``, or of part of its tokens.
@@ -103,6 +103,7 @@ def record_ngrams(
     plan = RecordingPlan(
         schema=schema, device_bytes=budget, devices=devices, min_count=min_count,
         memory_bytes=parse_bytes(memory_limit), options=options, recording=recording, has_large_batches=True,
+        batch_name=f"of {block:,} sequences", smaller="give shorter sequences, or n-grams with fewer heads",
     )  # fmt: skip
     folder = local_path(out, "a dataset that one machine writes")
     return write_recording(folder, plan, _Blocks(tokens, by_table, block), progress)

@@ -31,8 +31,8 @@ _OF_LAYER = 10007
 class NGrams:
     """How n-grams become keys: the heads of each order, one after another.
 
-    The tokens of an n-gram, the last one first, are multiplied by ``factors`` and combined by exclusive or modulo 2^64.
-    Head h of an order adds ``offsets`` to the rest of the division of that number by a modulus.
+    The tokens of an n-gram, the last one first, are multiplied by ``factors`` and XORed, modulo 2^64. Each head takes
+    the result modulo its modulus and adds its offset.
     """
 
     orders: tuple[int, ...]
@@ -99,7 +99,7 @@ class NGrams:
         return torch.from_numpy(keys)
 
     def checked(self, tokens: ArrayLike) -> NDArray[np.int64]:
-        """Return tokens on the host as int64. Raises ValueError outside the vocabulary, TypeError for no integers."""
+        """Return tokens on the host as int64. Raises ValueError outside the vocabulary, TypeError if not integers."""
         array = tokens.detach().numpy() if hasattr(tokens, "detach") else np.asarray(tokens)
         if array.dtype.kind not in "iu":
             raise TypeError(f"tokens are {array.dtype}: give integers in [0, {self.vocab_size})")
@@ -155,8 +155,8 @@ class NGrams:
 def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), **options: Any) -> NGrams:
     """Return n-gram keys by the name of how they are computed.
 
-    "exact": every n-gram has a key of its own, one of each order. vocab_size and orders have to fit 62 bits: three
-    tokens of up to 2^20, or four of up to 2^15. Options: ``border``.
+    "exact": every n-gram has a key of its own, one of each order. They have to fit 62 bits: orders up to 3 have fewer
+    than 2^20 tokens, orders up to 4 fewer than 2^15. Options: ``border``.
 
     "qwen4_exp": as `Qwen4ExpTextNGramEmbedding` of transformers, key for key: ``heads`` (8) of each order, each with a
     prime modulus from ``rows_per_head`` (its ngram_vocab_size_base) on. ``border`` is its eos_token_id, which also

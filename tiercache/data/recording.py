@@ -92,6 +92,9 @@ class RecordingPlan:
     """The record of a sub-dataset, without its batches."""
     has_large_batches: bool = False
     """True to share the work of one batch among threads."""
+    batch_name: str = "of the loader"
+    smaller: str = "make the loader's batches smaller"
+    """In the error of a batch that exceeds the budget alone: of what it is, and how to make it smaller."""
 
 
 def write_recording(
@@ -161,10 +164,10 @@ class _Writer:
             if number == self._state.row and self._state.passes:
                 self._check_skipped(skipped.hexdigest())
             keys = batch.keys if rare is None else rare.without(batch.keys)
-            name = f"batch {number} of the loader"
-            if not self._packer.add(keys, name, "make the loader's batches smaller", batch.times):
+            name, smaller = f"batch {number} {self._plan.batch_name}", self._plan.smaller
+            if not self._packer.add(keys, name, smaller, batch.times):
                 self._close()
-                self._packer.add(keys, name, "make the loader's batches smaller", batch.times)
+                self._packer.add(keys, name, smaller, batch.times)
                 reporter.passes += 1
             self._open.append(replace(batch, keys={}, times=None, indices=_compact(batch.indices)))
             number += 1

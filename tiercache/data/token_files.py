@@ -91,7 +91,7 @@ class TokenFiles:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells these tokens from others: the size of each file, and checksums of its ends."""
+        """Identify these tokens: the size of each file, and checksums of its ends."""
         return {
             "sequence_length": self.sequence_length,
             "tokens": [int(one.size) for one in self._arrays],

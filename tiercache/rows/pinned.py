@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
 
 
+_PAUSE_SECONDS = 0.001
 _NORMAL = 0
 _DONTNEED = 4
 _POPULATE_WRITE = 23
@@ -220,6 +222,7 @@ class PinnedArena:
                 if self.resident_bytes + self.region_bytes > min(self.wanted_bytes, self.budget):
                     return
                 self._free.insert(0, self._pinned_region())
+            time.sleep(_PAUSE_SECONDS)  # for whoever waits for the lock, which this thread would take again at once
 
     def _pinned_region(self) -> PinnedRegion:
         region = PinnedRegion(self.region_bytes, self._backend)

@@ -107,8 +107,9 @@ class BatchPipeline:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
-        self._threads: ThreadPoolExecutor | None = None
-        self._num_threads, self._pid = 0, os.getpid()
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+        """Threads by the number of batches that are read ahead. A pool stays, as its queues submit to it."""
+        self._pid = os.getpid()
 
     def queue(
         self,
@@ -132,23 +133,24 @@ class BatchPipeline:
         depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if depth < 0:
             raise ValueError(f"prefetch is {depth}: it must be at least 0 batches")
-        if depth and (depth > self._num_threads or self._pid != os.getpid()):
-            self.close()
+        if self._pid != os.getpid():  # a fork has none of the threads
+            self._pools, self._pid = {}, os.getpid()
+        if depth and depth not in self._pools:
             enter = rows.backend.streams.enter_thread
-            self._threads = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
-            self._num_threads, self._pid = depth, os.getpid()
+            self._pools[depth] = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
         made = BatchQueue(
             exchange, requests, rows, max(depth, exchange.least_ahead) if overlap else depth, by_owner=by_owner,
-            threads=self._threads if depth else None, following=following,
+            threads=self._pools.get(depth), following=following,
         )  # fmt: skip
         self.queues.add(made)
         return made
 
     def close(self) -> None:
         """End the threads after what they make now. A fork has none of them."""
-        if self._threads is not None and self._pid == os.getpid():
-            self._threads.shutdown(wait=True)
-        self._threads, self._num_threads = None, 0
+        if self._pid == os.getpid():
+            for threads in self._pools.values():
+                threads.shutdown(wait=True)
+        self._pools = {}
 
     @property
     def device_bytes(self) -> int:

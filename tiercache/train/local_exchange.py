@@ -131,7 +131,7 @@ class LocalExchange:
         The ids that are trained are sorted by position, those of all parts of a group together.
         """
         layout, places = block.layout, block.places
-        trains = rows.gradients is not None
+        trains = rows.gradients is not None and self._backend.queues  # a CPU sorts in the step
         num_trained = len(self._trained) if trains else 0  # a part that was trained stays so as long as it lives
         found = self._plans.get(layout)
         if found is not None and found.num_trained == num_trained:

@@ -128,7 +128,7 @@ class Pass:
             size: samples of a batch, of all ranks together.
             shuffle: whether samples are shuffled within the pass.
             prefetch: how many batches are read ahead, on as many threads of the cache; their rows wait for their step.
-                At the end of a pass these are the first of the next one, which counts on the same arguments there. With
+                Near the end of a pass they come from the next one, in case it has the same arguments. With
                 several ranks, the ranks also tell each other which rows these batches need. Default: 0 on a CPU, or 1
                 with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
                 they are yielded; an error in reading one is raised in its place.
@@ -148,8 +148,10 @@ class Pass:
         return SizedIterator(made, lambda: num_batches(self.num_samples - self.samples_done, size))
 
     def _batches(self, size: int, *, shuffle: bool, prefetch: int | None, read_by: str) -> Generator[Batch, None, None]:
+        order = self._checked_order(shuffle=shuffle)
+
         def counted(batch: Batch) -> Batch:
-            self.samples_done = batch.end
+            self.samples_done, self.order = batch.end, order
             self.ledger.make(batch.end)
             return batch
 
@@ -209,6 +211,7 @@ class Pass:
                 if (cut := next(cuts, None)) is None:
                     self.ledger.exhaust()
                     return
+                self.check_order(shuffle=shuffle)
                 first, (self.samples_done, places) = self.samples_done, cut
                 n, count = places.size, min(micro_batches, places.size)
                 ends = [i * n // count for i in range(count + 1)]
@@ -229,18 +232,23 @@ class Pass:
 
     def check_order(self, *, shuffle: bool, **others: object) -> None:
         """Raise StateError if samples cannot be taken in this order after those taken before; else keep the order."""
+        self.order = self._checked_order(shuffle=shuffle, **others)
+
+    def _checked_order(self, *, shuffle: bool, **others: object) -> dict[str, object]:
         requested: dict[str, object] = {"seed": self.seed, "shuffle": shuffle, **others}
         if shuffle:
             requested["by"] = SHUFFLED_BY
         last = self.num_samples if self.ledger.is_exhausted else None
         known = self.order if self.samples_done else None
         check_order(f"pass {self.index}", self.samples_done, known, requested, last)
-        self.order = requested
+        return requested
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the end of each batch and the places of its samples, after ``samples_done``."""
         self.source.check_samples()
-        self.check_order(shuffle=shuffle)
+        self._checked_order(
+            shuffle=shuffle
+        )  # kept when a batch is handed out: the pass before may begin the first ones
         order = sample_order(
             self.num_samples, seed=self.seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
         )

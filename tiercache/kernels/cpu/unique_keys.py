@@ -47,7 +47,7 @@ def _add(
     times: I8,  # (n,) occurrences of each key, less than 2^32; (0,): one
     out: Written[I4],  # (n,) numbers of the keys of this part; others stay
 ) -> tuple[int, int]:
-    """Return how many keys were gone through, and K.
+    """Return the number of keys processed, and the new K.
 
     Stops before the keys end where the table is five eighths full, or a count would overflow.
     """
