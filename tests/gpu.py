@@ -42,6 +42,7 @@ CPU_ALONE = {
     "large_lookups": "the order in which the CPU's kernels read rows",
     "gpu_streams": "stand-ins for torch and CuPy",
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
+    "pinned_once": "what is pinned and when, with a stand-in for the GPU's locks",
     "switch": "the order in which threads do their work, on any device",
     "damaged_passes": "what reads files, before a device has a part in it",
     "batch_parts": "orders and arrays of the host",

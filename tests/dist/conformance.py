@@ -293,8 +293,8 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
 
         def wrong(places: Any, **options: Any) -> Any:
             samples = read(places, **options)
-            samples.ids["f0"] = replace(samples.ids["f0"], ids=np.full_like(samples.ids["f0"].ids, number))
-            return samples
+            ids = replace(samples.ids["f0"], ids=np.full_like(samples.ids["f0"].ids, number))
+            return replace(samples, ids={**samples.ids, "f0": ids})
 
         if ranks.rank == bad_rank:
             p.source.read = wrong  # type: ignore[method-assign]

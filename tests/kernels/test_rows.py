@@ -192,14 +192,14 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
         assert text.count("reinterpret_cast<uint64>(at) | ") == 1
         return text.replace("reinterpret_cast<uint64>(at) | ", "")
 
-    def pack_on(m: Cuda) -> None:
+    def unpack_on(m: Cuda) -> None:
         pieces, values = m.pieces(8), m.place(np.zeros((3, 8), np.float32))
         pieces.add(0, np.array([3]), np.array([1]), m.array((28,), np.float32))
-        m.pack([values], m.place(np.arange(3, dtype=np.int32)), None, pieces)
+        m.unpack([values], m.place(np.arange(3, dtype=np.int32)), pieces)
 
-    pack_on(Cuda(ShimDevice()))
+    unpack_on(Cuda(ShimDevice()))
     with pytest.raises(KernelError, match="an access not aligned"):
-        pack_on(Cuda(ShimDevice(changed=changed)))
+        unpack_on(Cuda(ShimDevice(changed=changed)))
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,9 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "order"),
     [
-        ("if (row < count) store_lanes", "if (row <= count) store_lanes", "forward"),
+        ("if (row < count) store_anywhere", "if (row <= count) store_anywhere", "forward"),
         ("load_packed<VEC>(vectors + from[u] + d)", "load_packed<VEC>(vectors + from[u] + dim + d)", "forward"),
-        ("lane_id() < count ?", "true ?", "forward"),
+        ("if (lane_id() < count) {", "if (true) {", "forward"),
         ("vectors + from[u] + d)", "vectors + from[u] - dim + d)", "reversed"),
     ],
 )

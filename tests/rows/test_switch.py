@@ -150,13 +150,13 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path
     """Both want the memory; and a dump behind which a load fails is written all the same."""
     unpack, loading, seen = Packer.unpack, threading.Event(), list[bool]()
 
-    def slow(self: Packer, layout: Any, cached_G: Any, dumped_G: Any) -> Any:
+    def slow(self: Packer, load: Any, dumped_G: Any) -> Any:
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to begin
-            if layout.staged.plan.pass_index == 3:
+            if load.layout.staged.plan.pass_index == 3:
                 raise MemoryError("no memory to load pass 3")
-            return unpack(self, layout, cached_G, dumped_G)
+            return unpack(self, load, dumped_G)
         finally:
             loading.clear()
 

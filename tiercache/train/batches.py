@@ -70,13 +70,16 @@ def check_epochs(epochs: int) -> None:
         )
 
 
-def check_order(
-    name: str, samples_done: int, order: Mapping[str, object] | None, requested: dict[str, object], last: int | None
-) -> None:
-    """Raise StateError if a pass was iterated to its end, or its first samples were taken in another order.
+def checked_order(
+    name: str, samples_done: int, order: Mapping[str, object] | None, last: int | None, requested: dict[str, object]
+) -> dict[str, object]:
+    """Return the order of a pass from its settings.
 
-    last: all its samples, if its batches were iterated to their end.
+    last: all its samples, if its batches were iterated to their end. Raises StateError in that case, and if its first
+    samples were taken in another order.
     """
+    if requested["shuffle"]:
+        requested = requested | {"by": SHUFFLED_BY}
     if last is not None and samples_done >= last:
         raise StateError(
             f"{name} was iterated again after all its {last:,} samples were taken: a pass trains its samples once, so "
@@ -87,6 +90,7 @@ def check_order(
             f"{name} stands after {samples_done:,} samples in the order {dict(order)}, and batches were asked for in "
             f"{requested}: some samples would be trained twice and some never, so ask for the same order"
         )
+    return requested
 
 
 def check_size(size: int) -> None:

@@ -11,9 +11,8 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.batches import (  # fmt: skip
-    SHUFFLED_BY,
     check_exchange_schedule,
-    check_order,
+    checked_order,
     cut_batches,
     fail,
     is_read_by_owner,
@@ -22,7 +21,7 @@ from tiercache.train.batches import (  # fmt: skip
 )
 from tiercache.train.pass_ledger import PassLedger, ended_by_evaluation
 from tiercache.train.pass_loader import PassLoaders
-from tiercache.train.raw_samples import parts_of
+from tiercache.train.raw_samples import samples_of
 from tiercache.train.sized import SizedIterator
 from tiercache.values.batch import BatchRequest
 
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView
     from tiercache.values.batch import Batch
-
-_ENDED = object()
-"""In place of an item of a loader that has no more."""
 
 
 class Pass:
@@ -235,13 +231,9 @@ class Pass:
         self.order = self._checked_order(shuffle=shuffle, **others)
 
     def _checked_order(self, *, shuffle: bool, **others: object) -> dict[str, object]:
-        requested: dict[str, object] = {"seed": self.seed, "shuffle": shuffle, **others}
-        if shuffle:
-            requested["by"] = SHUFFLED_BY
         last = self.num_samples if self.ledger.is_exhausted else None
-        known = self.order if self.samples_done else None
-        check_order(f"pass {self.index}", self.samples_done, known, requested, last)
-        return requested
+        known, others = self.order if self.samples_done else None, {"seed": self.seed, "shuffle": shuffle, **others}
+        return checked_order(f"pass {self.index}", self.samples_done, known, last, others)
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the end of each batch and the places of its samples, after ``samples_done``."""
@@ -398,14 +390,10 @@ class Pass:
         on by itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders
         of all ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
         """
-        items = iter(loader)
-        if not hasattr(loader, "state_dict"):
-            items = itertools.islice(items, self.start_batch, None)
+        items = samples_of(loader, self.start_batch, make)
         self.ledger.open_loader()
         while not self.is_closed:
-            item = next(items, _ENDED)
-            samples = {"keys": None} if item is _ENDED else parts_of(item) if make is None else make(item)
-            batch = self.batch(**samples, missing=missing)
+            batch = self.batch(**next(items), missing=missing)
             if batch is None:
                 self.ledger.close_loader()
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samp
 from tiercache.schema_parts import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -262,6 +263,20 @@ def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -
         at = int((~found.isfinite()).nonzero()[0, 0])
         raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
     return found
+
+
+def samples_of(
+    loader: Iterable[Any], num_before: int, make: Callable[[Any], Mapping[str, Any]] | None
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the arguments of a batch for each item of a loader, then a batch without keys again and again.
+
+    The first ``num_before`` items are left out, unless the loader has a state. make: turns an item into arguments.
+    """
+    items = iter(loader)
+    for item in items if hasattr(loader, "state_dict") else islice(items, num_before, None):
+        yield (make or parts_of)(item)
+    while True:
+        yield {"keys": None}
 
 
 def parts_of(item: Any) -> Mapping[str, Any]:
