@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray  # noqa: TC002
 
@@ -184,6 +184,7 @@ def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls=st.lists(st.lists(st.tuples(SMALL_KEYS, st.integers(1, (1 << 32) - 1)), max_size=40), min_size=1, max_size=4),
     parts=st.sampled_from([1, 4]),
 )
+@example(calls=[[(1, 1), (1, (1 << 32) - 1), (0, 1), (1, 1)]], parts=1)
 def test_a_key_may_be_added_many_times_at_once(calls: list[list[tuple[int, int]]], parts: int) -> None:
     """And be removed again, also where its count went beyond 32 bits."""
     unique, expected = UniqueKeys(7, parts), Counter[int]()

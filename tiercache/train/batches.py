@@ -112,7 +112,7 @@ class BatchPipeline:
         self._backend = backend
         self.queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        """Threads by the number of batches that are read ahead. A pool stays, as its queues submit to it."""
+        """Threads by their number. A pool stays when a larger one is made, as its queues submit to it."""
         self._pid = os.getpid()
 
     def queue(
@@ -139,12 +139,15 @@ class BatchPipeline:
             raise ValueError(f"prefetch is {depth}: it must be at least 0 batches")
         if self._pid != os.getpid():  # a fork has none of the threads
             self._pools, self._pid = {}, os.getpid()
-        if depth and depth not in self._pools:
+        threads = max(depth, *self._pools, 0) if depth else 0
+        if threads and threads not in self._pools:
             enter = rows.backend.streams.enter_thread
-            self._pools[depth] = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
+            self._pools[threads] = ThreadPoolExecutor(
+                threads, thread_name_prefix="tiercache-batches", initializer=enter
+            )
         made = BatchQueue(
             exchange, requests, rows, max(depth, exchange.least_ahead) if overlap else depth, by_owner=by_owner,
-            threads=self._pools.get(depth), following=following,
+            threads=self._pools.get(threads), following=following,
         )  # fmt: skip
         self.queues.add(made)
         return made

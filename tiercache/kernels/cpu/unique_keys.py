@@ -348,7 +348,7 @@ class UniqueKeys:
         """Enlarge a full table, or move counts that are about to overflow."""
         slots, count = self._slots[part], self.counts[part]
         if count < slots.size // 2 * 5 // 8:
-            carried = np.zeros(count, np.int64)
+            carried = np.zeros(max(count, self._carried[part].size), np.int64)  # larger after a removal
             carried[: self._carried[part].size] = self._carried[part]
             self._carried[part] = carried
             _carry_counts(slots, carried)
