@@ -23,7 +23,7 @@ KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TIERS = [f"tests/rows/test_{name}.py" for name in ("cuda_training", "two_ways")]
 TRAINING = TIERS + [f"tests/train/test_{name}.py" for name in (
-    "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
+    "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead", "next_batches",
     "row_gradients", "adoption", "store_given", "single_modules", "closing", "real_gpu", "table_steps",
     "finite", "batch_mapping",
 )]  # fmt: skip

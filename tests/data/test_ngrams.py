@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,11 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
         (ValueError, "rows_per_head is 1", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=1, border=0)),
         (ValueError, r"layer 3 is not among layers \(1, 2\)",
          lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, layers=(1, 2), layer=3)),
+        (ValueError, "heads is 0", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9, border=0, heads=0)),
+        (ValueError, "border is 4, which no token has", lambda: tc.ngrams("exact", vocab_size=4, border=4)),
+        (ValueError, r"token_map and padding go up to 5: give numbers of canonical tokens, \[0, 4\)",
+         lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, token_map=[0, 5])),
+        (ValueError, "moduli are", lambda: replace(MADE["exact"], moduli=((0,), (-3,)))),
         (TypeError, "border", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9)),
         (ValueError, r"token 13 is outside the vocabulary, \[0, 13\)", lambda: MADE["exact"](np.array([1, 13]))),
         (ValueError, r"token -1 is outside", lambda: MADE["exact"](torch.tensor([-1, 3]))),

@@ -52,6 +52,7 @@ def test_a_sub_dataset_has_the_keys_of_its_sequences_and_their_counts(tmp_path: 
         assert seen[~own].sum() == keys.size - times.sum()
         sequences += mine.tolist()
     assert sequences == list(range(len(tokens)))
+    assert {one.recorded.recording.batch_size for one in data.passes} == {1}, "as a DataLoader's"
     again = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", min_count=min_count, **OPTIONS)
     assert again.digest == data.digest
 

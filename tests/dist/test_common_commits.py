@@ -17,7 +17,6 @@ from tests.dist.sharded_world import (
     expected,
     opened,
     problems,
-    roll_back,
     sentences,
     sharding_on,
     take,
@@ -244,7 +243,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
         cursors = {commit.id: commit.cursor for commit in store.commits}
     if ahead is not None:
         sharded_world.ahead(path, 2, ahead)
-    commit = roll_back(path, to)
+    commit = sharded_world.roll_back(path, to)
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
     assert kept_by_ranks(path) == [kept(path)] * 2
@@ -252,7 +251,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []
     with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6, 7, 8"):
-        roll_back(path, 5)
+        sharded_world.roll_back(path, 5)
 
 
 def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
@@ -265,12 +264,12 @@ def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
         with shards:
             if ranks.rank == 0:
                 with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
-                    roll_back(path, 2)
+                    sharded_world.roll_back(path, 2)
                 shards.close()
             ranks.all_gather_object(None)
             if ranks.rank == 0:
                 with pytest.raises(StoreInUseError, match=r"the store at .*/s/rank-1 is being written by process"):
-                    roll_back(path, 2)
+                    sharded_world.roll_back(path, 2)
             ranks.all_gather_object(None)
 
     assert meet(2, body) == [None] * 2
@@ -281,11 +280,11 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
     """Ids go on, and older commits are gone; all rows changed since any of them that was not rolled back."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 3, retention=3) == [None] * 2
-    assert roll_back(path, 1).id == 3
+    assert sharded_world.roll_back(path, 1).id == 3
     assert train_shards(path, 2, 2) == [None] * 2
     assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
     assert kept(path) == [6]
-    for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: roll_back(path, 5)):
+    for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: sharded_world.roll_back(path, 5)):
         with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6"):
             back()
     with tc.Store.open(path, mode="r") as store:
@@ -296,7 +295,7 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
     assert train_shards(path, 3, 3, turn=1) == [None] * 3
     assert kept(path) == [7, 8, 9]
     assert kept_by_ranks(path) == [[7, 8, 9]] * 3
-    assert roll_back(path, 7).id == 10
+    assert sharded_world.roll_back(path, 7).id == 10
     assert train_shards(path, 3, 1, turn=1) == [None] * 3
     assert kept(path) == [7, 10, 11]
 
@@ -416,7 +415,7 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     with tc.Store.open(path, mode="r") as store:
         first, *_, last = store.commits
     assert (last.id - first.id, last.cursor.pass_index - first.cursor.pass_index) == (2, 2)
-    assert roll_back(path, first.id).cursor == first.cursor
+    assert sharded_world.roll_back(path, first.id).cursor == first.cursor
     assert different(stored(tmp_path), theirs)
 
     ended = ranks_pool.run(2, "tests.dist.trainings:train", **training)
@@ -467,7 +466,7 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
             for since in (5, 6) if turn else ():
                 with pytest.raises(CommitMissingError, match=f"commit {since} of .* was given up by a rollback to"):
                     list(newest.changes("item", since=since))
-        roll_back(path, 4)
+        sharded_world.roll_back(path, 4)
         assert train_shards(path, num_ranks, 1) == [None] * num_ranks
 
 

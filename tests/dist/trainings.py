@@ -493,8 +493,7 @@ def leave_and_train(ranks: AnyCommunicator, case: str, folder: str, *, engine: s
             if (p.index, number) == (3, 1):
                 break
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         leave()
         gc.collect()
     ranks.barrier()

@@ -17,10 +17,10 @@ import torch
 
 import tiercache as tc
 from tests.apart import ran
+from tests.train.ahead import CASE, one_pass, threads, wait_for
 from tests.train.cases import (
     SPECS,
     Case,
-    Spec,
     assert_same_bits,
     change_reads,
     gone_from,
@@ -28,25 +28,17 @@ from tests.train.cases import (
     resident,
     result_of,
     result_of_resident,
-    table,
     tiered,
     train,
 )
 from tests.train.devices import DEVICES, shim
 from tests.train.shim_gpu import ShimRuntime
-from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError, StateError
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.train.batches import sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tiercache.train.passes import Pass
-
-CASE = Case(
-    tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=100, batch=16
-)
 
 
 @pytest.fixture(autouse=True)
@@ -55,26 +47,6 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
     wait_for(lambda: not threads())
-
-
-def threads() -> list[str]:
-    """Return the names of those that make batches."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("tiercache-batches") and t.is_alive()]
-
-
-def one_pass(passes: tc.PassDataset, device: str = "cpu") -> tuple[Any, Pass]:
-    """Return the loop over the passes and the first of them."""
-    loop = resident(passes, device=DEVICES[device]()).passes(epochs=1)
-    return loop, next(loop)
-
-
-def wait_for(seen: Any) -> None:
-    """Wait until ``seen()`` holds."""
-    for _ in range(1000):
-        if seen():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came")
 
 
 # -- the same batches ----------------------------------------------------------------------------------------
@@ -222,36 +194,6 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_batches_begun_for_the_next_pass_bind_it_to_nothing(tmp_path: Path, device: str, ahead: int) -> None:
-    """An evaluation between the passes has more threads; a pass may then take keys of the loop, or another order."""
-    case = Case(tables=(table("f", 8),), specs=(Spec(name="f", table="f"),), num_samples=200, pass_rows=60, batch=16)
-    data = case.cut(tmp_path / "passes")
-    assert len(data) > 2
-    cache = resident(data, device=DEVICES[device]())
-    bag = tc.EmbeddingBagCollection(cache.schema)
-    cache.register(bag=bag)
-
-    def step(batch: tc.Batch) -> None:
-        bag(batch).sum().backward()
-        cache.optimizer.step()
-
-    for p in cache.passes(epochs=2):
-        if p.index % 3 == 1:
-            for _ in range(2):
-                step(p.batch({"f": data.passes[p.sub_dataset].keys("f")[:9]}))
-        else:
-            for batch in p.batches(16, prefetch=ahead, shuffle=p.index % 3 == 2):
-                step(batch)
-        with torch.no_grad():
-            for part in cache.evaluate(data):
-                for batch in part.batches(16, prefetch=2 * ahead):
-                    bag(batch)
-    assert cache.optimizer.rows.steps > 20
-    cache.close()
-
-
 def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset, tmp_path: Path) -> None:
     """A commit inside a pass has the batches behind it that were looked up, and the rest follows after a restart."""
     with open_store(tmp_path / "x", CASE, "memory") as store:
@@ -394,82 +336,6 @@ def test_threads_make_nothing_after_whatever_ends_first(
 
 
 # -- across passes -------------------------------------------------------------------------------------------
-
-
-def read_by(patch: pytest.MonkeyPatch, change: Any = None) -> list[tuple[int, int, str]]:
-    """Note sub-dataset, first sample and thread of each read; ``change`` is called with them first."""
-    seen, read = list[tuple[int, int, str]](), SubDataset.read
-
-    def noted(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Any:
-        if change is not None:
-            change(self.index, int(indices[0]))
-        seen.append((self.index, int(indices[0]), threading.current_thread().name))
-        return read(self, indices, *others, **named)
-
-    patch.setattr(SubDataset, "read", noted)
-    return seen
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
-    passes: tc.PassDataset, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as are made ahead, with the ids of modules in place; each batch is made once, on the same threads."""
-    seen = read_by(monkeypatch)
-    cache = resident(passes, device=DEVICES[device]())
-    bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
-    loop = cache.passes(epochs=2)
-    for p in loop:
-        is_last = p.index + 1 == 2 * len(passes.passes)
-        for batch in p.batches(10, prefetch=2):
-            bag(batch).sum().backward()
-            cache.optimizer.step()
-            assert p.index == 0 or batch.collations._made, "the ids of modules were not brought"
-            if p.samples_done == p.num_samples and not is_last:
-                following = (p.sub_dataset + 1) % len(passes.passes)
-                wanted = {(following, 0), (following, 10)}
-                wait_for(lambda: {at[:2] for at in seen[-2:]} == wanted)  # noqa: B023 - called here
-    expected = sorted((p.index, first) for p in passes.passes for first in range(0, p.samples, 10) for _ in range(2))
-    assert sorted(at[:2] for at in seen) == expected
-    assert len({name for *_, name in seen}) <= 2
-
-
-def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.PassDataset) -> None:
-    """Another size, another order, or a pass that is left out: what is yielded is what was asked for."""
-    cache = resident(passes, device=shim())
-    loop = cache.passes(epochs=3)
-    asked = [(10, False), (10, True), (16, True), (16, True)]
-    for (size, shuffle), p in zip(asked, loop, strict=False):
-        order = sample_order(
-            p.num_samples, seed=0, epoch=p.epoch, sub_dataset=p.sub_dataset, shuffle=shuffle
-        )(0, p.num_samples)  # fmt: skip
-        labels = [batch.label.clone() for batch in p.batches(size, shuffle=shuffle, prefetch=2)]
-        assert [len(one) for one in labels[:2]] == [size, size]
-        assert np.array_equal(torch.cat(labels).numpy(), p.source.read(order).label)
-        p.skip()
-    loop.close()
-    assert not any(queue.pending for queue in cache._pipeline.queues)
-    cache.close()
-
-
-def test_an_error_in_a_batch_of_the_next_pass_is_raised_there(
-    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pass before trains to its end, though the batch was made by then."""
-
-    def refuse(index: int, _: int) -> None:
-        if index == 1:
-            raise DatasetError("the samples are gone: extract the dataset again")
-
-    read_by(monkeypatch, refuse)
-    loop = resident(passes, device=shim()).passes(epochs=1)
-    p = next(loop)
-    assert sum(batch.num_samples for batch in p.batches(10, prefetch=2)) == p.num_samples
-    p.skip()
-    batches = next(loop).batches(10, prefetch=2)
-    with pytest.raises(DatasetError, match="the samples are gone"):
-        next(batches)
-    loop.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,10 +9,10 @@ import numpy as np
 
 from tiercache.data.keyset import write_key_set
 from tiercache.errors import BudgetError
-from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.kernels.cpu.unique_keys import UniqueKeys, in_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -31,6 +31,7 @@ class KeyPacker:
     def __init__(self, tables: Sequence[Table], budget: RowBudget, workers: Workers | None = None) -> None:
         """tables: in the order of table ids. workers: share the work of large blocks; None: this thread does it."""
         self.tables, self._budget, self._workers = tuple(tables), budget, workers
+        self._run = in_turn if workers is None else workers.run
         self.num_blocks = 0
         """Blocks of the open sub-dataset."""
         self._unique = self._empty_tables()
@@ -83,10 +84,3 @@ class KeyPacker:
     def _empty_tables(self) -> dict[str, UniqueKeys]:
         parts = 1 if self._workers is None else 1 << (self._workers.count - 1).bit_length()
         return {table.name: UniqueKeys(table.table_id, min(parts, _MOST_PARTS)) for table in self.tables}
-
-    def _run(self, work: Iterable[Callable[[], None]]) -> None:
-        if self._workers is not None:
-            self._workers.run(work)
-            return
-        for one in work:
-            one()

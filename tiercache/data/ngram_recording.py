@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,7 @@ def record_ngrams(
     block_tokens = min(_LARGEST_BLOCK, budget * devices // (row_bytes * most_keys * _BLOCKS_OF_PASS))
     block = max(1, block_tokens // tokens.sequence_length)
     recording = Recording(
-        batches=0, lookups=0, batch_size=block, first_batch=0, dataset_length=len(tokens), seed=0, same_draws=False
+        batches=0, lookups=0, batch_size=1, first_batch=0, dataset_length=len(tokens), seed=0, same_draws=False
     )
     options = {
         "schema": schema.digest,
@@ -111,9 +111,8 @@ def record_ngrams(
 
 def _digest(grams: NGrams) -> str:
     """Return what tells the keys of n-grams from others."""
-    facts = asdict(grams)
-    numbers = facts.pop("token_map")
-    content = b"" if numbers is None else numbers.tobytes()
+    facts = {one.name: getattr(grams, one.name) for one in fields(grams) if one.init and one.name != "token_map"}
+    content = b"" if grams.token_map is None else grams.token_map.tobytes()
     return hashlib.sha256(repr(sorted(facts.items())).encode() + content).hexdigest()[:32]
 
 

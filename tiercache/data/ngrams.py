@@ -7,7 +7,7 @@ them; `ngrams` returns the published ways by name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -40,7 +40,7 @@ class NGrams:
     factors: tuple[int, ...]
     """Of the last token and of those before it: as many as the largest order."""
     moduli: tuple[tuple[int, ...], ...]
-    """By order and head; 0: none, every n-gram has a key of its own."""
+    """By order and head; all of an order 0: none, every n-gram has a key of its own."""
     offsets: tuple[tuple[int, ...], ...]
     """By order and head: the first key."""
     vocab_size: int
@@ -53,6 +53,8 @@ class NGrams:
     """(vocab_size,): the number of each token; None: the token."""
     num_embeddings: int = _MOST
     """Keys are in [0, num_embeddings)."""
+    _on: dict[Any, list[Any]] = field(default_factory=dict, init=False, repr=False)
+    """By device: moduli and offsets of each order, and the map of tokens, as tensors."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if the numbers do not fit together."""
@@ -65,9 +67,16 @@ class NGrams:
         heads, others = ([len(one) for one in numbers] for numbers in (self.moduli, self.offsets))
         if heads != others or len(heads) != len(self.orders):
             raise ValueError("moduli and offsets have different heads or orders: give one of each for every head")
+        if any(not of or any((one > 0) != (of[0] > 0) or one < 0 for one in of) for of in self.moduli):
+            raise ValueError(f"moduli are {self.moduli}: give each order heads with positive ones, or with 0 alone")
         if self.token_map is not None and self.token_map.shape != (self.vocab_size,):
             raise ValueError(
                 f"token_map has shape {self.token_map.shape}: give a number for each of {self.vocab_size} tokens"
+            )
+        numbers = range(self.vocab_size) if self.token_map is None else self.token_map
+        if self.border is not None and self.border not in numbers:
+            raise ValueError(
+                f"border is {self.border}, which no token has: give the number of the token that ends a text"
             )
 
     @property
@@ -133,8 +142,12 @@ class NGrams:
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
             raise TypeError(f"tokens are {tokens.dtype}: give integers in [0, {self.vocab_size})")
         device, numbers = tokens.device, tokens.long()
+        if device not in self._on:
+            arrays = [*self.moduli, *self.offsets, *([] if self.token_map is None else [self.token_map])]
+            self._on[device] = [torch.as_tensor(one, dtype=torch.int64).to(device) for one in arrays]
+        moduli, offsets = (self._on[device][first:][: len(self.orders)] for first in (0, len(self.orders)))
         if self.token_map is not None:
-            numbers = torch.from_numpy(self.token_map).to(device)[numbers]
+            numbers = self._on[device][-1][numbers]
         places = torch.arange(tokens.shape[-1], device=device)
         begins = torch.zeros_like(numbers)
         if self.border is not None:  # the first place after the last border before each token
@@ -146,10 +159,11 @@ class NGrams:
             token = torch.where(places - k >= begins, before, self.padding)
             number = number ^ (token * self.factors[k])
             if k + 1 in self.orders:
-                order = self.orders.index(k + 1)
-                for modulus, offset in zip(self.moduli[order], self.offsets[order], strict=True):
-                    found.append((number.remainder(modulus) if modulus else number) + offset)
-        return torch.stack(found, dim=-1)
+                order, of_heads = self.orders.index(k + 1), number[..., None]
+                found.append(
+                    (of_heads.remainder(moduli[order]) if self.moduli[order][0] else of_heads) + offsets[order]
+                )
+        return torch.cat(found, dim=-1)
 
 
 def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), **options: Any) -> NGrams:
@@ -183,6 +197,9 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
         raise ValueError(f"{recipe!r} is no recipe: use {', '.join(map(repr, makers))}, or an NGrams of your own")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}: give the number of tokens, at least 1")
+    heads = options.get("heads", 1)
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"heads is {heads!r}: give the keys of each n-gram, at least 1")
     if recipe != "exact" and tuple(orders) != tuple(range(2, len(orders) + 2)):
         raise ValueError(f"orders of {recipe!r} are {tuple(orders)}: it has all from 2 on, such as (2, 3)")
     make: Any = makers[recipe]
@@ -248,6 +265,11 @@ def _engram(
     primes = _primes(rows_per_head, len(layers) * total)[[*layers].index(layer) * total :][:total]
     offsets = np.cumsum([0, *primes]).tolist()
     numbers = None if token_map is None else np.asarray(token_map, np.int64)
+    largest = padding if numbers is None else max(padding, int(numbers.max(initial=0)))
+    if not 0 <= largest < vocab_size or padding < 0 or (numbers is not None and int(numbers.min(initial=0)) < 0):
+        raise ValueError(
+            f"token_map and padding go up to {largest}: give numbers of canonical tokens, [0, {vocab_size})"
+        )
     return NGrams(
         orders=orders, factors=tuple((2 * drawn + 1).tolist()), moduli=_by_order(primes, heads),
         offsets=_by_order(offsets[:-1], heads), vocab_size=vocab_size if numbers is None else numbers.size,

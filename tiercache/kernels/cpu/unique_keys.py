@@ -243,7 +243,8 @@ Run: TypeAlias = Callable[[Iterable[Callable[[], None]]], None]
 """Runs some work, on several threads or not."""
 
 
-def _in_turn(work: Iterable[Callable[[], None]]) -> None:
+def in_turn(work: Iterable[Callable[[], None]]) -> None:
+    """Run it on this thread."""
     for one in work:
         one()
 
@@ -316,7 +317,7 @@ class UniqueKeys:
             _remove(keys, times, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
             self.counts[part] = before
 
-    def sorted(self, *, with_positions: bool = True, run: Run = _in_turn) -> tuple[I8, I8, I4]:
+    def sorted(self, *, with_positions: bool = True, run: Run = in_turn) -> tuple[I8, I8, I4]:
         """Return keys (K,) in hash order, their counts (K,), and the position of each number among them.
 
         The table is empty then. run: runs the sorting of each part.
