@@ -21,6 +21,7 @@ ImportExportWarning: files or state that an export or import leaves out. StoreEr
 
 from tiercache.kernels.cuda.cupy_device import CudaError, NoGpuError
 from tiercache.store.store_errors import (
+    CheckpointError,
     CorruptBlockError,
     CorruptStoreError,
     FormatVersionError,
@@ -35,6 +36,7 @@ from tiercache.store.store_errors import (
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "CorruptBlockError",
     "CorruptStoreError",
     "CudaError",

@@ -116,7 +116,7 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
     positions, schedule = RowOffsets.of(source, store.groups), Schedule.of(source, order)
     host = HostBudget.of(
         positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats,
-        pinned=budgets.pinned,
+        pinned=budgets.pinned, records=sum(record.memory_bytes for record in store.checkpoints.values()),
     )  # fmt: skip
     uses = NextUseFiles(
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,

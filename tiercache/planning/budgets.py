@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.errors import BudgetError
 from tiercache.sizes import parse_bytes
+from tiercache.store.initializer import Checkpoint
 from tiercache.store.key_map import BUILD_BYTES, MOST_ROWS
 from tiercache.store.layout import SegmentLayout, compressed_rows
 
@@ -37,6 +38,10 @@ _PAGE_RECORD_BYTES = 56
 """Bytes of a page: its offset and its checksum."""
 _PASS_BYTES = 8 << 10
 """Bytes of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
+KEY_ORDER_BYTES = 24
+"""The most bytes per new key while rows of a checkpoint are read: the key, its place in the file, and a copy."""
+CHECKPOINT_BYTES = 24 << 20
+"""Bytes for reading rows of a checkpoint, besides the order of the keys."""
 _INDEX_BYTES = 48
 """Bytes of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
 
@@ -145,8 +150,12 @@ class HostBudget:
         *,
         seeded: bool = False,
         pinned: bool = False,
+        records: int = 0,
     ) -> HostBudget:
-        """Divide ``total`` for these passes, which will load rows from the layouts ``stored``."""
+        """Divide ``total`` for these passes, which will load rows from the layouts ``stored``.
+
+        records: bytes of other records of the store, such as the checksums of checkpoints.
+        """
         budget = cls.plan(
             total,
             evaluation=evaluation,
@@ -154,7 +163,7 @@ class HostBudget:
             largest_pass=int((positions.pass_rows @ [group.row_bytes for group in positions.groups]).max()),
             stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
         )
-        planning = _planning_bytes(positions, budget, seeded=seeded)
+        planning = _planning_bytes(positions, budget, seeded=seeded) + _checkpoint_bytes(positions) + records
         return replace(budget, planning=planning, seeded=seeded, pinned=pinned)
 
     def cut(self, group: Group) -> tuple[int, int]:
@@ -237,6 +246,14 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
     mapped = int(np.minimum(rows_PG, MOST_ROWS).sum(axis=1).max())
     indexed = int(rows_PG.sum(axis=1).max())
     return epochs * total + BUILD_BYTES * mapped + _INDEX_BYTES * indexed
+
+
+def _checkpoint_bytes(positions: RowOffsets) -> int:
+    """Return the most bytes of reading rows of checkpoints."""
+    read_G = [any(isinstance(one.initializer, Checkpoint) for one in group.tables) for group in positions.groups]
+    if not any(read_G):
+        return 0
+    return CHECKPOINT_BYTES + KEY_ORDER_BYTES * int(positions.pass_rows[:, read_G].max(initial=0))
 
 
 MOST_SLOTS = (1 << 31) - 1

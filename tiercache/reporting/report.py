@@ -50,6 +50,10 @@ class PassReport:
     """Bytes of rows written, as counted by the store; -1 until the pass is durable."""
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
+    checkpoint_rows: int = 0
+    """New rows that began as rows of a checkpoint."""
+    checkpoint_bytes: int = 0
+    """Bytes read for them from the checkpoint: whole chunks."""
     rows_ahead: int = 0
     """Rows that a GPU loaded while the pass before trained, into slots that were free."""
     wait_seconds: dict[str, float] = field(default_factory=dict)

@@ -11,13 +11,15 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.initial import initial_rows
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.rows.store_kernels import COMPUTE
 from tiercache.store.bits import nearest
+from tiercache.store.checkpoint import checkpoint_vectors, initial_checkpoint_vectors
 from tiercache.store.reading import Pages
 from tiercache.store.row_codec import to_words
-from tiercache.store.table import initializer_code
+from tiercache.store.table import Checkpoint, initializer_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from tiercache.store import Segment, Store
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.table import Table
+    from tiercache.store.tensor_file import Reads
 
 
 _BATCH_NUMBERS = 1 << 16
@@ -40,6 +43,9 @@ def first_vectors(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32
 
     For 16-bit dtypes and for column slices this takes another MiB: 16 bytes for each of 65,536 numbers.
     """
+    if isinstance(table.initializer, Checkpoint):
+        read_vectors(table, keys, [out])
+        return
     if table.dtype == "float32":
         _write(table, keys, out)
         return
@@ -53,9 +59,38 @@ def first_vectors(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32
 
 def initial_vectors(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the initial vectors of keys (n,), rounded to the nearest of the table's dtype: float32 (n, dim)."""
+    if isinstance(table.initializer, Checkpoint):
+        return initial_checkpoint_vectors(table, keys)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)
     _write(table, keys, vectors)
     return nearest(vectors, table.dtype)
+
+
+def read_vectors(table: Table, keys: NDArray[np.int64], outs: Sequence[NDArray[np.float32]]) -> Reads:
+    """Write the first vectors of keys (n,) to their words in ``outs``, of n rows in all; returns what was read.
+
+    They are rows of a checkpoint, read in the order of its file. Raises CheckpointError. Memory: CHECKPOINT_BYTES, and
+    KEY_ORDER_BYTES per key.
+    """
+    starts = np.cumsum([0, *(out.shape[0] for out in outs)])
+
+    def put(index: NDArray[np.int64], raw: NDArray[np.uint8], vectors: NDArray[np.float32] | None) -> None:
+        words = np.zeros((index.size, outs[0].shape[1]), np.float32)
+        if vectors is None:
+            words.view(np.uint8)[:, : raw.shape[1]] = raw
+        else:
+            to_words(table.fields[0], np.ascontiguousarray(vectors), words)
+        if len(outs) == 1:
+            outs[0][index] = words
+            return
+        which = np.searchsorted(starts, index, side="right") - 1
+        order = np.argsort(which, kind="stable")
+        cuts = np.searchsorted(which[order], np.arange(len(outs) + 1))
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            of_out = order[cuts[number] : cuts[number + 1]]
+            outs[number][index[of_out] - starts[number]] = words[of_out]
+
+    return checkpoint_vectors(table, np.ascontiguousarray(keys), put, COMPUTE.checksums)
 
 
 def _write(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
@@ -119,6 +154,9 @@ class Staged:
     regions: list[PinnedRegion] = field(default_factory=list)
     rows_read: int = 0
     bytes_read: int = 0
+    checkpoint_rows: int = 0
+    checkpoint_bytes: int = 0
+    """Bytes read from files of checkpoints: whole chunks."""
     read_span: tuple[float, float] = (0.0, 0.0)
     """When reading began and ended."""
 
@@ -228,22 +266,38 @@ class RowPrefetcher:
             keys = self._keys_of(plan.sub_dataset, first_table + i)
             on_device = self._backend.generates(table) and 4 * width >= _KEY_BYTES + 4
             row_bytes = _KEY_BYTES if on_device else 4 * width
+            if isinstance(table.initializer, Checkpoint) and low < high:
+                local = order[low:high] - int(starts[i])
+                outs: list[NDArray[np.float32]] = []
+                while low < high:
+                    outs.append(self._words(staged, high - low, width))
+                    staged.rows.append(StagedRows(group, first_row + low, outs[-1]))
+                    low += outs[-1].shape[0]
+                reads = read_vectors(table, keys[local], outs)
+                staged.checkpoint_rows += local.size
+                staged.checkpoint_bytes += reads.num_bytes
             while low < high:
-                buffer = self._buffer(staged, row_bytes + 4 * on_device)
-                if on_device:
-                    buffer = buffer[-buffer.ctypes.data % _KEY_BYTES :]
+                if not on_device:
+                    words = self._words(staged, high - low, width)
+                    first_vectors(table, keys[order[low : low + words.shape[0]] - int(starts[i])], words)
+                    staged.rows.append(StagedRows(group, first_row + low, words))
+                    low += words.shape[0]
+                    continue
+                buffer = self._buffer(staged, row_bytes + 4)
+                buffer = buffer[-buffer.ctypes.data % _KEY_BYTES :]
                 rows = min(high - low, buffer.size // row_bytes)
                 data, self._rest = buffer[: rows * row_bytes], buffer[rows * row_bytes :]
-                local = order[low : low + rows] - int(starts[i])
-                if on_device:
-                    new_keys = data.view(np.int64)
-                    np.take(keys, local, out=new_keys)
-                    staged.keys.append(StagedKeys(group, first_row + low, table, new_keys))
-                else:
-                    words = data.view(np.float32).reshape(rows, width)
-                    first_vectors(table, keys[local], words)
-                    staged.rows.append(StagedRows(group, first_row + low, words))
+                new_keys = data.view(np.int64)
+                np.take(keys, order[low : low + rows] - int(starts[i]), out=new_keys)
+                staged.keys.append(StagedKeys(group, first_row + low, table, new_keys))
                 low += rows
+
+    def _words(self, staged: Staged, most: int, width: int) -> NDArray[np.float32]:
+        """Return memory for the vectors of up to ``most`` rows: words (rows, width)."""
+        buffer = self._buffer(staged, 4 * width)
+        rows = min(most, buffer.size // (4 * width))
+        data, self._rest = buffer[: 4 * rows * width], buffer[4 * rows * width :]
+        return data.view(np.float32).reshape(rows, width)
 
 
 def _from(buffer: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:

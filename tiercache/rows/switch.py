@@ -388,6 +388,7 @@ class PassSwitcher:
         self.report = report = PassReport.of(
             plan, rows_read=staged.rows_read, bytes_read=staged.bytes_read, read=staged.read_span
         )
+        report.checkpoint_rows, report.checkpoint_bytes = staged.checkpoint_rows, staged.checkpoint_bytes
         report.add_wait("store", waited)
         with report.timing("unpack"):
             load = self._loading or PassLoad(layout, self._cached_G)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tiercache.store.engines.engine import MemoryEngine as MemoryEngine
     from tiercache.store.engines.lmdb_engine import LmdbEngine as LmdbEngine
     from tiercache.store.engines.zarr_engine import ZarrEngine as ZarrEngine
+    from tiercache.store.initializer import Checkpoint as Checkpoint
     from tiercache.store.initializer import Constant as Constant
     from tiercache.store.initializer import Normal as Normal
     from tiercache.store.initializer import Uniform as Uniform
@@ -69,14 +70,14 @@ _NAMES = {
     "engines.engine": "Counters Engine MemoryEngine",
     "engines.lmdb_engine": "LmdbEngine",
     "engines.zarr_engine": "ZarrEngine",
-    "initializer": "Constant initializer_code Normal Uniform Zeros",
+    "initializer": "Checkpoint Constant initializer_code Normal Uniform Zeros",
     "inspect": "info verify",
     "layout": "NEVER Range SegmentLayout",
     "optimizer": "Adagrad Adam Field RowWiseAdagrad SGD",
     "segment": "Segment",
     "store": "Store",
-    "store_errors": "BlockReadError CommitMissingError CorruptBlockError CorruptStoreError FormatVersionError "
-    "KeyMissingError NotAStoreError StoreClosedError StoreError StoreFullError StoreInUseError "
+    "store_errors": "BlockReadError CheckpointError CommitMissingError CorruptBlockError CorruptStoreError "
+    "FormatVersionError KeyMissingError NotAStoreError StoreClosedError StoreError StoreFullError StoreInUseError "
     "StoreMissingError TableMismatchError",
     "table": "Group group_tables Table",
 }

@@ -51,6 +51,8 @@ class CommitWriter:
     sharding: ShardingPlan | None = None
     """The sharding of its commits; None for one rank."""
     folders: tuple[str, ...] = ()
+    before_commit: Callable[[], None] = staticmethod(lambda: None)
+    """Called before the blobs of a commit are written."""
 
     def __init__(
         self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None
@@ -380,6 +382,7 @@ class CommitWriter:
 
     def _put(self, blobs: Sequence[Put], commit: Commit, publish: Callable[[], None]) -> None:
         """Put blobs, then ``publish``; if that fails they are dropped, unless ``commit`` is the newest now."""
+        self.before_commit()
         try:
             self._engine.put([blob for blob, _ in blobs], ((i, 0, data) for i, (_, data) in enumerate(blobs)))
             try:

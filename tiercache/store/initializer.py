@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -56,13 +58,48 @@ class Normal:
             raise ValueError(f"std of Normal is {self.std}: it must not be negative")
 
 
-Initializer = Zeros | Constant | Uniform | Normal
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """The row of key k starts as row k of a tensor in safetensors files, read when the key is first used.
+
+    Rows that are never used are never read or stored. Numbers are rounded to the nearest of the table's dtype, ties to
+    even; 8-bit floats are multiplied by their scales first. The files must stay where they are, unchanged.
+    """
+
+    path: str
+    """A .safetensors file, an index of several (.safetensors.index.json), or a folder with one of these."""
+    tensor: str
+    """The name of the tensor (rows, dim), of F32, BF16, F16, F8_E4M3 or F8_E5M2."""
+    scale: str | None = None
+    """The name of the tensor with the scales of an 8-bit one: a number for each block, row, or for all. None:
+    ``<tensor>_scale_inv``."""
+    scale_block: tuple[int, int] | None = None
+    """The rows and columns that share a scale; None: as the shapes say, which must leave one choice."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("path", self.path), ("tensor", self.tensor), ("scale", self.scale)):
+            text = os.fspath(value) if name == "path" and isinstance(value, os.PathLike) else value
+            if not isinstance(text, str) or not text or "\0" in text:
+                if name == "scale" and value is None:
+                    continue
+                raise ValueError(f"invalid {name} {value!r} of Checkpoint: expected a text that is not empty")
+            if name == "path":
+                object.__setattr__(self, "path", str(Path(text).expanduser().absolute()))
+        if self.scale_block is not None:
+            block = tuple(self.scale_block) if isinstance(self.scale_block, list | tuple) else ()
+            if len(block) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in block):
+                raise ValueError(f"invalid scale_block {self.scale_block!r} of Checkpoint: expected [rows, columns]")
+            object.__setattr__(self, "scale_block", block)
+
+
+Initializer = Zeros | Constant | Uniform | Normal | Checkpoint
 
 INITIALIZER_KINDS: dict[str, type[Initializer]] = {
     "zeros": Zeros,
     "constant": Constant,
     "uniform": Uniform,
     "normal": Normal,
+    "checkpoint": Checkpoint,
 }
 
 
@@ -77,6 +114,8 @@ def initializer_code(initializer: Initializer) -> tuple[int, float, float]:
             return 2, float(initializer.low), float(initializer.high)
         case Normal():
             return 3, float(initializer.mean), float(initializer.std)
+        case Checkpoint():
+            raise ValueError("rows of a checkpoint are read, not generated")
 
 
 def initializer_to_record(initializer: Initializer) -> dict[str, Any]:

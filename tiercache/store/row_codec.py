@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.bits import ITEM_BYTES, from_bits, mix, nearest, to_bits
-from tiercache.store.initializer import Constant, Normal, Uniform, Zeros
+from tiercache.store.checkpoint import initial_checkpoint_vectors
+from tiercache.store.initializer import Checkpoint, Constant, Normal, Uniform, Zeros
 from tiercache.store.table import state_layout, table_named
 
 if TYPE_CHECKING:
@@ -210,7 +211,8 @@ def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)
-    step = max(1, _INITIAL_NUMBERS // (table.first_column + table.dim))
+    together = isinstance(table.initializer, Checkpoint)  # rows are read in the order of the file
+    step = max(1, keys.size if together else _INITIAL_NUMBERS // (table.first_column + table.dim))
     for first in range(0, keys.size, step):
         vectors[first : first + step] = nearest(_vectors(table, keys[first : first + step]), table.dtype)
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
@@ -220,6 +222,8 @@ def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
 def _vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
     dim, columns = table.dim, slice(table.first_column, table.first_column + table.dim)
     match table.initializer:
+        case Checkpoint():
+            return initial_checkpoint_vectors(table, keys)
         case Zeros():
             return np.zeros((keys.size, dim), dtype=np.float32)
         case Constant(value=value):

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
+from tiercache.store.checkpoint import checkpoint_records
 from tiercache.store.commit import Cursor, between_passes
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.store.checkpoint import CheckpointRecord
     from tiercache.store.commit import Commit
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.engines.engine import Engine
@@ -84,7 +86,11 @@ class Store(StoreReads):
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
         self._explain = explain
         self.reader = BlockReader(engine, label, self.counters, opened.uses, explain, path)
+        self.checkpoints: dict[str, CheckpointRecord] = {} if of is None else of.checkpoints
+        """By table the checkpoint that its rows begin as."""
         self.take_tables()
+        if isinstance(self._commits, CommitWriter):
+            self._commits.before_commit = self._save_checkpoints
         self._closed = False
 
     def take_tables(self) -> None:
@@ -99,6 +105,8 @@ class Store(StoreReads):
         if self.sharding is not None and commit is not None and self.path is not None:
             self.tables, self.groups = commit.tables, group_tables(commit.tables)
             self._open_ranks(commit, self.path, self.sharding)
+        if not self.ranks:
+            self.checkpoints = checkpoint_records(self.tables, self._opened.folder, self.checkpoints)
 
     def _open_ranks(self, commit: Commit, path: Path, sharding: ShardingPlan) -> None:
         """Open what each rank has of a store of several, if that is not open."""
@@ -175,6 +183,8 @@ class Store(StoreReads):
             for one in (self._opened, *self._opened.ranks) if self._of is None else ():
                 one.uses.check_outside()
             self._closed = True
+            for record in self.checkpoints.values() if self._of is None else ():
+                record.close()
             self.reader.close()
             for rank in self.ranks:
                 rank.close()
@@ -198,6 +208,16 @@ class Store(StoreReads):
     def __repr__(self) -> str:
         at = "no commit" if self.commit is None else f"commit {self.commit.id}"
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
+
+    def check_checkpoints(self) -> None:
+        """Raise CheckpointError unless the files that rows begin from are there, and are those of the store."""
+        for part in self.parts:
+            for record in part.checkpoints.values():
+                record.check()
+
+    def _save_checkpoints(self) -> None:
+        for record in self.checkpoints.values():
+            record.save()
 
     def write_within(self, memory_bytes: int) -> None:
         """Have copies of parts that are being written take so many bytes at most, or one part that is larger."""

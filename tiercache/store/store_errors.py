@@ -8,6 +8,7 @@
     ├── StoreInUseError        another writer holds it (.pid)
     ├── CommitMissingError     a commit that is not, or no longer, kept
     ├── KeyMissingError        keys without a row (.table, .keys)
+    ├── CheckpointError        files that rows begin from are missing, moved, changed, or lack a row
     ├── StoreFullError         no room for what was to be written (.needed_bytes)
     ├── StoreClosedError       used after close, or across a fork
     └── CorruptStoreError      the file is not what was written
@@ -65,6 +66,10 @@ class KeyMissingError(StoreError):
     def __init__(self, message: str, *, table: str, keys: NDArray[np.int64]) -> None:
         super().__init__(message)
         self.table, self.keys = table, keys
+
+
+class CheckpointError(StoreError):
+    """The files that rows of a table begin from are missing, changed, or have no row for a key."""
 
 
 class StoreFullError(StoreError):

@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.store.bits import ITEM_BYTES, nearest, xxh64
 from tiercache.store.initializer import (
+    Checkpoint,
     Constant,
     Initializer,
     Normal,
@@ -38,6 +39,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Checkpoint",
     "Constant",
     "Field",
     "Group",
@@ -104,7 +106,7 @@ class Table:
         if not isinstance(self.initializer, Initializer):
             raise TypeError(
                 f"initializer of table {self.name!r} is {self.initializer!r}: "
-                "it must be Uniform, Normal, Zeros or Constant"
+                "it must be Uniform, Normal, Zeros, Constant or Checkpoint"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")

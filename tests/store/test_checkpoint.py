@@ -1,0 +1,280 @@
+"""Rows that begin as rows of a checkpoint, read from safetensors files by ranges."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
+from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
+from tiercache.store import CheckpointError, Cursor, Store, Table
+from tiercache.store.checkpoint import eight_bit_values, expected_reads
+from tiercache.store.initializer import Checkpoint
+from tiercache.store.optimizer import SGD
+from tiercache.store.row_codec import from_words, initial_rows
+from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def table_of(path: Path, *, dtype: str = "float32", dim: int = DIM, tensor: str = TENSOR, **more: Any) -> Table:
+    start = Checkpoint(
+        path=str(path), tensor=tensor, scale=more.pop("scale", None), scale_block=more.pop("block", None)
+    )
+    return Table(name="gram", dim=dim, dtype=dtype, optimizer=SGD(), initializer=start, **more)
+
+
+def some_keys(count: int = 700, rows: int = ROWS) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng(0).permutation(rows)[:count]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_those_of_torch_rounded_to_the_dtype_of_the_table(
+    tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    """In whichever way they are made, and of a slice of the columns too."""
+    tensor = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)).to(stored)
+    path, keys = save(tmp_path / "one.safetensors", model__embed__weight=tensor), some_keys()
+    expected = tensor[keys].to(getattr(torch, dtype)).float().numpy()
+    whole = table_of(path, dtype=dtype)
+    part = table_of(path, dtype=dtype, dim=7, first_column=5, whole_dim=DIM)
+    for table, columns in ((whole, slice(None)), (part, slice(5, 12))):
+        field = table.fields[0]
+        np.testing.assert_array_equal(initial_rows(table, keys)[0], expected[:, columns])
+        np.testing.assert_array_equal(initial_vectors(table, keys), expected[:, columns])
+        words = np.full((keys.size, field.words), np.nan, np.float32)
+        first_vectors(table, keys, words)
+        np.testing.assert_array_equal(from_words([field], [words])[0], expected[:, columns])
+        parts = [np.full((rows, field.words), np.nan, np.float32) for rows in (1, 300, 398, 1)]
+        reads = read_vectors(table, keys, parts)
+        np.testing.assert_array_equal(np.concatenate(parts), words)
+        size = tensor.numel() * tensor.element_size()
+        assert reads.requests == 1
+        assert size - CHUNK_BYTES < reads.num_bytes <= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 8), (1, 20), (1, 1), (2000, 20), (500, 20)])
+def test_8_bit_numbers_are_multiplied_by_the_scales_of_their_blocks(
+    tmp_path: Path, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """Blocks of both dimensions, of rows, of all numbers."""
+    values = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    shape = -(-ROWS // rows), -(-DIM // columns)
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.5
+    path = save(tmp_path / "m.safetensors", model__embed__weight=values, model__embed__weight_scale_inv=scales)
+    whole = scales.repeat_interleave(rows, 0)[:ROWS].repeat_interleave(columns, 1)[:, :DIM]
+    keys = some_keys()
+    block = (rows, columns) if 1 < rows < ROWS else None
+    if block is not None:
+        with pytest.raises(CheckpointError, match=r"scales for 2000 numbers, and blocks of \d+ or \d+ fit: give scale"):
+            initial_vectors(table_of(path), keys)
+    for name in ("float32", "bfloat16"):
+        expected = (values.float() * whole)[keys].to(getattr(torch, name)).float().numpy()
+        np.testing.assert_array_equal(initial_vectors(table_of(path, dtype=name, block=block), keys), expected)
+
+
+@pytest.mark.parametrize("name", ["F8_E4M3", "F8_E5M2"])
+def test_every_8_bit_float_is_the_number_of_torch(name: str) -> None:
+    dtype = torch.float8_e4m3fn if name == "F8_E4M3" else torch.float8_e5m2
+    expected = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    np.testing.assert_array_equal(eight_bit_values(name), expected)
+
+
+def test_scales_are_found_by_name_and_refused_where_there_are_none(tmp_path: Path) -> None:
+    values = torch.ones(ROWS, DIM).to(torch.float8_e4m3fn)
+    path = save(tmp_path / "m.safetensors", model__embed__weight=values, mine=torch.full((ROWS,), 2.0))
+    np.testing.assert_array_equal(initial_vectors(table_of(path, scale="mine"), some_keys()), 2.0)
+    with pytest.raises(CheckpointError, match="needs the tensor of their scales: give its name as scale"):
+        initial_vectors(table_of(path), some_keys())
+    other = save(tmp_path / "n.safetensors", model__embed__weight=weights())
+    with pytest.raises(CheckpointError, match="takes no scale: leave it out"):
+        initial_vectors(table_of(other, scale="mine"), some_keys())
+
+
+def test_a_folder_an_index_and_a_file_name_the_same_tensor(tmp_path: Path) -> None:
+    tensor, keys = weights(), some_keys()
+    save(tmp_path / "model-00001-of-00002.safetensors", other=torch.ones(4))
+    file = save(tmp_path / "model-00002-of-00002.safetensors", model__embed__weight=tensor)
+    with pytest.raises(CheckpointError, match="has 2 safetensors files and no model"):
+        initial_vectors(table_of(tmp_path), keys)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {TENSOR: file.name, "other": "model-00001-of-00002.safetensors"}}))
+    for path in (tmp_path, index, file):
+        np.testing.assert_array_equal(initial_vectors(table_of(path), keys), tensor[keys].float().numpy())
+    with pytest.raises(CheckpointError, match="names no file of tensor 'unknown'"):
+        initial_vectors(table_of(index, tensor="unknown"), keys)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
+        initial_vectors(table_of(index), keys)
+
+
+def test_far_rows_are_read_apart_and_neighbors_together(tmp_path: Path) -> None:
+    """The bytes read are whole chunks, and the gaps that are cheaper to read than to skip."""
+    rows = 3 * READ_BYTES // 512
+    tensor = torch.arange(rows * 128, dtype=torch.float32).view(rows, 128)
+    path = save(tmp_path / "m.safetensors", model__embed__weight=tensor)
+    table, in_chunk = table_of(path, dim=128), CHUNK_BYTES // 512
+    far = (GAP_BYTES // CHUNK_BYTES + 2) * in_chunk
+
+    def read(*keys: int) -> tuple[int, int]:
+        words = np.empty((len(keys), 128), np.float32)
+        reads = read_vectors(table, np.array(keys), [words])
+        np.testing.assert_array_equal(words, tensor[list(keys)].numpy())
+        return reads.num_bytes // CHUNK_BYTES, reads.requests
+
+    assert read(5) == (1, 1)
+    assert read(in_chunk + 1, 3) == (2, 1)
+    assert read(far, 3, 3) == (2, 2)
+    assert read(far - in_chunk, 3) == (far // in_chunk, 1)
+    chunks, requests = read(*range(rows))
+    assert chunks == rows // in_chunk
+    assert requests >= 3
+
+
+def test_the_estimate_of_reads_agrees_with_reads(tmp_path: Path) -> None:
+    rows = 60_000
+    path = save(tmp_path / "m.safetensors", model__embed__weight=torch.zeros(rows, 128))
+    table = table_of(path, dim=128)
+    for count in (10, 300, 3000, 30_000):
+        words = np.empty((count, 128), np.float32)
+        reads = read_vectors(table, some_keys(count, rows), [words])
+        estimate = expected_reads(rows, 512, count)
+        assert 0.8 * reads.num_bytes <= estimate.num_bytes <= 1.25 * reads.num_bytes
+        assert 0.7 * reads.requests <= estimate.requests <= 1.4 * reads.requests
+
+
+@pytest.mark.parametrize("key", [-1, ROWS, 1 << 62])
+def test_a_key_beyond_the_tensor_is_an_error_that_names_it(tmp_path: Path, key: int) -> None:
+    path = save(tmp_path / "m.safetensors", model__embed__weight=weights())
+    with pytest.raises(CheckpointError, match=f"has key {key}, and .* has 2,000 rows: expected keys from 0 to 1,999"):
+        initial_vectors(table_of(path), np.array([3, key]))
+
+
+def test_what_is_no_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "m.safetensors", model__embed__weight=weights(), flat=torch.ones(5), long=torch.ones(4, 4).long()
+    )
+    keys = some_keys(5, 4)
+    for table, message in (
+        (table_of(tmp_path / "gone.safetensors"), "gone.safetensors cannot be read .* give its new path"),
+        (table_of(path, tensor="unknown"), "has no tensor 'unknown': it has a, flat, long, model"),
+        (table_of(path, tensor="flat"), r"has shape \[5\]: expected 2 dimensions"),
+        (table_of(path, tensor="long"), "has dtype I64: expected one of F32, BF16, F16"),
+        (table_of(path, dim=DIM + 1), "has 20 columns and table 'gram' has dim 21"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            initial_vectors(table, keys)
+    data = path.read_bytes()
+    for number, bad in enumerate((b"", data[:20], b"\xff" * 100, data[:-1], data[:8] + b"[" + data[9:])):
+        broken = tmp_path / f"broken-{number}.safetensors"
+        broken.write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            initial_vectors(table_of(broken), keys)
+    with pytest.raises(ValueError, match="invalid tensor '' of Checkpoint"):
+        Checkpoint(path=str(path), tensor="")
+
+
+def committed(path: Path, table: Table, engine: str) -> None:
+    """Make a store whose rows begin from a checkpoint, look some up, and commit."""
+    with Store.open(path, tables=[table], engine=engine) as store:
+        store.lookup("gram", np.arange(5, 40), missing="initial")
+        store.publish(Cursor(0), state=b"", schedule_digest="", settings={}, environment={})
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+class TestAStoreRefusesAnotherFile:
+    """Than the one that it first read."""
+
+    def test_of_another_size_or_header(self, tmp_path: Path, engine: str) -> None:
+        path, tensor = tmp_path / "m.safetensors", weights()
+        save(path, model__embed__weight=tensor)
+        committed(tmp_path / "store", table_of(path), engine)
+        save(path, model__embed__weight=tensor, more=torch.ones(1))
+        refused = pytest.raises(CheckpointError, match="is not the one that table 'gram' began with")
+        with Store.open(tmp_path / "store", mode="r") as store, refused:
+            store.lookup("gram", np.array([3]), missing="initial")
+
+    def test_of_other_numbers(self, tmp_path: Path, engine: str) -> None:
+        """As soon as a chunk is read again; by ``check_checkpoints`` at once."""
+        path, tensor = tmp_path / "m.safetensors", weights()
+        save(path, model__embed__weight=tensor)
+        committed(tmp_path / "store", table_of(path), engine)
+        tensor[17] += 1
+        save(path, model__embed__weight=tensor)
+        with Store.open(tmp_path / "store", mode="r") as store:
+            with pytest.raises(CheckpointError, match=r"has other bytes at .* than when the store first read them"):
+                store.lookup("gram", np.array([300]), missing="initial")
+            with pytest.raises(CheckpointError, match="has other bytes at"):
+                store.check_checkpoints()
+        tensor[17] -= 1
+        save(path, model__embed__weight=weights())
+        with Store.open(tmp_path / "store", mode="r") as store:
+            found = store.lookup("gram", np.array([300]), missing="initial")["vector"]
+            np.testing.assert_array_equal(found, weights()[[300]].float().numpy())
+
+    def test_changed_while_it_is_open(self, tmp_path: Path, engine: str) -> None:
+        path = tmp_path / "m.safetensors"
+        save(path, model__embed__weight=weights())
+        with Store.open(tmp_path / "store", tables=[table_of(path)], engine=engine) as store:
+            store.lookup("gram", np.array([3]), missing="initial")
+            save(tmp_path / "other.safetensors", model__embed__weight=weights(seed=1))
+            (tmp_path / "other.safetensors").replace(path)
+            with pytest.raises(CheckpointError, match="was changed or replaced while it was in use"):
+                store.lookup("gram", np.array([4]), missing="initial")
+            path.unlink()
+            with pytest.raises(CheckpointError, match=r"cannot be read .* put the file back"):
+                store.lookup("gram", np.array([4]), missing="initial")
+
+    def test_moved_to_a_place_that_alter_names(self, tmp_path: Path, engine: str) -> None:
+        """And takes it there, if it is the same."""
+        from tiercache.store import alter
+
+        path = tmp_path / "m.safetensors"
+        save(path, model__embed__weight=weights())
+        committed(tmp_path / "store", table_of(path), engine)
+        new = tmp_path / "new.safetensors"
+        path.rename(new)
+        with Store.open(tmp_path / "store") as store:
+            alter(store, [table_of(new)])
+            found = store.lookup("gram", np.array([300]), missing="initial")["vector"]
+            np.testing.assert_array_equal(found, weights()[[300]].float().numpy())
+        save(new, model__embed__weight=weights(seed=1))
+        with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="other bytes"):
+            store.lookup("gram", np.array([300]), missing="initial")
+
+
+def test_a_damaged_record_is_an_error_of_the_store(tmp_path: Path) -> None:
+    from tiercache.store import CorruptStoreError
+
+    path = save(tmp_path / "m.safetensors", model__embed__weight=weights())
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    (record,) = (tmp_path / "store").glob("checkpoint-*")
+    data = bytearray(record.read_bytes())
+    data[len(data) // 2] ^= 1
+    record.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match="checkpoint-"):
+        Store.open(tmp_path / "store", mode="r")
+
+
+def test_the_whole_tensor_can_be_checked_and_recorded(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "m.safetensors", weights(20_000)
+    save_file({TENSOR: tensor}, path)
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    with Store.open(tmp_path / "store") as store:
+        (record,) = store.checkpoints.values()
+        assert not record.sums[0].known_C.all()
+        assert record.check_all() == tensor.numel() * 2
+        assert record.sums[0].known_C.all()
+        record.save()
+    tensor[-1] += 1
+    save_file({TENSOR: tensor}, path)
+    with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="other bytes"):
+        store.lookup("gram", np.array([19_999]), missing="initial")

@@ -1,0 +1,382 @@
+"""Rows that begin as rows of a released checkpoint: read from its files when they are first used.
+
+Row k of a table begins as row k of the tensor. A store records sizes and headers of the files and the checksum of every
+chunk that it read, in ``checkpoint-<table id>`` in its folder (docs/format/store.md), so that it refuses other files.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+
+from tiercache.store.bits import from_bits, nearest
+from tiercache.store.files import read_whole, replace_file, sync
+from tiercache.store.initializer import Checkpoint
+from tiercache.store.records import decode, encode, page_checksums
+from tiercache.store.store_errors import CheckpointError, CorruptStoreError
+from tiercache.store.tensor_file import (
+    CHUNK_BYTES,
+    GAP_BYTES,
+    READ_BYTES,
+    FileIdentity,
+    Reads,
+    Sums,
+    TensorFile,
+    find_tensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.table import Table
+    from tiercache.store.tensor_file import Checksums
+
+    Floats = NDArray[np.float32]
+
+PREFIX = "checkpoint-"
+_SAMPLED_CHUNKS = 64
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LOCK = threading.Lock()
+_OPEN: WeakValueDictionary[Checkpoint, CheckpointTensor] = WeakValueDictionary()
+_RECORDS: dict[Checkpoint, WeakSet[CheckpointRecord]] = {}
+"""The records of open stores, which every reader of a tensor compares and completes."""
+
+
+class CheckpointTensor:
+    """A tensor (rows, columns), with its scales if it has 8-bit numbers."""
+
+    def __init__(self, start: Checkpoint) -> None:
+        self.files = [find_tensor(start.path, start.tensor)]
+        values = self.files[0]
+        if len(values.shape) != 2:
+            raise CheckpointError(f"{values.label} has shape {list(values.shape)}: expected 2 dimensions")
+        self.num_rows, self.dim = values.shape
+        self.dtype = _DTYPES.get(values.dtype)
+        """The dtype of its numbers; None: 8-bit floats with scales."""
+        self._block = 1, 1
+        if self.dtype is None:
+            scale = self._scale(start)
+            self.files.append(scale)
+            shape = scale.shape if len(scale.shape) == 2 else (1, 1) if scale.shape[0] == 1 else (scale.shape[0], 1)
+            self._columns = shape[1]
+            given = start.scale_block or (None, None)
+            rows, columns = (
+                _block(numbers, scales, size, scale)
+                for numbers, scales, size in zip(values.shape, shape, given, strict=True)
+            )
+            self._block = rows, columns
+        elif start.scale is not None or start.scale_block is not None:
+            raise CheckpointError(f"{values.label} has dtype {values.dtype}, which takes no scale: leave it out")
+
+    def _scale(self, start: Checkpoint) -> TensorFile:
+        name = start.scale or f"{start.tensor}_scale_inv"
+        try:
+            scale = find_tensor(start.path, name)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.files[0].label} has 8-bit numbers and needs the tensor of their scales: give its name as scale "
+                f"({error})"
+            ) from error
+        if scale.dtype not in _DTYPES or len(scale.shape) > 2:
+            raise CheckpointError(f"{scale.label} has dtype {scale.dtype} and shape {list(scale.shape)}: no scales")
+        return scale
+
+    @property
+    def identities(self) -> list[FileIdentity]:
+        """Those of its files."""
+        return [file.identity for file in self.files]
+
+    def vectors(
+        self, keys: NDArray[np.int64], records: Iterable[CheckpointRecord], checksums: Checksums
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], Floats | None, Reads]]:
+        """Yield the vectors of keys (n,) in the order of the file, each once.
+
+        Yields indices (m,) into ``keys``, raw bytes (m, row bytes), their numbers (m, columns) if the bytes are 8-bit
+        floats, and what was read.
+        """
+        records = [*records]
+        values = self.files[0]
+        for index, raw, reads in values.rows(keys, [record.sums[0] for record in records], checksums):
+            if self.dtype is not None:
+                yield index, raw, None, reads
+                continue
+            scales, more = self._scales(keys[index], [record.sums[1] for record in records], checksums)
+            yield index, raw, eight_bit_values(values.dtype)[raw] * scales, reads.plus(more)
+
+    def numbers(self, raw: NDArray[np.uint8], values: Floats | None) -> Floats:
+        """Return the numbers (m, columns) of what ``vectors`` yields."""
+        if values is not None:
+            return values
+        assert self.dtype is not None, "8-bit numbers have values"
+        return raw.view(np.float32).copy() if self.dtype == "float32" else from_bits(raw.view(np.uint16), self.dtype)
+
+    def _scales(self, keys: NDArray[np.int64], sums: list[Sums], checksums: Checksums) -> tuple[Floats, Reads]:
+        """Return the scale of each number of rows."""
+        scale = self.files[1]
+        unique, place = np.unique(keys // self._block[0], return_inverse=True)
+        flat = (unique[:, None] * self._columns + np.arange(self._columns)).ravel()
+        if len(scale.shape) == 2:
+            flat = unique
+        found, reads = np.empty((unique.size, self._columns), np.float32), Reads()
+        by_row = found if len(scale.shape) == 2 else found.reshape(-1, 1)
+        for index, raw, more in scale.rows(flat, sums, checksums):
+            dtype = _DTYPES[scale.dtype]
+            by_row[index] = raw.view(np.float32) if dtype == "float32" else from_bits(raw.view(np.uint16), dtype)
+            reads = reads.plus(more)
+        return np.repeat(found[place], self._block[1], axis=1)[:, : self.dim], reads
+
+
+class CheckpointRecord:
+    """The identity of one table's checkpoint as a store first read it, with the checksums of its chunks.
+
+    It is saved before every commit that follows a first read. It is of the files and not of a commit: it stays when a
+    commit is rolled back or never comes.
+    """
+
+    def __init__(self, table: Table, folder: Path | None) -> None:
+        """folder: that of the store, or of a rank; None: nothing is saved. Raises CorruptStoreError."""
+        assert isinstance(table.initializer, Checkpoint), table
+        self.start, self.name, self.sums = table.initializer, table.name, list[Sums]()
+        self.path = None if folder is None else folder / f"{PREFIX}{table.table_id:016x}"
+        self._identities: list[FileIdentity] | None = None
+        self._tensor: CheckpointTensor | None = None
+        if self.path is not None and self.path.exists():
+            self._load(self.path)
+        with _LOCK:
+            _RECORDS.setdefault(self.start, WeakSet()).add(self)
+            if (tensor := _OPEN.get(self.start)) is not None:
+                self.know(tensor)
+
+    def know(self, tensor: CheckpointTensor) -> None:
+        """Keep a tensor open, and note its identity. Raises CheckpointError if the record is of another one."""
+        if self._identities is not None and self._identities != tensor.identities:
+            for file, expected in zip(tensor.files, self._identities, strict=False):
+                if file.identity != expected:
+                    raise CheckpointError(
+                        f"the checkpoint {file.path} is not the one that table {self.name!r} began with: it has "
+                        f"{file.identity.size:,} bytes and header {file.identity.header[:12]}, expected "
+                        f"{expected.size:,} and {expected.header[:12]}: put the former file back"
+                    )
+            raise CheckpointError(f"{tensor.files[0].label} has scales that table {self.name!r} did not begin with")
+        if self._identities is None:
+            self._identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
+            self.sums[0].changed = True
+        elif [one.crc_C.size for one in self.sums] != [file.num_chunks for file in tensor.files]:
+            raise CorruptStoreError(f"{self.path} has sums of other tensors: restore the store from a copy")
+        self._tensor = tensor
+
+    def close(self) -> None:
+        """Let other stores open other files at the same path."""
+        self._tensor = None
+        with _LOCK:
+            _RECORDS[self.start].discard(self)
+
+    def check(self) -> None:
+        """Compare a sample of the chunks that were read with the files. Raises CheckpointError."""
+        tensor = _opened(self.start)
+        for file, sums in zip(tensor.files, self.sums, strict=True):
+            file.sample(sums, _SAMPLED_CHUNKS)
+
+    def check_all(self) -> int:
+        """Read the whole tensor and compare every known chunk; the others are known from then on. Returns its bytes.
+
+        Raises CheckpointError.
+        """
+        tensor = _opened(self.start)
+        for file, sums in zip(tensor.files, self.sums, strict=True):
+            for _ in file.rows(np.arange(file.shape[0], dtype=np.int64), [sums]):
+                pass
+        return sum(file.size for file in tensor.files)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of its checksums."""
+        return sum(one.crc_C.nbytes + one.known_C.nbytes for one in self.sums)
+
+    def save(self) -> None:
+        """Write it, durably, if a chunk was read for the first time. Raises OSError and StoreFullError."""
+        if self.path is None or not any(one.changed for one in self.sums):
+            return
+        assert self._identities is not None, "it has sums"
+        for one in self.sums:
+            one.changed = False
+        arrays: dict[str, NDArray[Any]] = {}
+        for number, one in enumerate(self.sums):
+            known = one.known_C.copy()  # chunks that a reader adds meanwhile are of the next save
+            bits = np.zeros(-(-known.size // 32) * 4, np.uint8)
+            bits[: -(-known.size // 8)] = np.packbits(known)
+            arrays |= {f"crc{number}": np.where(known, one.crc_C, np.uint32(0)), f"known{number}": bits.view("<u4")}
+        values = {
+            "table": self.name, "tensor": self.start.tensor, "chunk_bytes": CHUNK_BYTES,
+            "files": [[*identity, one.crc_C.size] for identity, one in zip(self._identities, self.sums, strict=True)],
+        }  # fmt: skip
+        try:
+            replace_file(self.path, encode("checkpoint", values, arrays))
+            sync(self.path.parent)
+        except BaseException:
+            self.sums[0].changed = True
+            raise
+
+    def _load(self, path: Path) -> None:
+        values, arrays = decode("checkpoint", read_whole(str(path)), str(path))
+        try:
+            if values["chunk_bytes"] != CHUNK_BYTES:
+                raise ValueError(f"its chunks have {values['chunk_bytes']} bytes")
+            self._identities = [FileIdentity(int(size), str(header)) for size, header, _ in values["files"]]
+            for number, (_, _, chunks) in enumerate(values["files"]):
+                known = np.unpackbits(arrays[f"known{number}"].view(np.uint8))[:chunks].astype(np.bool_)
+                crc = arrays[f"crc{number}"].astype(np.uint32)
+                if not crc.size == known.size == chunks:
+                    raise ValueError(f"it has {crc.size} sums of {chunks} chunks")
+                self.sums.append(Sums(crc, known))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy") from error
+
+
+def checkpoint_records(
+    tables: Iterable[Table], folder: Path | None, before: dict[str, CheckpointRecord]
+) -> dict[str, CheckpointRecord]:
+    """Return the record of each table that begins from a checkpoint; those of ``before`` if they are the same."""
+    found = {}
+    for table in tables:
+        if isinstance(table.initializer, Checkpoint):
+            one = before.get(table.name)
+            same = one is not None and one.start == table.initializer
+            found[table.name] = one if one is not None and same else CheckpointRecord(table, folder)
+    return found
+
+
+def checkpoint_tensor(table: Table) -> CheckpointTensor:
+    """Return the tensor that the rows of a table begin as. Raises CheckpointError."""
+    assert isinstance(table.initializer, Checkpoint), table
+    tensor = _opened(table.initializer)
+    dim = table.dim if table.whole_dim is None else table.whole_dim
+    if tensor.dim != dim:
+        raise CheckpointError(
+            f"{tensor.files[0].label} has {tensor.dim} columns and table {table.name!r} has dim {dim}: give the table "
+            "the dim of the tensor"
+        )
+    return tensor
+
+
+def check_starts(tables: Iterable[Table]) -> None:
+    """Raise CheckpointError unless the files that rows of tables begin from are there, with tensors that fit."""
+    for table in tables:
+        if isinstance(table.initializer, Checkpoint):
+            checkpoint_tensor(table)
+
+
+def checkpoint_vectors(
+    table: Table,
+    keys: NDArray[np.int64],
+    put: Callable[[NDArray[np.int64], NDArray[np.uint8], Floats | None], None],
+    checksums: Checksums = page_checksums,
+) -> Reads:
+    """Call ``put(index (m,), raw (m, bytes), vectors (m, dim))`` until each of ``keys`` (n,) was among the indices.
+
+    ``raw``: the bytes of vectors of the table's dtype, and ``vectors`` None, if the tensor has that dtype; else
+    ``vectors`` are float32, not rounded. Raises CheckpointError, also for keys that the tensor has no row for.
+    """
+    tensor, columns = checkpoint_tensor(table), slice(table.first_column, table.first_column + table.dim)
+    outside = (keys < 0) | (keys >= tensor.num_rows)
+    if outside.any():
+        raise CheckpointError(
+            f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.files[0].label} has "
+            f"{tensor.num_rows:,} rows: expected keys from 0 to {tensor.num_rows - 1:,}"
+        )
+    reads, records = Reads(), [*_RECORDS.get(tensor_start(table), ())]
+    same = tensor.dtype == table.dtype
+    for index, raw, values, more in tensor.vectors(keys, records, checksums):
+        if same:
+            item = raw.shape[1] // tensor.dim
+            put(index, raw[:, columns.start * item : columns.stop * item], None)
+        else:
+            put(index, raw, tensor.numbers(raw, values)[:, columns])
+        reads = reads.plus(more)
+    return reads
+
+
+def initial_checkpoint_vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
+    """Return the first vectors (n, dim) of keys (n,), rounded to the nearest of the table's dtype."""
+    out = np.empty((keys.size, table.dim), np.float32)
+
+    def put(index: NDArray[np.int64], raw: NDArray[np.uint8], vectors: Floats | None) -> None:
+        if vectors is None:
+            raw = np.ascontiguousarray(raw)
+            out[index] = raw.view(np.float32) if table.dtype == "float32" else from_bits(raw.view("<u2"), table.dtype)
+        else:
+            out[index] = nearest(np.ascontiguousarray(vectors), table.dtype)
+
+    checkpoint_vectors(table, np.ascontiguousarray(keys, np.int64), put)
+    return out
+
+
+def tensor_start(table: Table) -> Checkpoint:
+    """Return the initializer of a table that begins from a checkpoint."""
+    assert isinstance(table.initializer, Checkpoint), table
+    return table.initializer
+
+
+def expected_reads(num_rows: int, row_bytes: int, rows: int) -> Reads:
+    """Return about what it costs to read ``rows`` of ``num_rows`` that are spread evenly; close neighbors cost less.
+
+    With a share s of the chunks in use, gaps between them have lengths of a geometric distribution. Those of up to
+    GAP_BYTES are read along, so that from about a fifth of the chunks on the tensor is read from end to end.
+    """
+    chunks, most = max(1, -(-num_rows * row_bytes // CHUNK_BYTES)), GAP_BYTES // CHUNK_BYTES
+    in_chunk = CHUNK_BYTES / row_bytes + 1  # a row may be in two chunks
+    s = float(-np.expm1(in_chunk * np.log1p(-min(rows / max(1, num_rows), 1 - 1e-12))))
+    share = min(1.0, s + sum(length * s * s * (1 - s) ** length for length in range(1, most + 1)))
+    num_bytes = int(share * chunks) * CHUNK_BYTES
+    return Reads(num_bytes, int(chunks * s * (1 - s) ** (most + 1)) + -(-num_bytes // READ_BYTES))
+
+
+def _opened(start: Checkpoint) -> CheckpointTensor:
+    """Return a tensor, which stays open while an open store has a table that begins from it."""
+    with _LOCK:
+        records, tensor = [*_RECORDS.get(start, ())], _OPEN.get(start)
+        if tensor is None or not records:
+            tensor = CheckpointTensor(start)
+            for record in records:
+                record.know(tensor)
+            _OPEN[start] = tensor
+    for file in tensor.files:
+        file.check_unchanged()
+    return tensor
+
+
+@cache
+def eight_bit_values(dtype: str) -> Floats:
+    """Return the 256 numbers of an 8-bit float: E4M3 (without infinities) or E5M2 (Micikevicius et al., 2022)."""
+    if dtype == "F8_E5M2":  # the upper byte of a float16
+        return (np.arange(256, dtype=np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values[codes & 127 == 127] = np.nan
+    return np.where(codes >> 7, -values, values).astype(np.float32)
+
+
+def _block(numbers: int, scales: int, size: int | None, scale: TensorFile) -> int:
+    """Return how many numbers share a scale: ``size``, or the only one of a power of two and equal parts that fits."""
+    if size is not None:
+        found = {size}
+    elif scales == 1:
+        found = {numbers}
+    else:
+        found = {1 << bit for bit in range(numbers.bit_length())}
+        found |= {numbers // scales} if numbers % scales == 0 else set()
+    found = {one for one in found if -(-numbers // one) == scales}
+    if len(found) == 1:
+        return found.pop()
+    seen = f"blocks of {' or '.join(map(str, sorted(found)))} fit" if found else "no block fits"
+    raise CheckpointError(
+        f"{scale.label} has {scales} scales for {numbers} numbers, and {seen}: give scale_block = [rows, columns]"
+    )

@@ -1,0 +1,281 @@
+"""Tensors in safetensors files, read by ranges of rows and checked chunk by chunk.
+
+The format: header bytes (uint64, little-endian), a JSON header ``{name: {dtype, shape, data_offsets}}``, the tensors. A
+checkpoint of several files has an index, ``{"weight_map": {name: file}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.store.files import open_file, reason
+from tiercache.store.records import no_number, page_checksums
+from tiercache.store.store_errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.records import Part
+
+    Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
+
+CHUNK_BYTES = 16 << 10
+"""Bytes of a tensor per checksum: the least that is read."""
+READ_BYTES = 4 << 20
+"""The most bytes of one read, and of the rows that are gathered together."""
+GAP_BYTES = 128 << 10
+"""Unused bytes between two rows that one read takes along: about what a disk transfers during another request."""
+INDEX = "model.safetensors.index.json"
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_MOST_HEADER_BYTES = 100 << 20
+"""The limit of the format's own library."""
+
+
+class FileIdentity(NamedTuple):
+    """The properties of a file that must stay the same, wherever the file is."""
+
+    size: int
+    header: str
+    """SHA-256 of its header."""
+
+
+class Reads(NamedTuple):
+    """Bytes and requests of reading."""
+
+    num_bytes: int = 0
+    requests: int = 0
+
+    def plus(self, other: Reads) -> Reads:
+        """Return the sum."""
+        return Reads(self.num_bytes + other.num_bytes, self.requests + other.requests)
+
+
+@dataclass(eq=False)
+class Sums:
+    """The checksums of the chunks of one tensor that were read so far."""
+
+    crc_C: NDArray[np.uint32]
+    known_C: NDArray[np.bool_]
+    changed: bool = False
+    """True if a chunk was added since the last save."""
+
+    @classmethod
+    def empty(cls, num_chunks: int) -> Sums:
+        """Return those of a tensor of which nothing was read."""
+        return cls(np.zeros(num_chunks, np.uint32), np.zeros(num_chunks, np.bool_))
+
+    def check(self, first: int, seen: NDArray[np.uint32]) -> int | None:
+        """Compare the chunks from ``first`` on with the known ones, and note the others.
+
+        Returns the first chunk that differs; None if none does.
+        """
+        chunks = slice(first, first + seen.size)
+        differs = self.known_C[chunks] & (self.crc_C[chunks] != seen)
+        if differs.any():
+            return first + int(np.argmax(differs))
+        if not self.known_C[chunks].all():
+            self.crc_C[chunks], self.known_C[chunks], self.changed = seen, True, True
+        return None
+
+
+class TensorFile:
+    """One tensor of a safetensors file, open for reading; a vector counts as rows of one number.
+
+    Raises CheckpointError, in each method too.
+    """
+
+    def __init__(self, path: Path, tensor: str) -> None:
+        self.path, self.tensor = path, tensor
+        try:
+            self._handle = open_file(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
+                "`tiercache alter`"
+            ) from error
+        try:
+            self._status = os.fstat(self._handle)
+            header = self._header()
+            self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
+            self.dtype, self.shape, self._begin = self._find(header)
+        except BaseException:
+            self.close()
+            raise
+        self.row_bytes = ITEM_BYTES[self.dtype] * prod(self.shape[1:])
+        self.size = self.shape[0] * self.row_bytes
+        """Bytes of the tensor."""
+        self.num_chunks = -(-self.size // CHUNK_BYTES)
+
+    def close(self) -> None:
+        """Close the file. A second time does nothing."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()
+
+    @property
+    def label(self) -> str:
+        """The tensor in the words of a message."""
+        return f"tensor {self.tensor!r} of the checkpoint {self.path}"
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError unless the path still has the file that was opened, unchanged."""
+        try:
+            now = self.path.stat()
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {self.path} cannot be read ({reason(error)}): put the file back"
+            ) from error
+        names = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
+        if any(getattr(now, name) != getattr(self._status, name) for name in names):
+            raise CheckpointError(
+                f"the checkpoint {self.path} was changed or replaced while it was in use: put the former file back and "
+                "open the store again"
+            )
+
+    def rows(
+        self, rows: NDArray[np.int64], sums: Sequence[Sums], checksums: Checksums = page_checksums
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], Reads]]:
+        """Yield the rows (n,) in the order of the file: indices into ``rows``, their bytes (m, row bytes), and reads.
+
+        Neighbors are read together, and every chunk that is read is compared with ``sums``. The bytes of one yield are
+        valid until the next. Memory: 8 bytes per row and 16 MiB.
+        """
+        self.check_unchanged()
+        order = np.argsort(rows, kind="stable")
+        step = max(1, READ_BYTES // self.row_bytes)
+        found, buffer = np.empty((min(step, rows.size), self.row_bytes), np.uint8), np.empty(0, np.uint8)
+        for begin in range(0, rows.size, step):
+            index = order[begin : begin + step]
+            sorted_N = rows[index]
+            first_C = sorted_N * self.row_bytes // CHUNK_BYTES
+            last_C = ((sorted_N + 1) * self.row_bytes - 1) // CHUNK_BYTES
+            reads = Reads()
+            for low, high in _runs(first_C, last_C):
+                at, end = int(first_C[low]) * CHUNK_BYTES, min((int(last_C[high - 1]) + 1) * CHUNK_BYTES, self.size)
+                if buffer.size < end - at:
+                    buffer = np.empty(end - at, np.uint8)
+                data = buffer[: end - at]
+                self._read(data, at)
+                self._check(data, int(first_C[low]), sums, checksums)
+                place = int(sorted_N[low])
+                skip = place * self.row_bytes - at
+                count = int(sorted_N[high - 1]) - place + 1
+                table = data[skip : skip + count * self.row_bytes].reshape(count, self.row_bytes)
+                np.take(table, sorted_N[low:high] - place, axis=0, out=found[low:high])
+                reads = reads.plus(Reads(end - at, 1))
+            yield index, found[: index.size], reads
+        self.check_unchanged()
+
+    def sample(self, sums: Sums, count: int) -> None:
+        """Compare up to ``count`` of the known chunks, evenly spread, with the file."""
+        known = np.flatnonzero(sums.known_C)
+        for chunk in known[:: max(1, -(-known.size // count))]:
+            at = int(chunk) * CHUNK_BYTES
+            data = np.empty(min(CHUNK_BYTES, self.size - at), np.uint8)
+            self._read(data, at)
+            self._check(data, int(chunk), [sums], page_checksums)
+
+    def _check(self, data: NDArray[np.uint8], first: int, sums: Sequence[Sums], checksums: Checksums) -> None:
+        if not sums:
+            return
+        bounds = np.minimum(np.arange(-(-data.size // CHUNK_BYTES) + 1, dtype=np.int64) * CHUNK_BYTES, data.size)
+        seen = checksums([(data, bounds)])
+        for one in sums:
+            if (bad := one.check(first, seen)) is not None:
+                raise CheckpointError(
+                    f"{self.label} has other bytes at {self._begin + bad * CHUNK_BYTES:,} than when the store first "
+                    "read them: put the former file back"
+                )
+
+    def _read(self, out: NDArray[np.uint8], at: int) -> None:
+        """Fill ``out`` from byte ``at`` of the tensor."""
+        view, done = out.data, 0
+        while done < out.size:
+            try:
+                count = os.preadv(self._handle, [view[done:]], self._begin + at + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.label} cannot be read ({reason(error)}): check the disk") from error
+            if count == 0:
+                raise CheckpointError(f"{self.label} ends before its last byte: put the former file back")
+            done += count
+
+    def _header(self) -> bytes:
+        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+        if not 2 <= length <= min(_MOST_HEADER_BYTES, self._status.st_size - 8):
+            raise self._invalid(f"its header has {length:,} bytes")
+        return os.pread(self._handle, length, 8)
+
+    def _find(self, header: bytes) -> tuple[str, tuple[int, ...], int]:
+        """Return dtype, shape and first byte of the tensor."""
+        try:
+            tensors: dict[str, Any] = json.loads(header, parse_constant=no_number)
+            names = sorted(name for name in tensors if name != "__metadata__")
+            entry = tensors.get(self.tensor)
+            if entry is not None:
+                dtype, shape, (low, high) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._invalid(f"its header cannot be read ({error})") from error
+        if entry is None:
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise CheckpointError(f"the checkpoint {self.path} has no tensor {self.tensor!r}: it has {shown}")
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{self.label} has dtype {dtype}: expected one of {', '.join(ITEM_BYTES)}")
+        size, begin = ITEM_BYTES[dtype] * prod(shape), 8 + len(header)
+        if not shape or min(shape) < 1 or high - low != size or not 0 <= low <= self._status.st_size - begin - size:
+            raise self._invalid(f"tensor {self.tensor!r} of shape {list(shape)} has bytes {low} to {high}")
+        return dtype, shape, begin + low
+
+    def _invalid(self, seen: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is not a safetensors file: {seen}")
+
+
+def find_tensor(path: str, tensor: str) -> TensorFile:
+    """Open a tensor of a file, of an index of files, or of a folder with either. Raises CheckpointError."""
+    place = Path(path)
+    if place.is_dir():
+        files = sorted(place.glob("*.safetensors"))
+        if (place / INDEX).exists():
+            place /= INDEX
+        elif len(files) == 1:
+            place = files[0]
+        else:
+            raise CheckpointError(
+                f"the checkpoint {path} has {len(files)} safetensors files and no {INDEX}: give the path of one file"
+            )
+    if place.suffix != ".json":
+        return TensorFile(place, tensor)
+    try:
+        files_of = json.loads(place.read_text(encoding="utf-8"))["weight_map"]
+        file = files_of.get(tensor)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {place} cannot be read ({reason(error)}): put the file back") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not an index of safetensors files ({error})") from error
+    if file is None or Path(file).name != file:
+        raise CheckpointError(f"the checkpoint {place} names no file of tensor {tensor!r}")
+    return TensorFile(place.parent / file, tensor)
+
+
+def _runs(first_C: NDArray[np.int64], last_C: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield bounds of rows that one read takes together: without large gaps, and READ_BYTES at most or one row."""
+    most, low = max(1, READ_BYTES // CHUNK_BYTES), 0
+    gaps = (np.flatnonzero(first_C[1:] - last_C[:-1] > GAP_BYTES // CHUNK_BYTES + 1) + 1).tolist()
+    for end in (*gaps, first_C.size):
+        while low < end:
+            high = low + max(1, int(np.searchsorted(last_C[low:end], first_C[low] + most)))
+            yield low, high
+            low = high
