@@ -32,6 +32,7 @@ RECOVERY = [f"tests/train/test_{name}.py" for name in (
     "crash", "entering", "reorganize", "store_budget",
 )]  # fmt: skip
 CPU_ALONE = {
+    "checkpoint_rows": "rows that the reader thread reads from files, for any device",
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
     "misuse": "the same",
     "gradients_as_torch": "torch's autograd and optimizers, with models on the CPU",

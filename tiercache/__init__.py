@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.errors import TierCacheError as TierCacheError
     from tiercache.io.exporting import export_store as export_store
     from tiercache.io.importing import import_store as import_store
+    from tiercache.io.overlay import export_overlay as export_overlay
     from tiercache.planning.sharding_rules import CostModel as CostModel
     from tiercache.planning.sharding_rules import ShardingRules as ShardingRules
     from tiercache.rows.sizing import estimate as estimate
@@ -78,6 +79,7 @@ _HOME = {
     "Pass": "train.passes",
     "convert": "train.convert",
     "estimate": "rows.sizing",
+    "export_overlay": "io.overlay",
     "export_store": "io.exporting",
     "extract": "data.extract",
     "import_store": "io.importing",
@@ -118,6 +120,7 @@ __all__ = [
     "TokenFiles",
     "convert",
     "estimate",
+    "export_overlay",
     "export_store",
     "extract",
     "import_store",

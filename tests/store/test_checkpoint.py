@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
+from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, Cursor, Store, Table
-from tiercache.store.checkpoint import eight_bit_values, expected_reads
+from tiercache.store.checkpoint import eight_bit_values
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.optimizer import SGD
 from tiercache.store.row_codec import from_words, initial_rows
@@ -146,7 +147,7 @@ def test_the_estimate_of_reads_agrees_with_reads(tmp_path: Path) -> None:
     for count in (10, 300, 3000, 30_000):
         words = np.empty((count, 128), np.float32)
         reads = read_vectors(table, some_keys(count, rows), [words])
-        estimate = expected_reads(rows, 512, count)
+        estimate = expected_reads(TensorSize(rows, 512), count)
         assert 0.8 * reads.num_bytes <= estimate.num_bytes <= 1.25 * reads.num_bytes
         assert 0.7 * reads.requests <= estimate.requests <= 1.4 * reads.requests
 

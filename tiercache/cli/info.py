@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiercache.cli import dataset_info
-from tiercache.cli.output import AnyPath, Json, Output, Quiet, kind_of, new_table
+from tiercache.cli.output import AnyPath, Json, Output, Quiet, kind_of, new_table, open_store
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -166,6 +166,10 @@ def verify(
     deep: Annotated[
         bool, typer.Option(help="Of a store, read all rows, keys and dense state; else only what describes them.")
     ] = True,
+    checkpoints: Annotated[
+        bool,
+        typer.Option("--checkpoints", help="Read the tensors that rows begin from too, and record their checksums."),
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -177,6 +181,8 @@ def verify(
     with output.working("bytes") as report_progress:
         progress = partial(report_progress, "verify")
         report = dataset_info.verify(path, progress) if is_dataset else check(path, deep=deep, progress=progress)
+    if checkpoints and not is_dataset and not report["problems"]:
+        report["checkpoints"] = _verify_checkpoints(path, report["problems"])
     if is_dataset:
         text = f"{path} is whole: {report['summary']}, as extracted"
     else:
@@ -187,3 +193,18 @@ def verify(
         output.result(report, text)
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _verify_checkpoints(path: Path, problems: list[str]) -> dict[str, int]:
+    """Read all tensors that rows of a store begin from; returns bytes by table. Adds a message for each fault."""
+    from tiercache.store import CheckpointError
+
+    read: dict[str, int] = {}
+    with open_store(path) as store:
+        for record in (record for part in store.parts for record in part.checkpoints.values()):
+            try:
+                read[record.name] = record.check_all()
+                record.save()
+            except CheckpointError as error:
+                problems.append(str(error))
+    return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.planning.capacity import Capacity
+    from tiercache.planning.pass_plan import PassPlan
 
 
 def plan(
@@ -51,6 +53,7 @@ def plan(
     from tiercache.rows.sizing import MEMORY_SHARE
     from tiercache.rows.transfer_rates import existing_folder, measured_rates
     from tiercache.sizes import format_bytes, parse_bytes
+    from tiercache.store.checkpoint import tensor_sizes
     from tiercache.store.files import local_path
 
     if trial:
@@ -65,12 +68,13 @@ def plan(
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
-    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes)
+    tensors = tensor_sizes(data.tables)
+    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes, tensors=tensors)
     if trial:
         folder, least = existing_folder(store or dataset), capacity.least()
         samples_per_second = tried(data, folder, device=device, device_budget=need, host_budget=2 * least)
     rates = rates.model_copy(update={"samples": samples_per_second})
-    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes)
+    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes, tensors=tensors)
     free = int(MEMORY_SHARE * virtual_memory().available)
     points = capacity.curve(free if host_budget is None else parse_bytes(host_budget))
     goal = cast("Literal['speed', 'memory']", optimize)
@@ -83,7 +87,13 @@ def plan(
         local_path(out, "a plan").write_text(made.to_toml(), encoding="utf-8")
     own = reuse if order is None else reuse_of(data, None)
     kept = {"kept_bytes": reuse.kept_bytes, "kept_bytes_own_order": own.kept_bytes}
-    record = {"plan": made.model_dump(mode="json", by_alias=True), "curve": list(map(curve_record, points)), **kept}
+    first = [_checkpoint_record(capacity, plan) for plan in point.passes if capacity.checkpoints.rows(plan)]
+    record = {
+        "checkpoint": first,
+        "plan": made.model_dump(mode="json", by_alias=True),
+        "curve": list(map(curve_record, points)),
+        **kept,
+    }
 
     def show(console: Console) -> None:
         console.print(curve_table(points, seconds=True))
@@ -98,10 +108,26 @@ def plan(
             + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
             + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
         )
+        for how in dict.fromkeys(one["how"] for one in first):
+            of_how = [one for one in first if one["how"] == how]
+            rows, size = (sum(one[name] for one in of_how) for name in ("rows", "bytes"))
+            console.print(
+                f"{rows:,} rows begin from checkpoints in {len(of_how)} passes that read {how}: at most "
+                f"{format_bytes(size)} in {size / rates.read:,.3g} s, while the passes before them train"
+            )
         if out is not None:
             console.print(f"{out} is the plan: TierCache(..., plan={str(out)!r})")
 
     Output(as_json, quiet).result(record, show)
+
+
+def _checkpoint_record(capacity: Capacity, plan: PassPlan) -> dict[str, Any]:
+    """Return what a pass reads from checkpoints."""
+    reads = capacity.checkpoints.of(plan)
+    return {
+        "pass": plan.pass_index, "rows": capacity.checkpoints.rows(plan), "bytes": reads.num_bytes,
+        "requests": reads.requests, "how": capacity.checkpoints.how(reads),
+    }  # fmt: skip
 
 
 def _device_budget(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:

@@ -19,8 +19,16 @@ def export(
     path: StorePath,
     out: Annotated[Path, typer.Argument(help="The folder for the files; it must not exist yet.")],
     format: Annotated[  # noqa: A002 - what users call it
-        str, typer.Option(help="numpy, parquet, safetensors, hugectr or torch.")
-    ],
+        str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch.")
+    ] = None,
+    overlay: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint (safetensors): write the rows that changed it to one file, keys and rows."),
+    ] = None,
+    tensor: Annotated[str | None, typer.Option(help="With --overlay: the tensor; default: as the table began.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="With --overlay: write a copy of the checkpoint's file with these rows.")
+    ] = False,
     table: Annotated[list[str] | None, typer.Option(help="A table; may be repeated. All if not given.")] = None,
     since: Annotated[int | None, typer.Option(help="Export only rows that changed after this commit.")] = None,
     state: Annotated[bool, typer.Option("--state/--no-state", help="Export the optimizer state too.")] = True,
@@ -32,6 +40,13 @@ def export(
     from tiercache.io.exporting import export_store
 
     output, began = Output(as_json, quiet), time.perf_counter()
+    if overlay is not None:
+        if format is not None or since is not None or not state or len(table or []) > 1:
+            raise ValueError("--overlay writes the vectors of one table as safetensors: leave out --format and --since")
+        _export_overlay(path, out, overlay, tensor, table, commit, output, merge=merge)
+        return
+    if format is None or tensor is not None or merge:
+        raise ValueError("give --format, or --overlay with --tensor and --merge")
     if kind_of(path) == "dataset":
         if table or since is not None or commit is not None or not state:
             raise ValueError(f"{path} is a dataset: its key sets are exported whole, so give --format alone")
@@ -43,6 +58,25 @@ def export(
             progress=partial(progress, "export"),
         )  # fmt: skip
     _report(manifest, out, time.perf_counter() - began, output)
+
+
+def _export_overlay(
+    path: Path, out: Path, base: Path, tensor: str | None, table: list[str] | None, commit: int | None, output: Output,
+    *, merge: bool,
+) -> None:  # fmt: skip
+    """Write the rows of a table as an overlay of a checkpoint, or merged into a copy of its file."""
+    from tiercache.io.overlay import export_overlay
+
+    with open_store(path, commit) as store, output.working() as progress:
+        done = export_overlay(
+            store, out, base=base, table=table[0] if table else None, tensor=tensor, merge=merge,
+            progress=partial(progress, "export"),
+        )  # fmt: skip
+    what = "a copy of the checkpoint with" if merge else "an overlay of"
+    output.result(
+        {**done._asdict(), "merged": merge},
+        f"{out} is {what} {done.rows:,} rows of {done.tensor}, as of commit {done.commit}",
+    )
 
 
 def _export_keys(path: Path, out: Path, format: str, output: Output) -> None:  # noqa: A002 - what users call it

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import HostBudget
+from tiercache.planning.checkpoint_reads import CheckpointReads, TensorSize
 from tiercache.planning.pass_plan import Planner
 from tiercache.planning.plan_file import PassPrediction, TrainingPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.plan_file import Rates, Seconds
@@ -49,17 +50,26 @@ class Point:
 class Capacity:
     """Plans trainings from one reuse analysis, without reading keys again."""
 
-    def __init__(self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_budget: int | None = None) -> None:
+    def __init__(
+        self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_budget: int | None = None,
+        tensors: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        """tensors: rows and bytes of a row, by table that begins from a checkpoint."""
         self._reuse, self._samples_P, self._rates, self._eval_budget = reuse, samples_P, rates, eval_budget
+        sizes = {name: TensorSize(*size) for name, size in (tensors or {}).items()}
+        self.checkpoints = CheckpointReads(reuse.positions, sizes)
 
     def at(self, host_budget: int, *, commit_every: int = 1) -> Point:
         """Plan two epochs, as ``TierCache.plan`` does for a new store. Raises BudgetError for too small a budget."""
         planner = self._planner(host_budget, commit_every, end=2 * self._reuse.positions.num_passes)
         plans = tuple(planner.plan_next() for _ in range(2 * self._reuse.positions.num_passes))
         seconds = (
-            self._rates.seconds(self._samples_P[plan.sub_dataset], plan, before, after)
+            self._rates.seconds(
+                self._samples_P[plan.sub_dataset], plan, before, after,
+                0 if after is None else self.checkpoints.of(after).num_bytes,
+            )
             for before, plan, after in zip((None, *plans), plans, (*plans[1:], None), strict=False)
-        )
+        )  # fmt: skip
         return Point(host_budget, commit_every, plans, tuple(seconds))
 
     def least(self) -> int:

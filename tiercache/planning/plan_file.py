@@ -64,11 +64,16 @@ class Rates(_Part):
     samples: float | None = Field(default=None, gt=0)
     """Samples trained per second; None: not measured, and compute is predicted to take no time."""
 
-    def seconds(self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None) -> Seconds:
-        """Predict a pass; during it, rows of ``after`` are read and rows of ``before`` are written."""
+    def seconds(
+        self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None, checkpoint_bytes: int = 0
+    ) -> Seconds:
+        """Predict a pass; during it, rows of ``after`` are read and rows of ``before`` are written.
+
+        checkpoint_bytes: what ``after`` reads from checkpoints.
+        """
         return self.seconds_of(
             samples,
-            read=after.bytes_read if after else 0,
+            read=(after.bytes_read if after else 0) + checkpoint_bytes,
             written=before.bytes_written + KEY_BYTES * before.rows_written if before else 0,
             moved=plan.bytes_loaded + plan.bytes_written,
         )

@@ -20,8 +20,6 @@ from tiercache.store.records import decode, encode, page_checksums
 from tiercache.store.store_errors import CheckpointError, CorruptStoreError
 from tiercache.store.tensor_file import (
     CHUNK_BYTES,
-    GAP_BYTES,
-    READ_BYTES,
     FileIdentity,
     Reads,
     Sums,
@@ -145,7 +143,8 @@ class CheckpointRecord:
         assert isinstance(table.initializer, Checkpoint), table
         self.start, self.name, self.sums = table.initializer, table.name, list[Sums]()
         self.path = None if folder is None else folder / f"{PREFIX}{table.table_id:016x}"
-        self._identities: list[FileIdentity] | None = None
+        self.identities: list[FileIdentity] | None = None
+        """Those of the files; None before they are read."""
         self._tensor: CheckpointTensor | None = None
         if self.path is not None and self.path.exists():
             self._load(self.path)
@@ -156,8 +155,8 @@ class CheckpointRecord:
 
     def know(self, tensor: CheckpointTensor) -> None:
         """Keep a tensor open, and note its identity. Raises CheckpointError if the record is of another one."""
-        if self._identities is not None and self._identities != tensor.identities:
-            for file, expected in zip(tensor.files, self._identities, strict=False):
+        if self.identities is not None and self.identities != tensor.identities:
+            for file, expected in zip(tensor.files, self.identities, strict=False):
                 if file.identity != expected:
                     raise CheckpointError(
                         f"the checkpoint {file.path} is not the one that table {self.name!r} began with: it has "
@@ -165,8 +164,8 @@ class CheckpointRecord:
                         f"{expected.size:,} and {expected.header[:12]}: put the former file back"
                     )
             raise CheckpointError(f"{tensor.files[0].label} has scales that table {self.name!r} did not begin with")
-        if self._identities is None:
-            self._identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
+        if self.identities is None:
+            self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True
         elif [one.crc_C.size for one in self.sums] != [file.num_chunks for file in tensor.files]:
             raise CorruptStoreError(f"{self.path} has sums of other tensors: restore the store from a copy")
@@ -191,8 +190,7 @@ class CheckpointRecord:
         """
         tensor = _opened(self.start)
         for file, sums in zip(tensor.files, self.sums, strict=True):
-            for _ in file.rows(np.arange(file.shape[0], dtype=np.int64), [sums]):
-                pass
+            file.read_all(sums)
         return sum(file.size for file in tensor.files)
 
     @property
@@ -204,7 +202,7 @@ class CheckpointRecord:
         """Write it, durably, if a chunk was read for the first time. Raises OSError and StoreFullError."""
         if self.path is None or not any(one.changed for one in self.sums):
             return
-        assert self._identities is not None, "it has sums"
+        assert self.identities is not None, "it has sums"
         for one in self.sums:
             one.changed = False
         arrays: dict[str, NDArray[Any]] = {}
@@ -215,7 +213,7 @@ class CheckpointRecord:
             arrays |= {f"crc{number}": np.where(known, one.crc_C, np.uint32(0)), f"known{number}": bits.view("<u4")}
         values = {
             "table": self.name, "tensor": self.start.tensor, "chunk_bytes": CHUNK_BYTES,
-            "files": [[*identity, one.crc_C.size] for identity, one in zip(self._identities, self.sums, strict=True)],
+            "files": [[*identity, one.crc_C.size] for identity, one in zip(self.identities, self.sums, strict=True)],
         }  # fmt: skip
         try:
             replace_file(self.path, encode("checkpoint", values, arrays))
@@ -229,7 +227,7 @@ class CheckpointRecord:
         try:
             if values["chunk_bytes"] != CHUNK_BYTES:
                 raise ValueError(f"its chunks have {values['chunk_bytes']} bytes")
-            self._identities = [FileIdentity(int(size), str(header)) for size, header, _ in values["files"]]
+            self.identities = [FileIdentity(int(size), str(header)) for size, header, _ in values["files"]]
             for number, (_, _, chunks) in enumerate(values["files"]):
                 known = np.unpackbits(arrays[f"known{number}"].view(np.uint8))[:chunks].astype(np.bool_)
                 crc = arrays[f"crc{number}"].astype(np.uint32)
@@ -253,6 +251,19 @@ def checkpoint_records(
     return found
 
 
+def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int]]:
+    """Return (rows, bytes of a row) of the tensor of each table that begins from a checkpoint.
+
+    Raises CheckpointError unless its files are there, and fit the table.
+    """
+    found = {}
+    for table in tables:
+        if isinstance(table.initializer, Checkpoint):
+            tensor = checkpoint_tensor(table)
+            found[table.name] = tensor.num_rows, tensor.files[0].row_bytes
+    return found
+
+
 def checkpoint_tensor(table: Table) -> CheckpointTensor:
     """Return the tensor that the rows of a table begin as. Raises CheckpointError."""
     assert isinstance(table.initializer, Checkpoint), table
@@ -264,13 +275,6 @@ def checkpoint_tensor(table: Table) -> CheckpointTensor:
             "the dim of the tensor"
         )
     return tensor
-
-
-def check_starts(tables: Iterable[Table]) -> None:
-    """Raise CheckpointError unless the files that rows of tables begin from are there, with tensors that fit."""
-    for table in tables:
-        if isinstance(table.initializer, Checkpoint):
-            checkpoint_tensor(table)
 
 
 def checkpoint_vectors(
@@ -322,20 +326,6 @@ def tensor_start(table: Table) -> Checkpoint:
     """Return the initializer of a table that begins from a checkpoint."""
     assert isinstance(table.initializer, Checkpoint), table
     return table.initializer
-
-
-def expected_reads(num_rows: int, row_bytes: int, rows: int) -> Reads:
-    """Return about what it costs to read ``rows`` of ``num_rows`` that are spread evenly; close neighbors cost less.
-
-    With a share s of the chunks in use, gaps between them have lengths of a geometric distribution. Those of up to
-    GAP_BYTES are read along, so that from about a fifth of the chunks on the tensor is read from end to end.
-    """
-    chunks, most = max(1, -(-num_rows * row_bytes // CHUNK_BYTES)), GAP_BYTES // CHUNK_BYTES
-    in_chunk = CHUNK_BYTES / row_bytes + 1  # a row may be in two chunks
-    s = float(-np.expm1(in_chunk * np.log1p(-min(rows / max(1, num_rows), 1 - 1e-12))))
-    share = min(1.0, s + sum(length * s * s * (1 - s) ** length for length in range(1, most + 1)))
-    num_bytes = int(share * chunks) * CHUNK_BYTES
-    return Reads(num_bytes, int(chunks * s * (1 - s) ** (most + 1)) + -(-num_bytes // READ_BYTES))
 
 
 def _opened(start: Checkpoint) -> CheckpointTensor:

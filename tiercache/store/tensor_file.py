@@ -107,7 +107,7 @@ class TensorFile:
             self._status = os.fstat(self._handle)
             header = self._header()
             self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
-            self.dtype, self.shape, self._begin = self._find(header)
+            self.dtype, self.shape, self.begin = self._find(header)  # begin: the tensor's first byte in the file
         except BaseException:
             self.close()
             raise
@@ -180,6 +180,14 @@ class TensorFile:
             yield index, found[: index.size], reads
         self.check_unchanged()
 
+    def read_all(self, sums: Sums) -> None:
+        """Compare every known chunk with the file, and note the others."""
+        for at in range(0, self.size, READ_BYTES):
+            data = np.empty(min(READ_BYTES, self.size - at), np.uint8)
+            self._read(data, at)
+            self._check(data, at // CHUNK_BYTES, [sums], page_checksums)
+        self.check_unchanged()
+
     def sample(self, sums: Sums, count: int) -> None:
         """Compare up to ``count`` of the known chunks, evenly spread, with the file."""
         known = np.flatnonzero(sums.known_C)
@@ -197,7 +205,7 @@ class TensorFile:
         for one in sums:
             if (bad := one.check(first, seen)) is not None:
                 raise CheckpointError(
-                    f"{self.label} has other bytes at {self._begin + bad * CHUNK_BYTES:,} than when the store first "
+                    f"{self.label} has other bytes at {self.begin + bad * CHUNK_BYTES:,} than when the store first "
                     "read them: put the former file back"
                 )
 
@@ -206,7 +214,7 @@ class TensorFile:
         view, done = out.data, 0
         while done < out.size:
             try:
-                count = os.preadv(self._handle, [view[done:]], self._begin + at + done)
+                count = os.preadv(self._handle, [view[done:]], self.begin + at + done)
             except OSError as error:
                 raise CheckpointError(f"{self.label} cannot be read ({reason(error)}): check the disk") from error
             if count == 0:

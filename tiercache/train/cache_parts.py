@@ -21,7 +21,7 @@ from tiercache.planning.schedule import order_rule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.backends.open_backend import device_name, open_backend
 from tiercache.rows.threads import share_threads
-from tiercache.store.checkpoint import check_starts
+from tiercache.store.checkpoint import tensor_sizes
 from tiercache.store.table import group_tables
 from tiercache.train.batches import BatchPipeline
 from tiercache.train.converted_weights import (
@@ -126,7 +126,7 @@ class CacheParts:
                 check_same_places(ranks, self.training_store.places)
             source = self.training_store.choose(number_bytes=comm_dtype.itemsize)
             with ranks.raise_on_all("opening the checkpoints of tables"):
-                check_starts(source.tables)
+                tensor_sizes(source.tables)
             with ranks.raise_on_all("opening the device"):
                 self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
                 prepare_kernels(source.tables)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from tiercache.store.initializer import Initializer
     from tiercache.train.torch_optimizers import OptimizerOfRows
 
 _Lookup = TypeVar("_Lookup", bound=TableModule)
@@ -35,6 +36,7 @@ def convert(
     features: Mapping[str, str | Sequence[str]] | None = None,
     *,
     optimizer: OptimizerOfRows | None = None,
+    initializer: Initializer | None = None,
     parameters: Sequence[str] = (),
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
@@ -65,6 +67,8 @@ def convert(
             torch, or several, that may have the model's parameters already: rows then step as it steps, and modules
             take the place of their weights in it. None: Adagrad. With ``data`` the schema says how rows step, and only
             optimizers of torch are taken.
+        initializer: how rows of modules on "meta" begin, such as ``tc.init.Checkpoint(...)``; None: as the numbers of
+            `nn.Embedding` do, normally distributed. With ``data`` the schema says how.
         parameters: names of `nn.Parameter`s (rows, dim) that the model uses as tables, by `F.embedding`,
             `torch.index_select` or indexing. A `ParameterTable` takes the place of each and answers these uses.
         filter_fn: ``filter_fn(module, name)`` says whether a module is replaced; default: all are.
@@ -84,12 +88,14 @@ def convert(
     if data is None:
         if features is not None:
             raise ValueError("features= maps modules to features of a dataset: give the dataset, or leave it out")
-        schema, chosen = derive_schema(names, optimizer)
+        schema, chosen = derive_schema(names, optimizer, initializer)
     else:
         schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
         chosen = _features_of(model, names, schema, features or {})
         if optimizer is not None and not as_list(optimizer):
             raise ValueError("optimizer= is given along with data, whose schema says how rows step: leave it out")
+        if initializer is not None:
+            raise ValueError("initializer= is given along with data, whose schema says how rows begin: leave it out")
     check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
     check_unused(as_list(optimizer), _weights(names))
     replacer = _Replacer(schema, has_default_optimizer=data is None and optimizer is None)

@@ -18,6 +18,7 @@ from tiercache.train.torchrec_modules import is_collection
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiercache.store.initializer import Initializer
     from tiercache.store.optimizer import Optimizer
     from tiercache.train.torch_optimizers import OptimizerOfRows
 
@@ -27,12 +28,12 @@ _ITSELF = "embedding"
 
 
 def derive_schema(
-    places: Mapping[Any, Sequence[str]], optimizer: OptimizerOfRows | None
+    places: Mapping[Any, Sequence[str]], optimizer: OptimizerOfRows | None, initializer: Initializer | None = None
 ) -> tuple[Schema, dict[Any, list[str]]]:
     """Return a schema for modules and parameters, and the feature of each.
 
     A feature has the name of its module and any number of keys; so has its table, which modules with one weight share.
-    Rows of a module on "meta" begin as `nn.Embedding` begins, from N(0, 1).
+    Rows of a module on "meta" begin as ``initializer`` says, or from N(0, 1) as those of `nn.Embedding`.
 
     Args:
         places: modules and `nn.Parameter`s, with their names in the model.
@@ -40,7 +41,7 @@ def derive_schema(
 
     Raises:
         ValueError: a weight has a dtype that rows do not have, a collection of torchrec needs a dataset's schema, or
-            no row optimizer does what the one that was given does.
+            no row optimizer does what the one that was given does; or a module has weights and there is an initializer.
     """
     chosen = optimizer if isinstance(optimizer, Mapping) else {}
     first: dict[int, Table] = {}
@@ -58,7 +59,7 @@ def derive_schema(
         weight = weight_of(one)
         if id(weight) not in first:
             of_table = as_row_optimizer(chosen.get(name) if isinstance(optimizer, Mapping) else optimizer, name, weight)
-            first[id(weight)] = _table(name, weight, of_table)
+            first[id(weight)] = _table(name, weight, of_table, initializer)
         features.append(Feature(name=name, table=first[id(weight)].name, hotness="ragged"))
         found[one] = [name]
     return Schema(features=tuple(features), tables=tuple(first.values())), found
@@ -69,12 +70,17 @@ def weight_of(one: nn.Module | nn.Parameter) -> torch.Tensor:
     return one if isinstance(one, nn.Parameter) else one.weight  # type: ignore[return-value]
 
 
-def _table(name: str, weight: torch.Tensor, optimizer: Optimizer | None) -> Table:
+def _table(name: str, weight: torch.Tensor, optimizer: Optimizer | None, initializer: Initializer | None) -> Table:
     if weight.dtype not in _DTYPES:
         raise ValueError(
             f"the weight of {name} is {weight.dtype}, and vectors of rows are {', '.join(_DTYPES.values())}: convert "
             "the model to one of these first, as in model.float()"
         )
-    start: Any = Normal() if weight.is_meta else Uniform()
+    if initializer is not None and not weight.is_meta:
+        raise ValueError(
+            f'initializer= is given, and {name} has weights, with which its rows begin: build the model on "meta", or '
+            'choose modules on "meta" by filter_fn'
+        )
+    start: Any = initializer or (Normal() if weight.is_meta else Uniform())
     table = Table(name=name, dim=weight.shape[1], initializer=start, dtype=_DTYPES[weight.dtype])
     return table if optimizer is None else replace(table, optimizer=optimizer)

@@ -1,0 +1,169 @@
+"""Rows go back to the checkpoint that they began from: as an overlay, or merged into a copy of its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import tiercache as tc
+from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
+from tiercache.cli import app
+from tiercache.errors import CheckpointError, ImportExportError
+from tiercache.store.bits import nearest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+def trained(folder: Path, *, dtype: str = "bfloat16", keys: Any = (5, 17, 900, 1999), **tables: Any) -> Path:
+    """Write a checkpoint and train a table on some of its rows; returns the store."""
+    path = folder / "model.safetensors"
+    if not path.exists():
+        save(path, model__embed__weight=weights())
+    start = tc.init.Checkpoint(path=str(path), tensor=TENSOR)
+    table = tc.Table(name="gram", dim=DIM, dtype=dtype, optimizer=tc.optim.SGD(learning_rate=0.5), initializer=start)
+    feature = tc.Feature(name="gram", hotness="multi_hot", length=len(keys))
+    schema = tc.Schema(features=(feature,), tables=(table,), label=None, dense=())
+    data = tc.write_key_sets(folder / f"keys-{dtype}", schema, [{"gram": np.array(keys)}])
+    model = tc.Embedding(schema, "gram")
+    with tc.TierCache(
+        folder / "store", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
+    ) as cache:
+        for _ in cache.passes(epochs=1):
+            model(torch.tensor([keys])).square().sum().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+    return folder / "store"
+
+
+def rows_of(store: Path) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    with tc.Store.open(store, mode="r") as opened:
+        ((keys, fields),) = opened.scan("gram")
+        order = np.argsort(keys)
+        return keys[order], fields[0][order]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_overlay_has_the_touched_rows_with_their_bits(tmp_path: Path, dtype: str) -> None:
+    store, out = trained(tmp_path, dtype=dtype), tmp_path / "overlay.safetensors"
+    done = tc.export_overlay(store, out)
+    keys, vectors = rows_of(store)
+    with safe_open(out, framework="pt") as file:
+        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == {f"{TENSOR}.keys", f"{TENSOR}.rows"}
+    assert found[f"{TENSOR}.keys"].tolist() == keys.tolist() == [5, 17, 900, 1999]
+    assert found[f"{TENSOR}.rows"].dtype == getattr(torch, dtype)
+    np.testing.assert_array_equal(found[f"{TENSOR}.rows"].float().numpy(), vectors)
+    assert not np.array_equal(vectors, weights()[keys].float().numpy())
+    assert metadata["tensor"] == TENSOR
+    assert metadata["base_bytes"] == str((tmp_path / "model.safetensors").stat().st_size)
+    assert done == ("gram", TENSOR, 4, out.stat().st_size, 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_merged_file_is_the_checkpoint_with_these_rows(tmp_path: Path, dtype: str) -> None:
+    store, out = trained(tmp_path, dtype=dtype), tmp_path / "merged.safetensors"
+    tc.export_overlay(store, out, merge=True)
+    before, after = load_file(tmp_path / "model.safetensors"), load_file(out)
+    keys, vectors = rows_of(store)
+    expected = before[TENSOR].clone()
+    expected[keys] = torch.from_numpy(nearest(vectors, "bfloat16")).bfloat16()
+    assert before.keys() == after.keys()
+    for name, tensor in (before | {TENSOR: expected}).items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor)
+
+
+def test_holes_of_the_checkpoint_stay_holes(tmp_path: Path) -> None:
+    """A tensor of a gigabyte of which a row is data is copied with its blocks alone."""
+    path, rows = tmp_path / "model.safetensors", 1 << 20
+    header = json.dumps({TENSOR: {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, 4 * rows * DIM]}}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 4 * rows * DIM)
+        os.pwrite(file.fileno(), np.full(DIM, 3.0, np.float32).tobytes(), 8 + len(header) + 4 * DIM * 17)
+    store = trained(tmp_path, dtype="float32", keys=(17, 18, rows - 1))
+    tc.export_overlay(store, tmp_path / "merged.safetensors", merge=True)
+    assert (tmp_path / "merged.safetensors").stat().st_blocks * 512 < 1 << 20
+    with safe_open(tmp_path / "merged.safetensors", framework="np") as merged:
+        rows_found = merged.get_slice(TENSOR)[16:20]
+    np.testing.assert_array_equal(rows_found[:, 0], [0, 3 - 0.5 * 2 * 3, 0, 0])
+
+
+def test_a_second_training_goes_on_from_a_merged_checkpoint(tmp_path: Path) -> None:
+    tc.export_overlay(trained(tmp_path), tmp_path / "merged.safetensors", merge=True)
+    keys, vectors = rows_of(tmp_path / "store")
+    start = tc.init.Checkpoint(path=str(tmp_path / "merged.safetensors"), tensor=TENSOR)
+    table = tc.Table(name="gram", dim=DIM, dtype="bfloat16", initializer=start)
+    with tc.Store.open(tmp_path / "next", tables=[table]) as store:
+        np.testing.assert_array_equal(store.lookup("gram", keys, missing="initial")["vector"], vectors)
+
+
+def test_the_command_writes_both(tmp_path: Path) -> None:
+    store, run = trained(tmp_path), CliRunner().invoke
+    base, over, merged = tmp_path / "model.safetensors", tmp_path / "over.safetensors", tmp_path / "merged.safetensors"
+    done = run(app, ["export", str(store), str(over), "--overlay", str(base), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["rows"] == 4
+    done = run(app, ["export", str(store), str(merged), "--overlay", str(base), "--merge"])
+    assert done.exit_code == 0, done.output
+    assert "a copy of the checkpoint with 4 rows of model.embed.weight, as of commit 1" in " ".join(done.output.split())
+    assert load_file(merged)[TENSOR].shape == (ROWS, DIM)
+    for more, message in ((["--format", "numpy"], "leave out --format"), (["--since", "0"], "leave out")):
+        done = run(app, ["export", str(store), str(tmp_path / "x"), "--overlay", str(base), *more])
+        assert done.exit_code != 0
+        assert message in " ".join(done.output.split())
+    done = run(app, ["export", str(store), str(tmp_path / "x")])
+    assert done.exit_code != 0
+
+
+def test_verify_reads_the_checkpoint_and_finds_another(tmp_path: Path) -> None:
+    store, run = trained(tmp_path), CliRunner().invoke
+    done = run(app, ["verify", str(store), "--checkpoints", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["checkpoints"] == {"gram": ROWS * DIM * 2}
+    changed = weights()
+    changed[1500] += 1  # no row that was trained
+    save(tmp_path / "model.safetensors", model__embed__weight=changed)
+    done = run(app, ["verify", str(store), "--checkpoints"])
+    assert done.exit_code == 1
+    assert "has other bytes at" in " ".join(done.output.split())
+
+
+def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    store, out = trained(tmp_path), tmp_path / "out.safetensors"
+    other = save(tmp_path / "other.safetensors", model__embed__weight=weights(), more=torch.ones(2))
+    with pytest.raises(CheckpointError, match="is not what table 'gram' began from"):
+        tc.export_overlay(store, out, base=other)
+    short = save(tmp_path / "short.safetensors", thing=torch.ones(ROWS, DIM + 1))
+    with pytest.raises(ImportExportError, match=r"has shape .* and table 'gram' has dim 20"):
+        tc.export_overlay(store, out, base=short, tensor="thing")
+    out.write_text("mine")
+    with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+        tc.export_overlay(store, out)
+    assert out.read_text() == "mine"
+
+
+def test_a_row_beyond_the_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    table = tc.Table(name="gram", dim=DIM)
+    with tc.Store.open(tmp_path / "store", tables=[table]) as store:
+        from tiercache.store import load_rows
+
+        keys = np.array([3, ROWS])
+        load_rows(store, [("gram", (keys, (np.ones((2, DIM), np.float32), np.zeros((2, DIM), np.float32))))])
+    base = save(tmp_path / "model.safetensors", model__embed__weight=weights())
+    with pytest.raises(ImportExportError, match="does not begin from a checkpoint: give base and tensor"):
+        tc.export_overlay(tmp_path / "store", tmp_path / "out", base=base)
+    with pytest.raises(ImportExportError, match=r"has a row of key 2000, and .* has 2,000 rows"):
+        tc.export_overlay(tmp_path / "store", tmp_path / "out", base=base, tensor=TENSOR)
+    assert {one.name for one in tmp_path.iterdir()} == {"store", "model.safetensors"}

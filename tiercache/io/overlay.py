@@ -1,0 +1,210 @@
+"""The way back to a checkpoint: the rows of a store as an overlay of a tensor, or merged into a copy of its file.
+
+An overlay is a safetensors file with ``<tensor>.keys``, int64 (n,) ascending, and ``<tensor>.rows`` (n, dim): row i
+takes the place of row ``keys[i]`` of the tensor. Its metadata name the table, the tensor, and size and header of the
+file that it belongs to.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.errors import CheckpointError, ImportExportError
+from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
+from tiercache.store import Checkpoint, Store
+from tiercache.store.bits import ITEM_BYTES, to_bits
+from tiercache.store.files import publish, sync
+from tiercache.store.scan import SCAN_BYTES
+from tiercache.store.table import Table, table_named
+from tiercache.store.tensor_file import TensorFile, find_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_COPY_BYTES = 64 << 20
+
+
+class Overlaid(NamedTuple):
+    """The result of an export to a checkpoint."""
+
+    table: str
+    tensor: str
+    rows: int
+    num_bytes: int
+    """Bytes of the file."""
+    commit: int
+
+
+def export_overlay(
+    store: Store | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    table: str | None = None,
+    tensor: str | None = None,
+    merge: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Overlaid:
+    """Write the rows of a table to a file ``out``, which must not exist, as an overlay of a checkpoint.
+
+    With ``merge`` the file is a copy of the checkpoint's file with the rows in their places, so that it loads as the
+    checkpoint does; holes of the file stay holes. An overlay has the dtype of the table, a merged tensor that of the
+    checkpoint, to whose nearest numbers rows are rounded, ties to even.
+
+    ``store``: an open store, at any of its commits, or the path of one. ``base``: a .safetensors file, an index, or a
+    folder; ``tensor``: a name in it. Both are those that the table begins from, if it does and they are not given; a
+    base must then be the file that the store knows. ``table``: None if there is one. ``progress(done, total)`` is
+    called with rows. Memory: 8 bytes a row and 128 MiB. The file gets its name when it is on disk.
+
+    Raises ImportExportError, CheckpointError and what ``Store.open`` and ``Store.scan`` raise.
+    """
+    out = to_path(out, "an export")
+    with file_errors(f"the export to {out}"), ExitStack() as stack:
+        if isinstance(store, (str, os.PathLike)):
+            store = stack.enter_context(Store.open(to_path(store, "a store"), mode="r"))
+        if store.commit is None:
+            raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
+        if out.exists():
+            raise ImportExportError(f"{out} exists: give the export a path that is free")
+        chosen = _table(store, table)
+        file = _base(store, chosen, base, tensor)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        rows = store.live_rows(chosen.name)
+        draft = stack.enter_context(staging_directory(out)) / "file"
+        said = progress or (lambda *_: None)
+        if merge:
+            if file.dtype not in _DTYPES:
+                raise ImportExportError(f"{file.label} has dtype {file.dtype}: leave out merge, and export an overlay")
+            check_space(out.parent, file.path.stat().st_blocks * 512, "the export")
+            _copy(file.path, draft)
+            place: NDArray[np.uint8] = np.memmap(draft, np.uint8, "r+", file.begin, (file.shape[0], file.row_bytes))
+            keys, dtype = None, _DTYPES[file.dtype]
+        else:
+            dtype, keys = chosen.dtype, np.sort(np.concatenate([np.empty(0, np.int64), *_keys(store, chosen)]))
+            check_space(out.parent, rows * (8 + ITEM_BYTES[dtype] * chosen.dim), "the export")
+            place = _new_file(draft, keys, chosen, file, store.commit.id)
+        done = 0
+        for found, fields in store.scan(chosen.name, memory_bytes=SCAN_BYTES, scratch=draft.parent):
+            outside = (found < 0) | (found >= file.shape[0])
+            if outside.any():
+                raise ImportExportError(
+                    f"table {chosen.name!r} has a row of key {int(found[np.argmax(outside)])}, and {file.label} has "
+                    f"{file.shape[0]:,} rows: forget the key, or export without the checkpoint"
+                )
+            order = np.argsort(found)
+            at = found[order] if keys is None else np.searchsorted(keys, found[order])
+            if len(place):
+                place[at] = _bytes(fields[0][order], dtype)
+            done += found.size
+            said(done, rows)
+        if isinstance(place, np.memmap):
+            place.flush()
+        file.check_unchanged()
+        sync(draft)
+        publish(draft, out)
+        return Overlaid(chosen.name, file.tensor, done, out.stat().st_size, store.commit.id)
+
+
+def _table(store: Store, name: str | None) -> Table:
+    """Return the table of a name; None: the only one, or the only one that begins from a checkpoint."""
+    if name is not None:
+        return table_named(store.tables, name, store.label)
+    found = [one for one in store.tables if isinstance(one.initializer, Checkpoint)] or list(store.tables)
+    if len(found) != 1:
+        raise ImportExportError(f"{store.label} has tables {', '.join(repr(one.name) for one in found)}: give one")
+    return found[0]
+
+
+def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tensor: str | None) -> TensorFile:
+    """Open the tensor that the rows belong to. Raises CheckpointError unless it is that of the store."""
+    start = table.initializer if isinstance(table.initializer, Checkpoint) else None
+    if start is None and (base is None or tensor is None):
+        raise ImportExportError(f"table {table.name!r} does not begin from a checkpoint: give base and tensor")
+    path = start.path if base is None and start is not None else str(to_path(base or "", "a checkpoint"))
+    file = find_tensor(path, tensor or (start.tensor if start is not None else ""))
+    if file.shape[1:] != (table.dim,):
+        raise ImportExportError(
+            f"{file.label} has shape {list(file.shape)} and table {table.name!r} has dim {table.dim}: give its tensor"
+        )
+    for part in store.parts:
+        record = part.checkpoints.get(table.name)
+        if record is not None and record.identities and record.identities[0] != file.identity:
+            raise CheckpointError(f"{file.label} is not what table {table.name!r} began from: give that file as base")
+    return file
+
+
+def _keys(store: Store, table: Table) -> Iterator[NDArray[np.int64]]:
+    for keys, _ in store.scan(table.name, memory_bytes=SCAN_BYTES):
+        yield keys.copy()
+
+
+def _bytes(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+    """Return numbers (n, dim), rounded to the nearest of a dtype, as bytes (n, row bytes)."""
+    rounded = np.ascontiguousarray(values) if dtype == "float32" else to_bits(values, dtype)
+    return rounded.view(np.uint8).reshape(values.shape[0], -1)
+
+
+def _new_file(path: Path, keys: NDArray[np.int64], table: Table, file: TensorFile, commit: int) -> NDArray[np.uint8]:
+    """Write header and keys of an overlay; returns its rows, as bytes (n, row bytes) to fill."""
+    row_bytes, size = ITEM_BYTES[table.dtype] * table.dim, 8 * keys.size
+    metadata = {
+        "format": "tiercache overlay 1", "table": table.name, "tensor": file.tensor, "commit": str(commit),
+        "base_bytes": str(file.identity.size), "base_header": file.identity.header,
+    }  # fmt: skip
+    tensors: dict[str, Any] = {
+        f"{file.tensor}.keys": {"dtype": "I64", "shape": [keys.size], "data_offsets": [0, size]},
+        f"{file.tensor}.rows": {
+            "dtype": _NAMES[table.dtype], "shape": [keys.size, table.dim],
+            "data_offsets": [size, size + keys.size * row_bytes],
+        },
+    }  # fmt: skip
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as new:
+        new.write(len(text).to_bytes(8, "little") + text)
+        keys.astype("<i8", copy=False).tofile(new)
+        new.truncate(8 + len(text) + size + keys.size * row_bytes)
+    if not keys.size:
+        return np.empty((0, row_bytes), np.uint8)
+    return np.memmap(path, np.uint8, "r+", 8 + len(text) + size, (keys.size, row_bytes))
+
+
+def _copy(source: Path, to: Path) -> None:
+    """Copy the data of a file; holes stay holes."""
+    with source.open("rb") as old, to.open("wb") as new:
+        size, at = os.fstat(old.fileno()).st_size, 0
+        new.truncate(size)
+        while at < size:
+            try:
+                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a hole up to the end
+                    return
+                raise
+            end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
+            while at < end:
+                at += _copy_part(old.fileno(), new.fileno(), at, min(_COPY_BYTES, end - at))
+
+
+def _copy_part(old: int, new: int, at: int, size: int) -> int:
+    """Copy up to ``size`` bytes at one place of two files; returns how many."""
+    try:
+        return os.copy_file_range(old, new, size, at, at)
+    except OSError as error:
+        if error.errno not in {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+            raise
+    data, done = memoryview(os.pread(old, size, at)), 0
+    while done < len(data):
+        done += os.pwrite(new, data[done:], at + done)
+    return done
