@@ -123,3 +123,18 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], w
     assert done.exit_code == 1
     assert re.search(words, done.output)
     assert not path.exists()
+
+
+def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
+    """Rows are exact, bytes are a bound that the training keeps; it says how they are read."""
+    from tests.train.test_checkpoint_rows import prepared, train
+
+    data = prepared(tmp_path)
+    record = json.loads(planned(str(data.path), "--json"))["checkpoint"]
+    _, reports, _ = train(data, tmp_path / "store")
+    read = [report for report in reports if report.checkpoint_rows]
+    assert [(one["pass"], one["rows"]) for one in record] == [(one.pass_index, one.checkpoint_rows) for one in read]
+    for one, report in zip(record, read, strict=True):
+        assert 0 < report.checkpoint_bytes <= one["bytes"]
+        assert one["how"] == "in order"
+    assert "begin from checkpoints in 4 passes that read in order: at most" in " ".join(planned(str(data.path)).split())

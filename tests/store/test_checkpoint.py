@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
+from tests.store.independent_format import read_record
 from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, Cursor, Store, Table
@@ -263,6 +266,26 @@ def test_a_damaged_record_is_an_error_of_the_store(tmp_path: Path) -> None:
     record.write_bytes(data)
     with pytest.raises(CorruptStoreError, match="checkpoint-"):
         Store.open(tmp_path / "store", mode="r")
+
+
+def test_the_record_is_what_the_format_says(tmp_path: Path) -> None:
+    path, tensor = tmp_path / "m.safetensors", weights(20_000)
+    save_file({TENSOR: tensor}, path)
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    (file,) = (tmp_path / "store").glob("checkpoint-*")
+    assert file.name == f"checkpoint-{table_of(path).table_id:016x}"
+    values, arrays = read_record("checkpoint", file.read_bytes())
+    data = path.read_bytes()
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    chunks = -(-tensor.numel() * 2 // 16384)
+    assert values == {
+        "table": "gram", "tensor": TENSOR, "chunk_bytes": 16384,
+        "files": [[len(data), sha256(header).hexdigest(), chunks]],
+    }  # fmt: skip
+    known = np.unpackbits(arrays["known0"].view(np.uint8))[:chunks]
+    assert known.tolist() == [1] + [0] * (chunks - 1)
+    first = data[8 + len(header) :][:16384]
+    assert arrays["crc0"].tolist() == [google_crc32c.value(first)] + [0] * (chunks - 1)
 
 
 def test_the_whole_tensor_can_be_checked_and_recorded(tmp_path: Path) -> None:
