@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.files import open_file, reason
+from tiercache.store.files import RangeReader, open_file, reason
 from tiercache.store.records import no_number, page_checksums
-from tiercache.store.store_errors import CheckpointError
+from tiercache.store.store_errors import BlockReadError, CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,7 @@ class Sums:
 
 
 class TensorFile:
-    """One tensor of a safetensors file, open for reading; a vector counts as rows of one number.
+    """One tensor of a safetensors file; a vector counts as rows of one number.
 
     Raises CheckpointError, in each method too.
     """
@@ -97,34 +97,24 @@ class TensorFile:
     def __init__(self, path: Path, tensor: str) -> None:
         self.path, self.tensor = path, tensor
         try:
-            self._handle = open_file(path)
+            handle = open_file(path)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
                 "`tiercache alter`"
             ) from error
         try:
-            self._status = os.fstat(self._handle)
-            header = self._header()
-            self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
-            self.dtype, self.shape, self.begin = self._find(header)  # begin: the tensor's first byte in the file
-        except BaseException:
-            self.close()
-            raise
+            self._status = os.fstat(handle)
+            header = self._header(handle)
+        finally:
+            os.close(handle)
+        self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
+        self.dtype, self.shape, self.begin = self._find(header)  # begin: the tensor's first byte in the file
+        self._reader = RangeReader()
         self.row_bytes = ITEM_BYTES[self.dtype] * prod(self.shape[1:])
         self.size = self.shape[0] * self.row_bytes
         """Bytes of the tensor."""
         self.num_chunks = -(-self.size // CHUNK_BYTES)
-
-    def close(self) -> None:
-        """Close the file. A second time does nothing."""
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
-            os.close(handle)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            self.close()
 
     @property
     def label(self) -> str:
@@ -132,7 +122,7 @@ class TensorFile:
         return f"tensor {self.tensor!r} of the checkpoint {self.path}"
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError unless the path still has the file that was opened, unchanged."""
+        """Raise CheckpointError unless the path still has the file of before, unchanged."""
         try:
             now = self.path.stat()
         except OSError as error:
@@ -157,7 +147,7 @@ class TensorFile:
         self.check_unchanged()
         order = np.argsort(rows, kind="stable")
         step = max(1, READ_BYTES // self.row_bytes)
-        found, buffer = np.empty((min(step, rows.size), self.row_bytes), np.uint8), np.empty(0, np.uint8)
+        found = np.empty((min(step, rows.size), self.row_bytes), np.uint8)
         for begin in range(0, rows.size, step):
             index = order[begin : begin + step]
             sorted_N = rows[index]
@@ -166,10 +156,7 @@ class TensorFile:
             reads = Reads()
             for low, high in _runs(first_C, last_C):
                 at, end = int(first_C[low]) * CHUNK_BYTES, min((int(last_C[high - 1]) + 1) * CHUNK_BYTES, self.size)
-                if buffer.size < end - at:
-                    buffer = np.empty(end - at, np.uint8)
-                data = buffer[: end - at]
-                self._read(data, at)
+                data = self._read(at, end)
                 self._check(data, int(first_C[low]), sums, checksums)
                 place = int(sorted_N[low])
                 skip = place * self.row_bytes - at
@@ -183,8 +170,7 @@ class TensorFile:
     def read_all(self, sums: Sums) -> None:
         """Compare every known chunk with the file, and note the others."""
         for at in range(0, self.size, READ_BYTES):
-            data = np.empty(min(READ_BYTES, self.size - at), np.uint8)
-            self._read(data, at)
+            data = self._read(at, min(at + READ_BYTES, self.size))
             self._check(data, at // CHUNK_BYTES, [sums], page_checksums)
         self.check_unchanged()
 
@@ -193,8 +179,7 @@ class TensorFile:
         known = np.flatnonzero(sums.known_C)
         for chunk in known[:: max(1, -(-known.size // count))]:
             at = int(chunk) * CHUNK_BYTES
-            data = np.empty(min(CHUNK_BYTES, self.size - at), np.uint8)
-            self._read(data, at)
+            data = self._read(at, min(at + CHUNK_BYTES, self.size))
             self._check(data, int(chunk), [sums], page_checksums)
 
     def _check(self, data: NDArray[np.uint8], first: int, sums: Sequence[Sums], checksums: Checksums) -> None:
@@ -209,23 +194,20 @@ class TensorFile:
                     "read them: put the former file back"
                 )
 
-    def _read(self, out: NDArray[np.uint8], at: int) -> None:
-        """Fill ``out`` from byte ``at`` of the tensor."""
-        view, done = out.data, 0
-        while done < out.size:
-            try:
-                count = os.preadv(self._handle, [view[done:]], self.begin + at + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.label} cannot be read ({reason(error)}): check the disk") from error
-            if count == 0:
-                raise CheckpointError(f"{self.label} ends before its last byte: put the former file back")
-            done += count
+    def _read(self, at: int, end: int) -> NDArray[np.uint8]:
+        """Return bytes of the tensor, in memory that this thread's next read uses again."""
+        place = str(self.path), self.begin + at, self.begin + end, self._status.st_size
+        try:
+            (data,) = self._reader.read([place])
+        except BlockReadError as error:
+            raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
+        return data
 
-    def _header(self) -> bytes:
-        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+    def _header(self, handle: int) -> bytes:
+        length = int.from_bytes(os.pread(handle, 8, 0), "little")
         if not 2 <= length <= min(_MOST_HEADER_BYTES, self._status.st_size - 8):
             raise self._invalid(f"its header has {length:,} bytes")
-        return os.pread(self._handle, length, 8)
+        return os.pread(handle, length, 8)
 
     def _find(self, header: bytes) -> tuple[str, tuple[int, ...], int]:
         """Return dtype, shape and first byte of the tensor."""
