@@ -414,3 +414,11 @@ def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdic
     """A verdict says whether the goal, the least or nothing was reached."""
     goal = Goal(key="x", goal=0.9, below=True) if below else Goal(key="x", goal=0.97, least=0.93)
     assert goal.verdict(value) == verdict
+
+
+def test_a_table_in_little_memory_is_resumed_and_exported_as_it_was_trained(tmp_path: Path) -> None:
+    found = figures("benchmarks.ngram_table", tmp_path, "--folder", str(tmp_path / "data"))
+    assert_has(found, SAID)
+    facts = ("bits_equal", "overlay_equal", "untouched_equal", "planned_equals_measured")
+    assert [found[name] for name in facts] == [True] * 4
+    assert found["rows_begun"] == found["touched_rows"] == found["overlay_rows"]
