@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-# What is imported is compiled once and kept: less than all that is installed, and not again by every process.
+# Compile imported modules once and keep the bytecode: faster than compiling all packages, or in every process.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo docs test test-long test-gpu test-stacks test-torchrec lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
@@ -29,7 +29,7 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.flights
 
-# The site, into site/: reads nothing from a network, and a warning is an error.
+# The site, in site/: built offline; warnings are errors.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -47,7 +47,7 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# Compiled once and kept: else processes of the tests compile the same at the same time.
+# Compiled once, or test processes would compile the same kernels concurrently.
 compiled-kernels: $(VENV)/.dev
 	$(BIN)/python -c "from tiercache.kernels.cpu.compile import prepare; prepare(narrow=True)"
 
@@ -55,7 +55,7 @@ compiled-shim: $(VENV)/.dev
 	$(BIN)/python -m tests.kernels.shim
 
 compiled-tests: $(VENV)/.dev
-	$(BIN)/python -m pytest --collect-only -qq > /dev/null || true # the tests themselves say what is wrong
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null || true # the tests report the errors
 
 checked: $(VENV)/.dev
 	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint docs compiled-shim compiled-tests
@@ -71,7 +71,7 @@ test-stacks: $(VENV)/.dev
 	$(PIP) --no-build-isolation --editable ".[stacks]"
 	$(BIN)/python -m pytest tests/stacks
 
-# Without what they ask for, as torchrec asks for fbgemm-gpu where fbgemm-gpu-cpu is.
+# Without dependencies: torchrec requires fbgemm-gpu even if fbgemm-gpu-cpu is installed.
 test-torchrec: $(VENV)/.dev
 	@echo "installing torchrec into $(VENV) ..."
 	$(PIP) --no-deps torchrec fbgemm-gpu-cpu tensordict pyvers cloudpickle torchmetrics lightning-utilities tqdm \

@@ -1,1 +1,1 @@
-"""Benchmarks: what tiercache promises, measured. Each prints a table and, with --json, writes the same figures."""
+"""Measurements of the guarantees. Each benchmark prints a table and, with --json, writes the same figures."""

@@ -1,14 +1,15 @@
-"""A model with nn.EmbeddingBags, converted, against itself: python -m benchmarks.adoption [--quick] [--json FILE].
+"""A converted model with nn.EmbeddingBags compared with the original: python -m benchmarks.adoption [--quick] [--json
+FILE].
 
-A model of 26 `nn.EmbeddingBag`s of dim 64 and a small top, as people write it, is trained with Adagrad in memory:
-`sparse=True` and torch's optimizers. The same model is converted by `tc.convert`, with its weights, and trained end to
-end: its data extracted, its rows imported into a new store, put in order, trained over the tiers with passes of a
-quarter of them, and committed. Both train the same samples for as many epochs, on all cores.
+A typical model of 26 `nn.EmbeddingBag`s of dim 64 and a small top is trained with Adagrad in memory, with `sparse=True`
+and torch's optimizers. The same model is converted by `tc.convert`, with its weights, and trained end to end: its data
+are extracted, its rows imported into a new store, reorganized, trained over the tiers with passes of a quarter of them,
+and committed. Both train the same samples for the same number of epochs, on all cores.
 
-speedup = seconds of the model as it was / seconds of the converted one, extraction and store included
-speedup_of_epochs = the same for the epochs alone; extract_seconds, open_seconds = what comes before these
-top_seconds = seconds of all steps without lookups, the same in both; speedup_at_most = what lookups in no time gave
-converted_vs_native = seconds of an epoch of the converted model in memory, over those of one with a single
+speedup = seconds of the original model / seconds of the converted one, including extraction and store
+speedup_of_epochs = the same for the epochs only; extract_seconds, open_seconds = the time before them
+top_seconds = seconds of all steps without lookups, equal in both; speedup_at_most = the speedup if lookups took no time
+converted_vs_native = seconds of an epoch of the converted model in memory / those with a single
 EmbeddingBagCollection; losses_close = all losses agree to 1e-3
 """
 
@@ -43,12 +44,12 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained."""
+    """The amount of training."""
 
     rows: int
-    """Of each table."""
+    """Rows of each table."""
     batches: int
-    """Of an epoch."""
+    """Batches of an epoch."""
     epochs: int
 
 
@@ -56,7 +57,7 @@ FULL, QUICK, TINY = Size(200_000, 200, 3), Size(30_000, 24, 2), Size(200, 2, 1)
 
 
 class Model(nn.Module):
-    """Vectors of 26 categories, looked up by a module for each or by one for all, and a top."""
+    """Vectors of 26 categories, from one module each or one for all, and a top."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ def bags(rows: int, **options: bool) -> nn.ModuleList:
 
 
 def schema() -> tc.Schema:
-    """Return 26 tables that Adagrad trains as torch does."""
+    """Return 26 tables, trained with Adagrad as torch does."""
     rule, begin = tc.optim.Adagrad(learning_rate=RATE), tc.init.Uniform(low=-0.05, high=0.05)
     return tc.Schema(
         features=tuple(tc.Feature(name=name) for name in NAMES),
@@ -100,7 +101,7 @@ def samples(size: Size) -> list[dict[str, Any]]:
 
 
 def step(logits: torch.Tensor, label: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """Train a batch; returns its loss."""
+    """Train a batch; return its loss."""
     loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
     loss.backward()  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
@@ -110,7 +111,7 @@ def step(logits: torch.Tensor, label: torch.Tensor, optimizers: Sequence[torch.o
 
 
 def as_it_was(model: Model, data: list[dict[str, Any]], epochs: int) -> tuple[float, list[float]]:
-    """Train in memory; returns seconds and losses. What torch takes to make tensors of the columns counts."""
+    """Train in memory; return seconds and losses. The time includes converting columns to tensors."""
     begun, losses = time.perf_counter(), list[float]()
     optimizers = [torch.optim.Adagrad(part.parameters(), lr=RATE) for part in (model.tables, model.top)]
     for _ in range(epochs):
@@ -122,7 +123,7 @@ def as_it_was(model: Model, data: list[dict[str, Any]], epochs: int) -> tuple[fl
 
 
 def trained(cache: tc.TierCache | tc.InMemoryCache, model: Model, epochs: int) -> list[float]:
-    """Train the next epochs; returns losses."""
+    """Train the next epochs; return losses."""
     by_module, losses = isinstance(model.tables, nn.ModuleList), list[float]()
     for p in cache.passes(epochs=epochs):
         for batch in p.batches(BATCH):
@@ -134,7 +135,7 @@ def trained(cache: tc.TierCache | tc.InMemoryCache, model: Model, epochs: int) -
 def converted(
     model: Model, data: list[dict[str, Any]], size: Size, folder: Path
 ) -> tuple[dict[str, float], list[float]]:
-    """Extract, import, train and commit; returns seconds and losses."""
+    """Extract, import, train and commit; return seconds and losses."""
     begun = time.perf_counter()
     budget = TABLES * size.rows * DIM * 8 // 4
     passes = tc.extract(data, schema(), folder / "passes", device_budget=budget + (4 << 20), progress=False)
@@ -157,7 +158,7 @@ def converted(
 
 
 def top_seconds(model: Model, steps: int) -> float:
-    """Return the seconds of so many steps of what is not looked up: vectors put together, the top, their backward."""
+    """Return the seconds of a number of steps without lookups: concatenation of vectors, the top, their backward."""
     vectors = [torch.rand(BATCH, DIM, requires_grad=True) for _ in NAMES]
     optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
     dense, label = torch.rand(BATCH, DENSE), torch.ones(BATCH)
@@ -180,7 +181,7 @@ def epoch_seconds(model: Model, passes: tc.PassDataset) -> float:
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
-    """Run it and return the figures."""
+    """Run the benchmark and return the figures."""
     prepare_kernels(schema().tables)
     data = samples(size)
     torch.manual_seed(1)
@@ -211,7 +212,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("adoption", __doc__, "tables of 200 MB in all")
     with called(parser, arguments) as run:
         run.record |= measure(run.size(FULL, QUICK, TINY), run.folder)

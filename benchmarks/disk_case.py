@@ -1,4 +1,4 @@
-"""The training that the out-of-core benchmark runs: sizes, data, model, and how wide its dense part must be."""
+"""The training of the out-of-core benchmark: sizes, data, model, and the width of its dense part."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ RULES: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much data there is, and how long the benchmark may take."""
+    """The amount of data, and limits on the time of the benchmark."""
 
     name: str
     passes: int
     samples: int
-    """Of each pass."""
+    """Samples of each pass."""
     vocabulary: int
-    """Ids that may be drawn; the table is those that are."""
+    """Number of ids to draw from; the table has the drawn ones."""
     batch: int
     epoch_seconds: float
-    """The most that the dense part may make an epoch, or a window, in memory last."""
+    """Limit on the seconds of an epoch, or a window, in memory; it bounds the dense part."""
     turns: int = 0
-    """Of training in memory and over the tiers."""
+    """Turns of training in memory and over the tiers."""
     turn_passes: int = 1
-    """Trained in a turn; all turns together train whole epochs."""
+    """Passes of a turn; all turns together train whole epochs."""
     window_passes: int = 0
-    """Of a window on a GPU, which has no turns."""
+    """Passes of a window on a GPU, which has no turns."""
     features: int = 8
     dim: int = 64
     repeats: int = 1
-    """Turns are divided among so many, and medians over them are reported."""
+    """Turns are divided into this number of groups, and medians over groups are reported."""
     device_bytes: int | None = None
-    """The budget of a window; None: what the passes need."""
+    """The budget of a window; None: as much as the passes need."""
     host_bytes: int | None = None
-    """The budget of a window; None: for hardly more than two passes."""
+    """The budget of a window; None: barely more than two passes."""
 
     def __post_init__(self) -> None:
         if self.turns % self.repeats or self.turns * self.turn_passes % self.passes:
@@ -71,7 +71,7 @@ class Size:
 
     @property
     def epochs(self) -> int:
-        """Epochs of a training: one that fills the store, and those of the turns."""
+        """Epochs of a training: one that fills the store, and the epochs of the turns."""
         return 1 + self.turns * self.turn_passes // self.passes
 
 
@@ -98,13 +98,13 @@ GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Passes of a size, each drawn by itself."""
+    """Passes of a size, each drawn independently."""
 
     size: Size
     optimizer: str
 
     def schema(self) -> tc.Schema:
-        """Return the schema: all features look into one table."""
+        """Return the schema: all features share one table."""
         begin = tc.init.Uniform(low=-0.05, high=0.05)
         table = tc.Table(name=TABLE, dim=self.size.dim, optimizer=RULES[self.optimizer], initializer=begin)
         features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(self.size.features))
@@ -118,7 +118,7 @@ class Drawn:
 
 
 def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
-    """Open the dataset of a size in ``folder``, or write it there."""
+    """Open the dataset of a size in ``folder``, or write it."""
     facts = (size.name, optimizer, size.passes, size.samples, size.vocabulary, size.features, size.dim)
     return write_drawn(folder / "-".join(map(str, ("passes", *facts))), Drawn(size, optimizer))
 
@@ -131,7 +131,7 @@ def dense_part(inputs: int, width: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Pooled embeddings, and above them the dense part where ``width`` is not 0 and ``light`` not set."""
+    """Pooled embeddings, followed by the dense part if ``width`` is not 0 and ``light`` is not set."""
 
     def __init__(self, schema: tc.Schema, width: int, *, light: bool) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Net(nn.Module):
         self.dense = dense_part(self.bag.out_features, width) if width else None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return one logit a sample."""
+        """Return one logit per sample."""
         out: torch.Tensor = self.bag(batch)
         if self.light or self.dense is None:
             return out.sum(dim=1) + self.bias
@@ -149,14 +149,14 @@ class Net(nn.Module):
 
 
 class Step:
-    """A step of the model; without its dense part where ``light`` is set."""
+    """A step of the model; without its dense part if ``light`` is set."""
 
     def __init__(self, cache: Any, width: int, *, light: bool, track: bool = False) -> None:
         torch.manual_seed(1)
         self._cache, self._track = cache, track
         self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
-        # Dense weights that are not tracked have another width in each run over one store.
+        # Dense weights are not tracked, because their width differs between runs over one store.
         cache.register(**({"model": self.net, "optimizer": self._optimizer} if track else {"model": self.net.bag}))
 
     def __call__(self, batch: Batch) -> None:
@@ -173,12 +173,12 @@ class DenseTimer:
     """Finds the width of the dense part that takes a given time."""
 
     def __init__(self, size: Size, device: str = "cpu", rest: Callable[[], None] = lambda: None) -> None:
-        """rest: waits until the device has done what it was given."""
+        """rest: waits until the device is idle."""
         self._batch, self._inputs = size.batch, size.features * size.dim
         self._device, self._rest = device, rest
 
     def seconds(self, width: int) -> float:
-        """Return the seconds that one sample takes in the dense part: forward, backward and step."""
+        """Return the seconds per sample in the dense part: forward, backward and step."""
         part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
         optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
         inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
@@ -195,7 +195,7 @@ class DenseTimer:
         return middle(taken[1:]) / self._batch
 
     def width(self, sample_seconds: float) -> int:
-        """Return the least width, a multiple of 4, that takes ``sample_seconds``, give or take a tenth."""
+        """Return the least width, a multiple of 4, that takes ``sample_seconds`` within a tenth."""
         width = 4
         while width < 1 << 14 and self.seconds(width) < sample_seconds:
             width = max(width + 4, width * 9 // 8 // 4 * 4)

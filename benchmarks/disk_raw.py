@@ -1,10 +1,10 @@
 """The bare disk: the reads and writes of one epoch replayed with plain pread and pwrite.
 
-One reader and one writer, as in training, each as fast as it can and neither waiting for the other. The bytes and
-ranges of every read and the blocks of every write are the plan's. As the store does, whole pages are read and written
-past the page cache, and blocks beside each other by one request. A commit ends as the store's does: fdatasync of the
-blocks, then a page of records, fdatasync, and one page to a handle that writes through. What the store adds -
-checksums, copies, places - is left out.
+One reader and one writer, as in training, each at full speed without waiting for the other. The bytes and ranges of
+every read and the blocks of every write come from the plan. As in the store, whole pages are read and written past the
+page cache, and adjacent blocks in one request. A commit ends like the store's: fdatasync of the blocks, then a page of
+records, fdatasync, and one page to a write-through handle. The store's own work (checksums, copies, offsets) is left
+out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What an epoch does to the disk."""
+    """The disk operations of an epoch."""
 
     reads: list[Span]
     commits: list[list[Span]]
@@ -62,7 +62,7 @@ class Replay:
 
     @classmethod
     def of(cls, plans: Sequence[PassPlan], *, num_passes: int, state_bytes: int) -> Replay:
-        """Lay the dumps of an epoch out in one file, a slot for each pass; ``plans`` are those of one epoch."""
+        """Lay out the dumps of an epoch in one file, with a slot per pass; ``plans`` are the plans of one epoch."""
         slot = max(slot_bytes(plan.dumps) for plan in plans) + paged(state_bytes)
         reads, commits = [], []
         for plan in plans:
@@ -82,14 +82,14 @@ def _block_rows(layout: SegmentLayout) -> list[int]:
 
 
 def slot_bytes(layouts: Sequence[SegmentLayout]) -> int:
-    """Return the bytes of the file that a dump takes."""
+    """Return the bytes of a dump in the file."""
     return sum(
         paged(rows * layout.row_bytes) + paged(rows * KEY_BYTES) for layout in layouts for rows in _block_rows(layout)
     )
 
 
 def reads_of(layout: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
-    """Cut pages [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
+    """Cut pages [low, high) at the ends of blocks; the first block begins at ``at`` and is followed by its keys."""
     begins = np.cumsum([0] + [paged(n * layout.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(layout)])
     spans = []
     while low < high:
@@ -114,10 +114,10 @@ def blocks_of(layouts: Sequence[SegmentLayout], at: int) -> list[Span]:
 
 
 class BareDisk:
-    """Two files on the store's file system, one to read and one to write."""
+    """Two files on the store's file system, one for reading and one for writing."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        """Write both, of so many bytes: whole pages."""
+        """Write both files with the given number of bytes, in whole pages."""
         self._paths = folder / "raw.read", folder / "raw.write", folder / "raw.records"
         self._data = memoryview(mmap.mmap(-1, 8 << 20))
         self._data[:] = np.random.default_rng(1).bytes(len(self._data))
@@ -139,14 +139,14 @@ class BareDisk:
             path.unlink()
 
     def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
-        """Return how long the epoch takes, the page cache empty at its begin.
+        """Return the seconds of the epoch, starting with an empty page cache.
 
-        Reads go to one place after another of ``memory`` and begin again where it ends; so do writes, which come from
-        it. Without it, there is room for one read. Writes are over what the file has.
+        Reads go to consecutive places of ``memory`` and wrap around at its end; writes come from it in the same way.
+        Without ``memory``, there is room for one read. Writes overwrite the contents of the file.
         """
         for path in self._paths[:2]:
             drop_cache(path)
-        start = threading.Barrier(3, timeout=60)  # one that cannot open its file never comes
+        start = threading.Barrier(3, timeout=60)  # a thread that cannot open its file never arrives
         with ThreadPoolExecutor(2) as threads:
             work = [
                 threads.submit(self._read, replay.reads, start, memory),
@@ -183,7 +183,7 @@ class BareDisk:
         through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()
         for spans in commits:
-            done, size = 0, sum(paged(span.size) for span in spans)  # they stand beside each other
+            done, size = 0, sum(paged(span.size) for span in spans)  # the spans are adjacent
             while done < size:
                 parts = min(size - done, REQUEST_BYTES)
                 views = _around(data, done, parts)
@@ -197,7 +197,7 @@ class BareDisk:
 
 
 def _around(memory: memoryview, at: int, size: int) -> list[memoryview]:
-    """Return ``size`` bytes from byte ``at`` on, going on at the beginning where the memory ends."""
+    """Return ``size`` bytes from byte ``at``, wrapping around at the end of the memory."""
     views: list[memoryview] = []
     while size:
         views.append(memory[at % len(memory) :][:size])

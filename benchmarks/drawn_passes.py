@@ -1,5 +1,5 @@
-"""Datasets of drawn data, sub-dataset by sub-dataset, by several processes where there are cores for them; and the ids
-in them.
+"""Datasets of random data, written sub-dataset by sub-dataset by several processes if there are cores, and their
+ids.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import RawBatch
 
 ALPHA = 1.05
-_BYTES_OF_PROCESS = 6 << 30  # of host memory, that a process may want
+_BYTES_OF_PROCESS = 6 << 30  # host memory that a process may need
 
 
 class Drawn(Protocol):
-    """Data that can be drawn pass by pass; it travels to the processes."""
+    """Data that can be drawn pass by pass; it is sent to the processes."""
 
     @property
     def size(self) -> Any:
-        """How much there is: `passes` of an epoch, above all."""
+        """Return the size, at least the `passes` of an epoch."""
 
     def schema(self) -> tc.Schema:
         """Return its schema."""
 
     def draw(self, index: int) -> RawBatch:
-        """Return the samples of a pass, the same whenever it is called."""
+        """Return the samples of a pass; every call returns the same."""
 
 
 def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:
     """Draw ids below ``rows`` whose popularity follows a power law of ``ALPHA``, and permute them.
 
-    The law is that of the Merlin synthetic models: floor((r ((rows + 1)^g - 1) + 1)^(1/g)) - 1 with g = 1 - alpha.
+    The law is the one of the Merlin synthetic models: floor((r ((rows + 1)^g - 1) + 1)^(1/g)) - 1 with g = 1 - alpha.
     """
     power = 1.0 - ALPHA
     drawn = (rng.random(count) * ((rows + 1.0) ** power - 1.0) + 1.0) ** (1.0 / power)
@@ -62,7 +62,7 @@ def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArr
 
 
 def write_drawn(folder: Path, data: Drawn) -> tc.PassDataset:
-    """Open the dataset in ``folder``, or write it there."""
+    """Open the dataset in ``folder``, or write it."""
     if not folder.exists():
         unfinished = folder.with_suffix(".part")
         unfinished.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What the embedding benchmark compares, each in a process of its own that is told what to measure and when.
+"""The contenders of the embedding benchmark, each in its own process that receives commands.
 
-Ours is the public step of a user over an InMemoryCache that holds whole tables. The peers are what a user would write
-with torch alone, and FBGEMM's CPU table-batched embedding: each gets its ids in the form it likes best, ahead of time,
-and need not put the outputs of its tables side by side.
+Ours is a user's public step over an InMemoryCache that holds whole tables. The peers are code that a user would write
+with torch only, and FBGEMM's CPU table-batched embedding. Each gets its ids ahead of time in its preferred form, and
+need not concatenate the outputs of its tables.
 
 Commands come over a pipe: ``build, SHAPE, OPTIMIZER, WARM_UP``, ``run, REPEATS`` and ``drop``.
 
@@ -45,19 +45,19 @@ LEARNING_RATE = 0.01
 
 
 def state_floats(optimizer: str, dim: int) -> int:
-    """Return the floats of optimizer state beside a vector."""
+    """Return the floats of optimizer state per vector."""
     return {"sgd": 0, "adagrad": dim, "rowwise": 1, "adam": 2 * dim}[optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Tables, and how they are looked up."""
+    """Tables and their lookups."""
 
     name: str
     num_tables: int
     """1: all features share one table; else one table for each feature."""
     rows: int
-    """Of each table."""
+    """Rows of each table."""
     num_features: int = 26
     num_samples: int = 8192
     dim: int = 64
@@ -84,7 +84,7 @@ BUSY = Shape(name="shared_100k", num_tables=1, rows=100_000)
 
 @functools.lru_cache(maxsize=1)
 def batches_of(shape: Shape) -> NDArray[np.int32]:
-    """Return the row ids of every batch: (batches, F, N), the same in every process; not to be changed."""
+    """Return the row ids of every batch: (batches, F, N), equal in every process; do not modify."""
     rng, size = np.random.default_rng(7), (NUM_BATCHES, shape.num_features, shape.num_samples)
     return permuted_power_law(rng, shape.rows, math.prod(size)).astype(np.int32).reshape(size)
 
@@ -98,7 +98,7 @@ def distinct_rows(shape: Shape, ids_FN: NDArray[np.int32]) -> int:
 
 @functools.lru_cache(maxsize=1)
 def gradients_of(shape: Shape) -> list[NDArray[np.float32]]:
-    """Return two gradients of the pooled output, (N, F * D), used in turn; not to be changed."""
+    """Return two gradients of the pooled output, (N, F * D), used alternately; do not modify."""
     rng = np.random.default_rng(11)
     size = shape.num_samples, shape.num_features * shape.dim
     return [rng.standard_normal(size, dtype=np.float32) * np.float32(1e-3) for _ in range(2)]
@@ -109,8 +109,8 @@ def bytes_to_move(shape: Shape, optimizer: str, distinct: float, *, rows_once: b
 
     4 E of ids read, 4 E of the slot map read, 4 E of slots written and read; 4 E D of rows read, of pooled output
     written and of gradients read; and for each of U distinct rows, its vector and its state read and written once.
-    Sorting and all scratch count as nothing. ``rows_once``: the forward too reads each distinct row only once, as
-    ours does where the output is large, and a cache that holds all rows would.
+    Sorting and scratch memory are not counted. ``rows_once``: the forward also reads each distinct row only once, as
+    ours does if the output is large, and as a cache that holds all rows would.
     """
     entries, dim = shape.num_entries, shape.dim
     looked_up = distinct if rows_once else entries
@@ -130,9 +130,7 @@ def _hash_ordered(rows: int, table_id: int) -> NDArray[np.int64]:
 
 
 class WholeTables:
-    """A dataset of one sub-dataset whose key sets are whole tables: what a PassDataset would be for them, without
-    files.
-    """
+    """A dataset of one sub-dataset whose key sets are whole tables: a stand-in for a PassDataset, without files."""
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32]) -> None:
         self.path = "whole tables"
@@ -150,7 +148,7 @@ class WholeTables:
         self._words = np.ascontiguousarray(ids_BFN.transpose(0, 2, 1)).reshape(-1)
 
     def rows(self, _table: str) -> int:
-        """Return those of every table."""
+        """Return the rows of every table."""
         return self._rows
 
     def keys(self, table: str) -> NDArray[np.int64]:
@@ -158,13 +156,13 @@ class WholeTables:
         return _hash_ordered(self._rows, self._tables[table].table_id)
 
     def rare_keys(self) -> None:
-        """Return None: no key shares its row."""
+        """Return None: no keys share a row."""
 
     def check_samples(self) -> None:
-        """Return: there are some."""
+        """Do nothing: the samples are valid."""
 
     def read(self, indices: NDArray[np.int64], into: SampleMemory, *, orders: Sequence[IdOrder] = ()) -> EncodedBatch:
-        """Return the samples at ``indices`` as a sub-dataset does."""
+        """Return the samples at ``indices``, like a sub-dataset."""
         layout = BlockLayout.of(self._layout, lambda _: 0, self.rows, indices.size, orders)
         places = layout.place({})
         block = SampleBlock(into.take(places.begins[-1]), layout, places)
@@ -204,7 +202,7 @@ class TorchBags:
         ]
         kinds = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
         self._optimizer = kinds[optimizer]([bag.weight for bag in self._bags], lr=LEARNING_RATE)
-        if shape.num_tables == 1:  # one call: samples side by side, in each its features
+        if shape.num_tables == 1:  # one call: samples are concatenated, each with its features
             ids = [[batch.T.reshape(-1)] for batch in ids_BFN]
             cuts = [[grad.reshape(-1, shape.dim)] for grad in grads]
         else:
@@ -223,7 +221,7 @@ class TorchBags:
 
 
 class RowWise:
-    """Row-wise Adagrad by hand over all tables in one tensor: ``unique``, ``index_add``, no autograd."""
+    """Hand-written row-wise Adagrad over all tables in one tensor: ``unique``, ``index_add``, no autograd."""
 
     def __init__(self, shape: Shape, _optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
         rows = shape.num_tables * shape.rows
@@ -245,7 +243,7 @@ class RowWise:
 
 
 class Fbgemm:
-    """``SplitTableBatchedEmbeddingBagsCodegen``; its backward updates. On a CPU it has no Adam."""
+    """``SplitTableBatchedEmbeddingBagsCodegen``; its backward updates. It has no Adam on a CPU."""
 
     def __init__(
         self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any], device: str = "cpu"
@@ -286,7 +284,7 @@ class Fbgemm:
 
 
 class Copy:
-    """A copy of ``NUM_BYTES`` by all threads: what the machine's memory gives."""
+    """A copy of ``NUM_BYTES`` by all threads: the memory bandwidth of the machine."""
 
     NUM_BYTES = 256 << 20
 
@@ -304,7 +302,7 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
 
 
 def serve(pipe: Connection, name: str, threads: int) -> None:
-    """Do what is asked for until nobody asks any more, and answer with the seconds of each step that was run."""
+    """Execute commands until the pipe closes, and answer with the seconds of each step."""
     torch.set_num_threads(threads)
     contender: Any = None
     number = 0
@@ -319,7 +317,7 @@ def serve(pipe: Connection, name: str, threads: int) -> None:
                 for number in range(warm_up):
                     contender.step(number)
             elif command == "run":
-                contender.step(number)  # caches and clocks have rested
+                contender.step(number)  # caches and clocks were idle
                 for _ in range(words[0]):
                     number += 1
                     begun = time.perf_counter()

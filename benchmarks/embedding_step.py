@@ -1,16 +1,16 @@
-"""The embedding step against its peers: python -m benchmarks.embedding_step [--quick | --busy] [--json FILE].
+"""The embedding step compared with its peers: python -m benchmarks.embedding_step [--quick | --busy] [--json FILE].
 
 One step is forward, backward and update of all lookups of a batch, as a user runs them: module, ``backward``, step.
-Every contender has a process of its own with two threads; one runs at a time, in turns of a few steps, so that all
-see the same noise; where memory does not hold all their tables, they come one after the other. A step's time is the
-median over all turns.
+Every contender has its own process with two threads. One runs at a time, in turns of a few steps, so that all see the
+same noise; if memory cannot hold all their tables, they run one after another. A step's time is the median over all
+turns.
 
 Keys: ms_CONTENDER_OPTIMIZER_SHAPE[_default] are milliseconds; speedup_vs_PEER_OPTIMIZER_SHAPE[_default] the peer's
 time over ours; share_of_copy_bandwidth_OPTIMIZER_SHAPE[_default] the bytes that the step must move
-(embedding_contenders.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
-bytes both counted. The plain keys are the least over shapes (share_of_copy_bandwidth: and over optimizers) where the
-allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is. With --busy alone:
-busy_ratio, the steps a second of our two threads over those of one, beside two processes that are always busy.
+(embedding_contenders.bytes_to_move) over its time, relative to the bytes per second of a copy by all threads, counting
+both read and written bytes. The plain keys are the minimum over shapes (share_of_copy_bandwidth: and over optimizers)
+with an allocator that keeps freed memory, for all contenders; keys that end in _default use the default allocator.
+With --busy only: busy_ratio, the steps per second of our two threads over one thread, next to two busy processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COPY_BYTES = 2 * (256 << 20)
-"""Read and written by a step of the contender "copy"."""
+"""Bytes read and written by a step of the contender "copy"."""
 PEERS = {"torch": ("adagrad", "adam"), "by_hand": ("rowwise",), "fbgemm": ("adagrad", "rowwise")}
 """The optimizers that each peer has."""
 SPEEDUPS = {
@@ -42,7 +42,7 @@ SPEEDUPS = {
     "speedup_vs_torch_rowwise": ("by_hand", ("rowwise",)),
     "speedup_vs_fbgemm": ("fbgemm", ("adagrad", "rowwise")),
 }
-"""Plain keys: the peer, and the optimizers over which the least is taken."""
+"""Plain keys: the peer, and the optimizers over which the minimum is taken."""
 GOALS = (
     Goal(key="speedup_vs_torch", goal=3, least=2.5),
     Goal(key="speedup_vs_torch_rowwise", goal=1.5, least=1.2),
@@ -51,7 +51,7 @@ GOALS = (
 )
 BUSY_GOAL = Goal(key="busy_ratio", goal=0.75)
 ALLOCATORS = {
-    "": {  # freed memory stays: no contender pays for fresh pages in every step
+    "": {  # keep freed memory: no contender pays for fresh pages in every step
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(64 << 30),
         "MALLOC_TOP_PAD_": str(256 << 20),
@@ -61,7 +61,7 @@ ALLOCATORS = {
 
 
 class Process:
-    """A contender at work in a process of its own, with its allocator and threads; see embedding_contenders."""
+    """A contender in its own process, with its allocator and threads; see embedding_contenders."""
 
     def __init__(self, name: str, allocator: str, threads: int = cases.THREADS) -> None:
         self.name = name
@@ -76,11 +76,11 @@ class Process:
         theirs.close()
 
     def tell(self, *command: Any) -> None:
-        """Send a command, whose answer is still to be heard."""
+        """Send a command without waiting for its answer."""
         self._pipe.send(command)
 
     def hear(self) -> list[float]:
-        """Return the answer to the oldest command. Raises EOFError where the process has ended."""
+        """Return the answer to the oldest command. Raises EOFError if the process has ended."""
         seconds: list[float] = self._pipe.recv()
         return seconds
 
@@ -97,11 +97,11 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How often is measured."""
+    """The number of measurements."""
 
     turns: int
     steps: int
-    """Of each turn."""
+    """Steps of each turn."""
     warm_up: int
     """Steps before the first turn."""
     optimizers: tuple[str, ...] = cases.OPTIMIZERS
@@ -114,7 +114,7 @@ TINY_PLANS = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizer
 
 
 class Bench:
-    """Runs cases; keeps processes from one case to the next where memory holds the tables of all."""
+    """Runs cases; keeps processes between cases if memory holds the tables of all."""
 
     def __init__(self, contenders: Sequence[str]) -> None:
         self._contenders = contenders
@@ -153,7 +153,7 @@ class Bench:
 
 
 def busy_ratio(shape: cases.Shape, plan: Plan) -> dict[str, float]:
-    """Return our steps a second with one thread and with two, in turns beside two processes that are always busy."""
+    """Return our steps per second with one thread and with two, alternating, next to two busy processes."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cases.THREADS)]
     processes = {threads: Process("ours", "", threads) for threads in (1, cases.THREADS)}
     seconds: dict[int, list[float]] = {threads: [] for threads in processes}
@@ -194,7 +194,7 @@ def figures_of(
 
 
 def plain_keys(record: dict[str, Any], shapes: Sequence[cases.Shape], allocator: str) -> dict[str, Any]:
-    """Return the least of every figure over shapes; None where a peer was not there."""
+    """Return the minimum of every figure over shapes; None if a peer is missing."""
     plain: dict[str, Any] = {}
     for key, (peer, optimizers) in SPEEDUPS.items():
         names = [f"speedup_vs_{peer}_{o}_{s.name}{allocator}" for o in optimizers for s in shapes]
@@ -207,10 +207,12 @@ def plain_keys(record: dict[str, Any], shapes: Sequence[cases.Shape], allocator:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     quick = "26 tables of 100k rows, the reusing allocator and fewer steps only"
     parser = options_of("embedding_step", __doc__, quick, tiny="both allocators, so small that times mean nothing")
-    parser.add_argument("--busy", action="store_true", help="one thread and two beside two busy processes, only")
+    parser.add_argument(
+        "--busy", action="store_true", help="only compare one and two threads next to two busy processes"
+    )
     with called(parser, arguments) as run:
         shapes = run.size(cases.FULL, cases.QUICK, cases.TINY)
         if run.options.busy:
@@ -258,8 +260,8 @@ def _print(record: dict[str, Any], shapes: Sequence[cases.Shape]) -> None:
         cells = []
         for name in names:
             value, ratio = record.get(f"ms_{name}_{tail}"), record.get(f"speedup_vs_{name}_{tail}")
-            beside = "" if ratio is None else f" ({ratio:.2f})"
-            cells.append("-" if value is None else f"{value:.1f}{beside}")
+            ratio_text = "" if ratio is None else f" ({ratio:.2f})"
+            cells.append("-" if value is None else f"{value:.1f}{ratio_text}")
         cells.append(f"{record[f'copy_bytes_per_second_{tail}'] / 1e9:.1f}")
         cells.append(f"{record[f'share_of_copy_bandwidth_{tail}']:.2f}")
         table.add_row(shape.name, optimizer, "default" if allocator else "reuses", *cells)

@@ -3,20 +3,20 @@
 Two ranks on this machine, one thread each, over Gloo. Each has half of every table's rows, by their hashes, and half of
 a batch's samples; ids follow a power law of 1.05. A turn is a step with exchanged rows, then, for comparison, a step of
 the same samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same
-three calls (addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
+three calls (addresses, rows, gradients). Times are from the slower rank, and the median of all turns.
 
-Keys, for each SHAPE and plain for the least favorable one: wire_ratio_SHAPE is the bytes that left the ranks over the
-fewest that must: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
-from the ids. time_ratio_SHAPE is what the exchange adds to a step (the exchanged step less the one with all rows on the
-rank: both gather rows and sum up gradients) over the bare all-to-all; cpu_ratio_SHAPE the same of the seconds of CPU
-that all threads of both ranks took, which stands where other processes want the cores too. time_ratio_of_calls_SHAPE is
-the whole time within the two calls that exchange rows and gradients over the bare all-to-all: it counts the summing of
-gradients, which the step on one rank has too, as the exchange's. bytes_saved_by_unique_ids_SHAPE is how many times the
-bytes would be without, where every lookup traveled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
-those, over that of the exchange's calls.
+Keys, for each SHAPE, and without suffix for the least favorable one: wire_ratio_SHAPE is the bytes that left the ranks
+over the minimum: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
+from the ids. time_ratio_SHAPE is the time that the exchange adds to a step (the exchanged step minus the one with all
+rows on the rank: both gather rows and sum up gradients) over the bare all-to-all; cpu_ratio_SHAPE is the same in CPU
+seconds of all threads of both ranks, which is reliable if other processes need the cores too.
+time_ratio_of_calls_SHAPE is the total time of the two calls that exchange rows and gradients over the bare all-to-all:
+it includes the summing of gradients, which the step on one rank also has. bytes_saved_by_unique_ids_SHAPE is the factor
+by which the bytes would grow if every lookup traveled; time_saved_by_unique_ids_SHAPE is the time of a bare all-to-all
+of those bytes over the time of the exchange's calls.
 
-Each rank is a process of this module, called with --rank SHAPE TURNS WARM_UP by torchrun; rank 0 writes what all ranks
-measured as one line of JSON.
+Each rank is a process of this module, called with --rank SHAPE TURNS WARM_UP by torchrun; rank 0 writes the
+measurements of all ranks as one line of JSON.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ GOALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Tables, each looked up by a feature with one id a sample, and a global batch."""
+    """Tables, each looked up by a feature with one id per sample, and a global batch."""
 
     num_tables: int
     rows: int
-    """Of each table in the pass."""
+    """Rows of each table in the pass."""
     num_samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
     dim: int
 
 
@@ -140,18 +140,20 @@ class Rank:
         return [group_rows(self.groups[0], (vectors,), slots, starts)]
 
     def least_bytes(self, batch: int) -> dict[str, int]:
-        """Return the bytes that must leave all ranks for a batch, and without unique rows, counted from its ids."""
+        """Return the minimum of bytes that leave all ranks for a batch, with and without unique rows, counted from its
+        ids.
+        """
         once = each = 0
         for t, table in enumerate(self.tables):
             low, high = self.owners.low_TW[t, self.ranks.rank], self.owners.high_TW[t, self.ranks.rank]
             ids = self.batches[batch][table.name].ids
             remote = ids[(ids < low) | (ids >= high)]
             once, each = once + np.unique(remote).size, each + remote.size
-        row_bytes = 4 + 2 * 4 * self.shape.dim  # an address there, a row back, a gradient there
+        row_bytes = 4 + 2 * 4 * self.shape.dim  # an address sent, a row returned, a gradient sent
         return {"once": once * row_bytes, "each": each * row_bytes}
 
     def ask(self, batch: int) -> ExchangedInput:
-        """Ask the owners for the rows of a batch."""
+        """Request the rows of a batch from their owners."""
         ids = self.batches[batch]
         return self.input_dist.exchange(self.layout, LocalInput(ids=ids, modes=dict.fromkeys(ids)), "a batch")
 
@@ -161,9 +163,9 @@ class Rank:
         return self.exchange.wire.bytes_sent + self.input_dist.wire.bytes_sent
 
     def train(self, exchanged: ExchangedInput, following: int) -> tuple[dict[str, float], ExchangedInput]:
-        """Train a batch while the following one is asked for, as a training does.
+        """Train a batch while the next one is requested, as in a training.
 
-        Returns the seconds of its exchange there, back, and of both together, and the following one.
+        Returns the seconds of the exchange of rows, of gradients, and of both together, and the next batch.
         """
         seconds, gradients = {}, RowGradients(1)
         self.ranks.barrier()
@@ -183,7 +185,7 @@ class Rank:
         return seconds, next_asked
 
     def train_alone(self, batch: int) -> tuple[float, float]:
-        """Train this rank's samples of a batch with the rows of all ranks here; return seconds, and those of CPU."""
+        """Train this rank's samples of a batch with local rows of all ranks; return seconds and CPU seconds."""
         gradients = RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
@@ -194,17 +196,17 @@ class Rank:
         return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
-        """Pool a batch, and leave the gradient of the output."""
+        """Pool a batch, and set the gradient of the output."""
         none = torch.empty(0)
         lookup = TableLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]))
         out = self.backend.empty(self.gradient.shape, np.float32)
         (lookup.found,) = self.backend.pool([(lookup.rows, lookup.entries)], out)
-        arrival = Arrival(cast("Any", None), [torch.from_numpy(self.gradient)], [()], 0)  # of no module
+        arrival = Arrival(cast("Any", None), [torch.from_numpy(self.gradient)], [()], 0)  # without a module
         lookup.defer(self.gradient.shape[1], arrival)
         arrival.state = State.STEPPING
 
     def bare(self, exchanged: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:
-        """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
+        """Return seconds and CPU seconds of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
         send = [0 if r == me else int(times * exchanged.request.counts_WS[r].sum()) for r in range(size)]
         receive = [int(n) for n in self.ranks.exchange_splits(np.array(send, dtype=np.int64)[:, None])[:, 0]]
@@ -231,7 +233,7 @@ class Rank:
 
 
 def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
-    """Measure, and let rank 0 print what all did."""
+    """Measure, and let rank 0 print the results of all ranks."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.distributed.init_process_group("gloo")
     ranks = communicator_of()
@@ -260,7 +262,7 @@ def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
 
 
 def measure(shape: str, turns: int, warm_up: int) -> list[dict[str, Any]]:
-    """Run the ranks; return what each measured. Raises CalledProcessError where one of them failed."""
+    """Run the ranks; return the results of each. Raises CalledProcessError if one of them failed."""
     ranks = ["--standalone", "--nproc-per-node", str(NUM_RANKS), "-m", "benchmarks.exchange", "--rank", shape]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *ranks, str(turns), str(warm_up)],
@@ -293,7 +295,7 @@ def figures_of(shape: str, told: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("exchange", __doc__, "26 tables of 20k rows only")
     parser.add_argument("--rank", nargs=3, metavar=("SHAPE", "TURNS", "WARM_UP"), help="be one rank")
     with called(parser, arguments) as run:

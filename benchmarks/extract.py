@@ -1,11 +1,12 @@
-"""Extraction against DuckDB and Polars: python -m benchmarks.extract [--quick] [--json FILE].
+"""Extraction compared with DuckDB and Polars: python -m benchmarks.extract [--quick] [--json FILE].
 
 The data are 26 columns of int64 and 26 of strings, power law 1.05 over 10 to 20 million values, permuted, in Parquet
-as pyarrow writes it. The peers group each column by value and count. We write key sets with the same counts, and whole
-datasets. keyset_speed_vs_fastest, string_speed_vs_fastest: key sets of the columns of integers, and of strings, against
-the faster peer on the same columns. dataset_speed_vs_fastest: a dataset with samples of the columns of integers against
-the same. small_passes_ratio: seconds of a dataset of 165 passes over those of 21. peak_over_limit: memory beside an
-idle process over the memory limit, with files (uncompressed) of 10 times the limit.
+written by pyarrow. The peers group each column by value and count. We write key sets with the same counts, and whole
+datasets. keyset_speed_vs_fastest, string_speed_vs_fastest: key sets of the integer columns, and of the string columns,
+relative to the faster peer on the same columns. dataset_speed_vs_fastest: a dataset with samples of the integer
+columns, relative to the same peer. small_passes_ratio: seconds of a dataset of 165 passes over 21 passes.
+peak_over_limit: memory in excess of an idle process over the memory limit, with uncompressed files of 10 times the
+limit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LIMIT = 64 << 20
 
 
 def write_data(path: Path, rows: int, sizes: dict[str, int], **options: Any) -> None:
-    """Write columns of drawn values below ``sizes``, strings where the name begins with "s", and a label."""
+    """Write columns of random values below ``sizes``, strings if the name begins with "s", and a label."""
     rng, step = np.random.default_rng(0), 1 << 18
     kinds = [(name, pa.string() if name.startswith("s") else pa.int64()) for name in sizes]
     schema = pa.schema([*kinds, ("y", pa.float32())])
@@ -101,7 +102,7 @@ def our_seconds(path: Path, kind: str, folder: Path, *, samples: bool, **options
 
 
 def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]:
-    """Measure everything; the best of each one's repeats, taken in turn."""
+    """Measure everything; the best of alternating repeats."""
     runs: dict[str, Callable[[], tuple[float, int]]] = {}
     for kind in "is":
         if importlib.util.find_spec("duckdb") is not None:
@@ -135,12 +136,12 @@ def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]
 
 
 def measure_peak(folder: Path) -> dict[str, Any]:
-    """Extract data of 10 times a memory limit, uncompressed, and return what that takes."""
+    """Extract uncompressed data of 10 times a memory limit, and return the peak memory."""
     path, names = folder / "large.parquet", [f"i{c}" for c in range(8)]
     sizes = dict.fromkeys(names, 60_000)
     write_data(path, 10 * _LIMIT // (8 * 8), sizes, compression="none", use_dictionary=False)
     short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
-    prepare()  # what libraries and compiled kernels take comes before
+    prepare()  # load libraries and compile kernels first
     before, most, is_over = of_process("status")["RssAnon"], 0, threading.Event()
 
     def watch() -> None:
@@ -157,7 +158,7 @@ def measure_peak(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     with called(options_of("extract", __doc__, "fewer rows"), arguments) as run:
         rows, data = run.size(4_000_000, 400_000, 5000), run.folder / "data.parquet"
         if not run.options.tiny:

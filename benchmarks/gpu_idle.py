@@ -98,7 +98,7 @@ class _Tables:
 
 
 def _passes_of(case: str, folder: Path) -> tc.PassDataset:
-    """Open the dataset of a case in ``folder``, or write it there."""
+    """Open the dataset of a case in ``folder``, or write it."""
     if case == "tiny":
         size = Size(name="idle", batch=BATCH, batches=BATCHES, passes=PASSES, divisor=1024, window_passes=1)
         return synthetic_dataset(folder, Data("tiny", size))
@@ -174,7 +174,7 @@ class _Training:
         self.fresh()
 
     def _next(self) -> Any:
-        """Return the next pass. The one before need not have been trained."""
+        """Return the next pass. The previous one need not have been trained."""
         if self._pass is not None:
             self._pass.skip()
         self._pass = next(self._passes)
@@ -219,7 +219,7 @@ class _Training:
         return 1e6 * _low(taken), self.gpu.counts.copy(), len(taken)
 
     def close(self) -> None:
-        """End it."""
+        """Close the cache."""
         self._passes.close()
         self._cache.close()
 
@@ -303,7 +303,7 @@ def measure_switch(repeats: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("gpu_idle", __doc__, "fewer steps", tiny="as few steps as show that all of it runs")
     with called(parser, arguments) as run:
         steps, turns = run.size((2000, 9), (400, 3), (5, 1))

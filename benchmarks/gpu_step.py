@@ -4,7 +4,7 @@ All rows are on the GPU (InMemoryCache). Ids follow a power law of 1.05 and are 
 ids on the GPU: the protocol of the figures that FBGEMM and DynamicEmb publish. A step is forward, backward with a
 constant gradient, and `cache.optimizer.step()`.
 
-gpu_ms: GPU time of a step, measured by events behind a sleep that hides the host. wall_ms: wall time per step of a loop
+gpu_ms: GPU time of a step, measured by events after a sleep that hides the host. wall_ms: wall time per step of a loop
 that never waits; host_ms: its CPU time on the training thread. synced_ms: as published, events around each step and a
 wait after it. roof_ms: the bytes that must move, at the rate of a copy (4 E of ids; U rows read and E written by the
 forward; E gradients; rows and states of U read and written). roof_fraction: roof_ms / gpu_ms. us_KERNEL: microseconds
@@ -208,7 +208,7 @@ def step(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def peers(machine: TrainingMachine, keep: Keep) -> None:
-    """Measure `nn.EmbeddingBag(sparse=True)` with torch's optimizers, and FBGEMM where it is installed."""
+    """Measure `nn.EmbeddingBag(sparse=True)` with torch's optimizers, and FBGEMM if it is installed."""
     shape = FULL if machine.is_gpu else DRY
     contenders: list[tuple[str, Any, str]] = [("torch", TorchBags, "adagrad"), ("torch", TorchBags, "adam")]
     contenders += [("fbgemm", Fbgemm, optimizer) for optimizer in ("sgd", "adam", "adagrad", "rowwise")]

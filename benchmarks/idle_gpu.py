@@ -1,8 +1,8 @@
-"""A GPU that does nothing, under the real `CudaBackend`: it leaves only the host's part of a step.
+"""A GPU that does nothing, under the real `CudaBackend`: only the host's part of a step remains.
 
 It replaces CuPy's launches, the driver, and torch's CUDA memory, streams, events and sort. Everything else is real:
-autograd, torch's Python bindings, and all of tiercache. Device memory is host memory, so whatever torch computes
-there runs on the CPU. A replaced call costs almost nothing and a real CUDA call costs more, so calls are counted by
+autograd, torch's Python bindings, and all of tiercache. Device memory is host memory, so torch's computations
+there run on the CPU. A replaced call costs almost nothing and a real CUDA call costs more, so calls are counted by
 kind:
 
 launch KERNEL, sort; allocate (device memory), allocate pinned; copy (to the device, asynchronous), copy table (a
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tiercache.kernels.arrays import View
 
-_SMS = 132  # an H100's
+_SMS = 132  # as in an H100
 _FREE_BYTES, _BYTES = 8 << 30, 16 << 30
 
 
@@ -73,7 +73,7 @@ class IdleGpu(CudaDevice):
         self.counts["event"] += 1
         return _Event()
 
-    # -- what kernels ask for -------------------------------------------------------------------------------
+    # -- called by kernels ------------------------------------------------------------------------------------
 
     def stream(self) -> int:
         """Return the address of a stream."""
@@ -93,23 +93,23 @@ class IdleGpu(CudaDevice):
         return self.download(array)
 
     def sort(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory of a sort, which is nothing's order."""
+        """Return uninitialized memory in place of a sorted order."""
         self.counts["sort"] += 1
         return self.empty(keys.shape[0], np.int32), self.empty(keys.shape[0], np.int64)
 
     def describe(self, array: Any) -> View | None:
-        """Return where a tensor lies."""
+        """Return the description of a tensor's memory."""
         return describe(array, "__array_interface__")
 
     def prepare(self) -> None:
         """Compile nothing."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Count it."""
+        """Count the call."""
         self.counts["pin"] += 1
 
     def unpin(self, address: int) -> None:
-        """Count it."""
+        """Count the call."""
         self.counts["unpin"] += 1
 
     def _function(self, kernel: str) -> Callable[..., None]:
@@ -124,8 +124,8 @@ class IdleGpu(CudaDevice):
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in memory that no other tensor uses.
 
-        Memory is reused by shape, as torch's caching allocator does, so that each step gets the addresses, and finds
-        the launch tables, of the step before.
+        Memory is reused by shape, as in torch's caching allocator, so that each step gets the addresses, and finds
+        the launch tables, of the previous step.
         """
         self.counts["allocate"] += 1
         key = tuple(shape), dtype
@@ -168,13 +168,13 @@ class IdleGpu(CudaDevice):
         return _FREE_BYTES, _BYTES
 
     def wait_event(self, _event: Any) -> None:
-        """Count it."""
+        """Count the call."""
         self.counts["event"] += 1
 
     wait_uploaded = wait_event
 
     def record_use(self, _tensor: torch.Tensor) -> None:
-        """Count it."""
+        """Count the call."""
         self.counts["record stream"] += 1
 
     def receive(self, _sent: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -183,14 +183,14 @@ class IdleGpu(CudaDevice):
         self.counts["record stream"] += len(tensors)
 
     def synchronize(self) -> None:
-        """Return at once: nothing runs."""
+        """Return at once: nothing is queued."""
 
     def enter_thread(self) -> None:
-        """Count it."""
+        """Count the call."""
         self.counts["context"] += 1
 
     def random_state(self) -> torch.Tensor:
-        """Return a state that nothing uses."""
+        """Return an unused state."""
         return torch.zeros(1, dtype=torch.uint8)
 
     def set_random_state(self, state: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""What the kernel benchmark runs: a batch's ids and slots, the rows of one dim and dtype, and the operations on them.
+"""Cases of the kernel benchmark: a batch's ids and slots, the rows of one dim and dtype, and the operations on them.
 
 Legend: F features, N samples, E = F * N lookups, D dim, S slots, U distinct rows of a batch, P rows of a switch.
-Vectors are float32, or of 16 bits with their state in float32: then the names of operations end in `_bf16` or `_fp16`.
+Vectors are float32, or 16-bit with their state in float32: then the names of operations end in `_bf16` or `_fp16`.
 Lookups are uniform over the rows, so that caches help little; the batch of the updates follows a power law of 1.05.
-The bytes that each operation must move are those that `benchmarks.kernels` lists.
+`benchmarks.kernels` lists the bytes that each operation must move.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiercache.store.optimizer import Optimizer
 
 DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
-"""Dtypes of vectors, and what names of operations on them end in."""
+"""Dtypes of vectors, and the suffixes of operations on them."""
 
 RATE, BAG, PIECE_BYTES = 1e-6, 2, 4 << 20
 _NO_ARGMAX = np.empty((0, 0), np.int32)
@@ -52,26 +52,26 @@ def rule(optimizer: str, dim: int) -> stepping.Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How large the batch and its tables are."""
+    """The size of the batch and its tables."""
 
     num_samples: int
     rows: int
-    """Of each table."""
+    """Rows of each table."""
     dims: tuple[int, ...] = (16, 32, 64, 128)
     num_features: int = 26
     moved_rows: int = 1_000_000
-    """P at most."""
+    """Upper limit of P."""
     samples: int = 7
-    """Times of each operation, of which the median counts."""
+    """Timed samples of each operation; the median is reported."""
 
     @property
     def num_entries(self) -> int:
-        """E."""
+        """Return E."""
         return self.num_features * self.num_samples
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Return S."""
         return self.num_features * self.rows
 
 
@@ -120,13 +120,13 @@ class Rows:
     words: Any
     """(S, W): the 4-byte words of vectors, as switches move them."""
     vectors: stepping.Vectors
-    """The same, as lookups and steps take them."""
+    """The same vectors, as lookups and steps take them."""
     rounding: stepping.Rounding
-    """What a step rounds them by."""
+    """The rounding of a step."""
 
     @classmethod
     def of(cls, machine: Machine, num_slots: int, dim: int, dtype: str) -> Rows:
-        """Make rows of 0.01."""
+        """Create rows of 0.01."""
         if dtype == "float32":
             words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
             return cls(dim, DTYPES[dtype], words, stepping.Vectors(words, dim), stepping.NO_ROUNDING)
@@ -143,13 +143,13 @@ class Rows:
 
 
 def gradients_of(machine: Machine, size: Size, dim: int) -> stepping.Gradients:
-    """Return the gradient of a lookup of one id for each sample and feature."""
+    """Return the gradient of a lookup of one id per sample and feature."""
     flat = machine.place(np.full(size.num_entries * dim, 1e-3, np.float32))
     return stepping.Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
 
 
 def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
-    """Yield the operations on rows of one dim, first of float32; arrays go when the iterator does."""
+    """Yield the operations on rows of one dim, float32 first; arrays are freed with the iterator."""
     for dtype in DTYPES:
         rows = Rows.of(machine, batch.size.num_slots, dim, dtype)
         yield from lookups(machine, batch, rows)
@@ -206,7 +206,7 @@ def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         f"unpack{rows.tail}", 2 * moved * row_bytes + 4 * moved,
-        lambda: machine.kernels.unpack(fields, batch.order, pieces),  # places among the slots, no two the same
+        lambda: machine.kernels.unpack(fields, batch.order, pieces),  # distinct random slots
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def _first_rows(machine: Machine, batch: Batch, vectors: stepping.Vectors) -> Ca
     moved, dim = batch.moved, vectors.dim
     keys = machine.place(np.random.default_rng(5).integers(-(2**62), 2**62, moved))
     more: tuple[Any, ...] = (batch.order,)
-    if not machine.on_device:  # the CPU makes them side by side; `unpack` brings them to their slots
+    if not machine.on_device:  # the CPU creates them adjacent; `unpack` moves them to their slots
         vectors, more = stepping.Vectors(vectors.values[:moved], dim), ()
     return Case(
         "initial_rows", (8 + 4 * len(more)) * moved + 4 * moved * dim,
@@ -223,7 +223,7 @@ def _first_rows(machine: Machine, batch: Batch, vectors: stepping.Vectors) -> Ca
 
 
 def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:
-    """Yield the operations on ids, which know no dim."""
+    """Yield the operations on ids, which do not depend on dim."""
     size = batch.size
     entries = size.num_entries
     table_ids = np.random.default_rng(1).integers(0, 2**64, size.num_features, np.uint64)
@@ -286,7 +286,7 @@ def _bags(machine: Machine, batch: Batch, rows: Rows, slots: Any) -> Iterator[Ca
             np.full(features, mode, np.int8), cols, out, slots, argmax, place, scale,
         )  # fmt: skip
 
-    read = 8 * bags + entries * rows.vector_bytes  # where bags begin, and rows
+    read = 8 * bags + entries * rows.vector_bytes  # starts of bags, and rows
     pooled = 20 * entries + read + 4 * bags * dim
     for name, num_bytes, arguments in (
         ("pool_sum", pooled, (SUM, NONE_F4, _NO_ARGMAX, NONE_F4)),

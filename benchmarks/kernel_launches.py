@@ -1,8 +1,8 @@
-"""Launches and host microseconds of a step of 26 tables in five groups, where no GPU does any work.
+"""Launches and host microseconds of a step of 26 tables in five groups, without GPU work.
 
-`CudaBackend` looks up and steps rows as it does on a GPU, over an `IdleGpu`. Arrays are tiny: torch's own calls, which
-are real and run on the CPU, then take about what they take to launch a kernel. Times are those of the thread on its
-core, so that others on the machine do not count.
+`CudaBackend` looks up and steps rows as on a GPU, over an `IdleGpu`. Arrays are tiny: torch's own calls, which
+are real and run on the CPU, then take about as long as a kernel launch. Times are CPU times of the thread, so other
+processes do not count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WARM, _TIMED = 50, 400
 def launches(*, bags: bool) -> tuple[int, float]:
     """Return the launches of a step, and the median host microseconds of its lookup and its update.
 
-    bags: features have two ids a sample, summed; else one id.
+    bags: features have two summed ids per sample; otherwise one id.
     """
     backend, gpu = idle_backend()
     adagrad, uniform = Adagrad(learning_rate=0.1), Uniform(low=-0.1, high=0.1)

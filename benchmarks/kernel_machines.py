@@ -1,6 +1,6 @@
-"""Where the kernel benchmark runs, and its clock: the numba kernels, CUDA kernels on a GPU, or CUDA sources on the CPU.
+"""Machines and clocks of the kernel benchmark: numba kernels, CUDA kernels on a GPU, or CUDA sources on the CPU.
 
-All three have the same operations under the same names; a machine adds the device to a call where one is needed.
+All three have the same operations under the same names; a machine adds the device argument if a call needs one.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 256 << 20
 _CALLS_OF_SAMPLE = 10
-_MOST_COPIES = 256  # of what a stream takes before a launch waits
+_MOST_COPIES = 256  # limit of queued copies, below the depth at which a launch blocks
 
 
 class Times(NamedTuple):
     """Medians over samples."""
 
     seconds: float
-    """Of a call."""
+    """Seconds of a call."""
     host_seconds: float | None
-    """What Python takes to launch it; None where the call is done when it returns."""
+    """Python time to launch it; None if the call is synchronous."""
 
 
 class GpuClock:
     """Times calls on the default stream by events.
 
-    A sample is ten calls behind copies that keep the GPU busy until the last is launched, so no gap between launches
-    counts, however slow Python is. Only a call that waits for the GPU itself leaves gaps, in both its times; its host
-    time is that of samples without copies, which it would wait for too.
+    A sample is ten calls queued after copies that keep the GPU busy until the last is launched, so gaps between
+    launches do not count, however slow Python is. Only a call that waits for the GPU itself leaves gaps, in both its
+    times; its host time is then taken from samples without copies, because it would wait for them too.
     """
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
-        ones = np.ones(COPY_BYTES // 4, np.float32)  # CuPy's own would be a kernel, for which it wants CUDA's headers
+        ones = np.ones(COPY_BYTES // 4, np.float32)  # CuPy's own function would be a kernel that needs CUDA's headers
         self._from, self._to = cupy.asarray(ones), cupy.asarray(ones)
         self._copy_seconds: float | None = None
 
@@ -56,7 +56,7 @@ class GpuClock:
         self._cupy.copyto(self._to, self._from)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the medians of single calls, after two that count for nothing."""
+        """Return the medians of single calls, after two warm-up calls."""
         call()
         self._cupy.cuda.Device().synchronize()
         begun = time.perf_counter()
@@ -76,13 +76,13 @@ class GpuClock:
         return Times(middle(taken), middle(launched))
 
     def _copies_for(self, seconds: float) -> int:
-        """Return how many copies take the GPU so long."""
+        """Return the number of copies that keep the GPU busy for this time."""
         if self._copy_seconds is None:
             self._copy_seconds = min(self._sample(self.copy, 1)[0] for _ in range(3))
         return min(4 + math.ceil(seconds / self._copy_seconds), _MOST_COPIES)
 
     def _sample(self, call: Callable[[], Any], copies: int) -> tuple[float, float, bool]:
-        """Return the seconds of a call on the GPU and to launch it, and whether the GPU copied until all were."""
+        """Return the seconds of a call on the GPU and to launch it, and True if the copies outlasted all launches."""
         begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         for _ in range(copies):
             self.copy()
@@ -120,7 +120,7 @@ class CpuMachine:
         return self.place(np.zeros(shape, dtype))
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the median of single calls, after one that counts for nothing."""
+        """Return the median of single calls, after one warm-up call."""
         call()
         taken = []
         for _ in range(samples):
@@ -138,7 +138,7 @@ class CpuMachine:
 
 
 class CudaMachine:
-    """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
+    """GPU 0, on the default stream, except for concurrent calls; time by CUDA events."""
 
     on_device = True
 
@@ -168,7 +168,7 @@ class CudaMachine:
         return self._cupy.cuda.alloc_pinned_memory(num_bytes)
 
     def copy_over_link(self, pinned: Any, array: Any, way: str) -> None:
-        """Copy an array "to_host" or "from_host" by the copy engine."""
+        """Copy an array "to_host" or "from_host" with the copy engine."""
         runtime = self._cupy.cuda.runtime
         if way == "to_host":
             runtime.memcpyAsync(pinned.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, 0)
@@ -176,7 +176,7 @@ class CudaMachine:
             runtime.memcpyAsync(array.data.ptr, pinned.ptr, array.nbytes, runtime.memcpyHostToDevice, 0)
 
     def beside(self, *calls: Callable[[], Any]) -> None:
-        """Do two calls at once, each on a stream of its own, behind what was begun and before what comes next."""
+        """Run two calls at once, each on its own stream, after earlier and before later work."""
         cupy = self._cupy.cuda
         begun = cupy.Event(disable_timing=True)
         begun.record(cupy.Stream.null)
@@ -189,7 +189,7 @@ class CudaMachine:
             cupy.Stream.null.wait_event(done)
 
     def forget(self) -> None:
-        """Give what no array needs back to the GPU: torch has a pool of its own."""
+        """Return unused memory to the GPU: torch has a separate pool."""
         torch.cuda.empty_cache()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
@@ -199,7 +199,7 @@ class CudaMachine:
 
 
 class ShimMachine:
-    """The CUDA sources run on the CPU by the tests' shim, where no time means anything."""
+    """The CUDA sources run on the CPU by the tests' shim; times are meaningless."""
 
     name, on_device = "shim", True
 
@@ -212,7 +212,7 @@ class ShimMachine:
         return self.device.place(array)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return rubbish in guarded memory."""
+        """Return garbage in guarded memory."""
         return self.device.array(shape, dtype)
 
 
@@ -225,7 +225,7 @@ def _operations(kind: str, *device: Any) -> Any:
 
 
 def open_machine(wanted: str | None) -> Measured:
-    """Return the machine that was asked for; without a wish, the GPU where one is."""
+    """Return the requested machine; by default the GPU if there is one."""
     if wanted != "cpu":
         try:
             return CudaMachine()

@@ -1,34 +1,34 @@
-"""Every kernel against the memory's speed: python -m benchmarks.kernels [--quick] [--device cpu|cuda] [--json FILE].
+"""Every kernel relative to memory bandwidth: python -m benchmarks.kernels [--quick] [--device cpu|cuda] [--json FILE].
 
-An operation's share of copy bandwidth is the bytes that it must move over its time, over the bytes per second of a copy
-in the same run, read and written bytes both counted. (A CPU's copy is torch's, which also fetches what it writes over:
-kernels that write past the caches come above 1.) On a CPU the numba kernels are measured, by the wall clock; on a
-GPU the CUDA kernels, by events; there a step of lookup, sort and update is also compared with `nn.EmbeddingBag` and
-torch's optimizers. The goals are of one H200 at 65,536 samples: elsewhere there is no verdict.
+An operation's share of copy bandwidth is the bytes that it must move over its time, relative to the bytes per second of
+a copy in the same run, counting both read and written bytes. (A CPU's copy is torch's, which also fetches the bytes it
+overwrites: kernels that write past the caches can exceed 1.) On a CPU the numba kernels are measured by the wall clock;
+on a GPU the CUDA kernels by events. On a GPU a step of lookup, sort and update is also compared with `nn.EmbeddingBag`
+and torch's optimizers. The goals apply only to one H200 at 65,536 samples.
 
 Bytes that must move (E lookups, D dim, U distinct rows of the skewed batch, P rows moved, state: floats of a row's
-optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, and pool_none, a vector an id, 12 E + 8 E D (ids, slot
-map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor for each entry), pool_max 24 E + 8 E D
-(which entry was largest), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,
-bags, gradients of weights); sort 12 E (slots in, pairs out, however often it goes over them); update_X 8 E + 4 E D + 8
-U (D + state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and a
-state of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; index_build,
-all tables by key set, 24 bytes a key and 16 a place; index_find 28 E (key, one place, position).
-Vectors of OPERATION_bf16 are bfloat16, of OPERATION_fp16 float16: 2 bytes for each of their D in place of 4, with state
-in float32; their updates read 8 bytes more a row, which decide how it is rounded.
+optimizer state): gather 4 E + 8 E D; pool_one, one id per feature, and pool_none, a vector per id, 12 E + 8 E D (ids,
+slot map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor per entry), pool_max 24 E + 8 E D
+(index of the maximum), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,
+bags, gradients of weights); sort 12 E (slots in, pairs out, regardless of the number of sweeps); update_X 8 E + 4 E D +
+8 U (D + state); sorted_update_X, with the sort, 4 E + 4 E D + 8 U (D + state); pack 16 P D + 8 P (rows of a vector and
+a state of D floats, slots, order); unpack 16 P D + 4 P; initial_rows 8 P + 4 P D, with slots 12 P + 4 P D; index_build,
+all tables by key set, 24 bytes per key and 16 per place; index_find 28 E (key, one place, position). Vectors of
+OPERATION_bf16 are bfloat16, of OPERATION_fp16 float16: 2 bytes for each of their D instead of 4, with state in float32;
+their updates read 8 more bytes per row, which determine the rounding.
 
 Keys: ms_OPERATION[_DIM], bytes_OPERATION[_DIM], share_OPERATION[_DIM]; share_gather, share_pool, share_update,
-share_sorted_update, share_pack and share_unpack are the least over dims (and pools, and optimizers), and so are
-share_gather_bf16 and the others of those ends, which have no goal. The update has the same goal without the sort and
-with it. ms_torch_OPTIMIZER_DIM, ms_step_OPTIMIZER_DIM; speedup_vs_torch is the least over dims of Adagrad. On a GPU
+share_sorted_update, share_pack and share_unpack are the minimum over dims (and pools, and optimizers), and so are
+share_gather_bf16 and the others with these suffixes, which have no goal. The update has the same goal with and without
+the sort. ms_torch_OPTIMIZER_DIM, ms_step_OPTIMIZER_DIM; speedup_vs_torch is the minimum over dims of Adagrad. On a GPU
 link_share_rows_to_host_DIM and _from_host_DIM: packing P vectors into pinned host memory and unpacking them, as a share
-of the link's own copy; link_share_rows_both_ways_DIM: one beside the other, as a share of both copies one after the
-other, so that 2 is the most; and host_ms_X beside each ms_X: what Python takes to launch it, which ms_X does not hold
-(calls are queued behind copies), with the GPU's time where a call waits for it. A step goes at the slower of both, and
-so do those of speedup_vs_torch.
+of the link's own copy; link_share_rows_both_ways_DIM: both at once, as a share of both copies one after another, so
+that 2 is the maximum; and host_ms_X for each ms_X: the Python time to launch it, which ms_X excludes (calls are queued
+after copies), including the GPU's time if a call waits for it. The slower of both limits a step, and likewise the steps
+of speedup_vs_torch.
 
---dry gives launches_one_id and host_us_one_id of a step of 26 tables in five groups, one id a feature, and those of
-bags: the launches, torch's sort among them, and the host's microseconds where no GPU does any work.
+--dry prints launches_one_id and host_us_one_id of a step of 26 tables in five groups, one id per feature, and the same
+for bags: the launches, including torch's sort, and the host's microseconds without GPU work.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure(machine: Measured, case: cases.Case, tail: str, copied: float, sampl
 
 
 def measure_all(machine: Measured, size: cases.Size, run: Run) -> None:
-    """Measure every operation, and find the least of those with a goal; figures are written after each dim."""
+    """Measure every operation, and the minimum of those with a goal; figures are written after each dim."""
     batch, record = cases.Batch(size, machine), run.record
     record["distinct_rows"] = batch.distinct
     copied = machine.copy_bytes_per_second(size.samples)
@@ -153,9 +153,9 @@ def our_step(machine: Machine, batch: cases.Batch, dim: int, optimizer: str) -> 
 
 
 def over_link(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
-    """Pack straight into pinned host memory and unpack from it, as a switch does, with few blocks.
+    """Pack directly into pinned host memory and unpack from it, as a switch does, with few blocks.
 
-    Returns times of each way and of both at once, and their shares of copies of as many bytes, one at a time.
+    Returns times of each direction and of both at once, and their shares of copies of equal size, one at a time.
     """
     samples, moved = batch.size.samples, batch.moved
     vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))
@@ -194,7 +194,7 @@ def over_link(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, A
 
 
 def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
-    """Compile every kernel where NVRTC is installed, run each operation once on the CPU, and count launches."""
+    """Compile every kernel if NVRTC is installed, run each operation once on the CPU, and count launches."""
     try:
         for architecture in architectures:
             cubins = cuda.compile_all(architecture)
@@ -219,7 +219,7 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("kernels", __doc__, "8,192 samples and small tables")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and run each operation once on the CPU")

@@ -1,4 +1,4 @@
-"""What every benchmark says beside its figures: the machine, the versions, the command; and how it says it."""
+"""Common parts of benchmarks: options, machine and versions, goals, tables and output."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ PACKAGES = (
     "torch", "numpy", "numba", "lmdb", "zarr", "pyarrow", "google-crc32c", "rocksdict", "duckdb", "polars",
     "fbgemm-gpu-cpu", "fbgemm-gpu", "cupy-cuda12x", "cupy-cuda13x", "tiercache",
 )  # fmt: skip
-"""Whose versions stand beside figures, of those that are installed."""
+"""Packages whose versions are recorded, if installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """A figure that was promised."""
+    """A figure with a goal."""
 
     key: str
     goal: float
     least: float | None = None
-    """What must be reached at least; None: the goal itself."""
+    """The least acceptable value; None: the goal itself."""
     below: bool = False
-    """Whether small is good."""
+    """True if smaller is better."""
 
     def verdict(self, value: float | None) -> str:
         """Return "goal", "least" or "missed"; "not measured" without a value."""
@@ -63,7 +63,7 @@ class Goal:
 
 
 class Run:
-    """A benchmark that was called: its options, a folder on the disk that is measured, and its figures so far."""
+    """A run of a benchmark: its options, a folder on the measured disk, and its figures so far."""
 
     def __init__(self, name: str, options: argparse.Namespace, given: Sequence[str], *, keep: bool) -> None:
         self.name, self.options, self._keep = name, options, keep
@@ -72,22 +72,22 @@ class Run:
         self._facts = len(self.record)
 
     def size(self, full: Size, quick: Size, tiny: Size) -> Size:
-        """Return the size that was asked for."""
+        """Return the requested size."""
         return {"full": full, "quick": quick}.get(self.record["size"], tiny)
 
     @functools.cached_property
     def folder(self) -> Path:
-        """A folder that is deleted at the end; where it was named and a benchmark keeps its data, that one."""
+        """A folder that is deleted at the end, or the named folder of a benchmark that keeps its data."""
         named: Path | None = getattr(self.options, "folder", None)
-        beside = named or Path.cwd()
-        beside.mkdir(parents=True, exist_ok=True)
+        parent = named or Path.cwd()
+        parent.mkdir(parents=True, exist_ok=True)
         kept = self._keep and named is not None
-        made = beside if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=beside))
+        made = parent if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent))
         self.record["file_system"] = file_system(made)
         return made.resolve()
 
     def show(self) -> None:
-        """Print all figures, but for the verdicts."""
+        """Print all figures except the verdicts."""
         table = table_of(f"{self.name}, size {self.record['size']}", "", "")
         for key, value in list(self.record.items())[self._facts :]:
             if isinstance(value, str | bool) or value is None:
@@ -116,7 +116,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """Write the figures, so far or all of them, as one flat object, where they were asked for."""
+        """Write the figures, so far or all of them, as one flat object, if requested."""
         if self.options.json is not None:
             flat = {key: value for key, value in self.record.items() if not isinstance(value, dict | list | tuple)}
             self.options.json.write_text(json.dumps(flat, indent=1) + "\n")
@@ -126,7 +126,7 @@ class Run:
 def options_of(
     name: str, description: str | None, quick: str, *, tiny: str = "so small that times mean nothing", folder: str = ""
 ) -> argparse.ArgumentParser:
-    """Return what every benchmark understands: --quick, --tiny, --json and, where ``folder`` says what, --folder."""
+    """Return the common options: --quick, --tiny, --json and, if ``folder`` is its help text, --folder."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help=f"{quick}, under 45 seconds")
     parser.add_argument("--tiny", action="store_true", help=tiny)
@@ -138,7 +138,7 @@ def options_of(
 
 @contextlib.contextmanager
 def called(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, keep: bool = False) -> Iterator[Run]:
-    """Read the command line; at the end delete the folder and note the seconds. keep: --folder stays as it is left."""
+    """Read the command line; at the end delete the folder and note the seconds. keep: --folder is not deleted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     run = Run(parser.prog.rpartition(".")[2], parser.parse_args(given), given, keep=keep)
     begun = time.perf_counter()
@@ -151,7 +151,7 @@ def called(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, 
 
 
 def _without_places(arguments: Sequence[str]) -> Iterator[str]:
-    """Leave out where figures go and where data lies, which is different on every machine."""
+    """Remove paths of results and data, which differ on every machine."""
     left = iter(arguments)
     for argument in left:
         if argument in ("--json", "--folder"):
@@ -161,7 +161,7 @@ def _without_places(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def environment(module: str, arguments: Sequence[str], packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Return command, date, hardware and versions as flat JSON values; of the command no places of files."""
+    """Return command, date, hardware and versions as flat JSON values; the command without paths."""
     record: dict[str, Any] = {
         "command": " ".join(["python -m", module, *_without_places(arguments)]),
         "date": dt.datetime.now(tz=dt.UTC).isoformat(timespec="seconds"),
@@ -180,7 +180,7 @@ def environment(module: str, arguments: Sequence[str], packages: Iterable[str] =
 
 
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
-    """Return a table whose first columns hold words and whose others hold numbers."""
+    """Return a table whose first columns hold words and the others numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right")
@@ -205,7 +205,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def drop_cache(path: Path) -> None:
-    """Let go of the clean, unmapped pages that the page cache holds of a file."""
+    """Drop the clean, unmapped pages of a file from the page cache."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -214,7 +214,7 @@ def drop_cache(path: Path) -> None:
 
 
 def of_process(file: str, process: int | str = "self") -> dict[str, int]:
-    """Return the bytes that /proc counts of a process in its `io` or `status`; of one that has ended nothing."""
+    """Return the bytes that /proc counts for a process in its `io` or `status`; nothing if it has ended."""
     try:
         lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -224,19 +224,19 @@ def of_process(file: str, process: int | str = "self") -> dict[str, int]:
 
 
 def process_bytes_read() -> int:
-    """Return the bytes that this process made block devices read so far."""
+    """Return the bytes that this process has read from block devices."""
     return of_process("io")["read_bytes"]
 
 
 class PeakMemory:
-    """Between enter and exit, how far the resident memory of this process rises at most; mapped files count."""
+    """The peak growth of this process's resident memory between enter and exit; mapped files count."""
 
     def __init__(self) -> None:
         self.growth_bytes = 0
 
     def __enter__(self) -> Self:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed must not hide what this takes
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier work must not hide new allocations
         Path("/proc/self/clear_refs").write_text("5")
         self._before = of_process("status")["VmRSS"]
         return self

@@ -1,10 +1,10 @@
 """Tables of language models: python -m benchmarks.ngram [--quick] [--json FILE].
 
 Tokens are pieces of words of Python source code. Keys are those of Qwen's n-gram table: eight heads of 2-grams and
-3-grams, 16 rows a token.
+3-grams, 16 rows per token.
 
 million_tokens_per_second = tokens / seconds of `record_ngrams`, from tokens in memory to durable key sets; and
-keyset_speed_vs_duckdb = DuckDB's seconds to group the same keys, given to it as a column, and to count each / ours.
+keyset_speed_vs_duckdb = DuckDB's seconds to group the same keys, passed as a column, and to count each / ours.
 
 The same model is trained on the same batches with its table in memory and out of core, in turns of some passes, after
 one epoch of each. The dense part is one small layer, so that rows are most of a step.
@@ -139,7 +139,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A training that goes from pass to pass of a cache."""
+    """A training that advances from pass to pass of a cache."""
 
     def __init__(self, cache: Any, model: Net, tokens: tc.TokenFiles, batch: int) -> None:
         self.cache, self._model, self._tokens, self._batch = cache, model, tokens, batch
@@ -224,7 +224,7 @@ def seconds_of(step: Callable[[torch.Tensor], None], batches: Sequence[torch.Ten
 
 
 def _dense_step(size: Size, grams: tc.NGrams) -> Callable[[torch.Tensor], None]:
-    """Return a step with the same dense part, and with vectors that nobody looks up."""
+    """Return a step with the same dense part, and with vectors that are not looked up."""
     vectors = torch.randn(size.batch, size.length, grams.num_heads, size.dim, requires_grad=True)
 
     class Given(nn.Module):
@@ -286,7 +286,7 @@ def _sparse(size: Size, grams: tc.NGrams, _folder: Path) -> Callable[[torch.Tens
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("ngram", __doc__, "fewer tokens and a smaller table", folder="on the disk that is measured")
     with called(parser, arguments) as run:
         size = run.size(FULL, QUICK, TINY)

@@ -1,21 +1,22 @@
-"""Training over the tiers against training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
+"""Training over the tiers compared with training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
 
---device cuda [--dry] is another form, for a table of 40 GB: `out_of_core_gpu` says how it is run. Here is the CPU's.
+--device cuda [--dry] is another form, for a table of 40 GB, described in `out_of_core_gpu`. This module is the CPU
+form.
 
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
-one thread in both. The first epoch only fills the store, without the dense part; the epochs after it are measured, in
-turns: some passes in memory, the same over the tiers (in every other turn first), and behind some turns the bare
-disk. Both trainings go on where they were and rest in between, so a slow second of the machine meets both. Times of
-some turns together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are dropped
-from the page cache after every pass.
+one thread in both. The first epoch only fills the store, without the dense part. Later epochs are measured in
+turns: some passes in memory, the same over the tiers (in every other turn first), and after some turns the bare
+disk. Both trainings resume where they stopped and pause in between, so a slow second of the machine affects both. Times
+of some turns together are a repeat, and medians over repeats are reported; --quick has one. The store's pages are
+dropped from the page cache after every pass.
 
 demand = seconds that the bare disk takes for an epoch's reads and writes / seconds of the epoch in memory
 throughput_ratio = tiered samples/s / in-memory samples/s
 bound_ratio = max(in-memory seconds, bare disk's seconds) / tiered wall seconds
-wait_fraction = (waits, those at the ends of turns too, + pack + unpack + commit) of the training thread / tiered
+wait_fraction = (waits, including those at the ends of turns, + pack + unpack + commit) of the training thread / tiered
 wall seconds
-rest_fraction = what turns take at their ends, until nothing goes on beside the training / tiered wall seconds
+rest_fraction = time at the ends of turns until all background work is done / tiered wall seconds
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ NEVER = np.iinfo(np.int64).max
 
 
 def fewest_rows_read(keys_P: Sequence[NDArray[np.int64]], capacity_V: Sequence[int], row_bytes: int) -> list[int]:
-    """Return the fewest rows that can be read at each pass, beginning at pass 0 with empty memory.
+    """Return the minimum of rows read at each pass, starting at pass 0 with empty memory.
 
-    Found row by row, farthest next use out first, by nothing of the planner's but the bytes of cached rows that each
-    pass grants, and the rules of the tiers: rows that two passes in a row need stay on the device, a dump is in memory
-    until the load of the pass after next is done, and what is thinned out at pass v serves the loads of v + 1 on.
+    Computed row by row, evicting the farthest next use first. It uses nothing from the planner except the bytes of
+    cached rows that each pass grants, and the rules of the tiers: rows that two consecutive passes need stay on the
+    device, a dump stays in memory until the load of the pass after next is done, and rows thinned out at pass v serve
+    the loads of v + 1 and later.
 
     keys_P: the keys of each sub-dataset, any order; sub-datasets repeat in their order. capacity_V: bytes granted at
     each pass.
@@ -79,7 +81,7 @@ def fewest_rows_read(keys_P: Sequence[NDArray[np.int64]], capacity_V: Sequence[i
 
 
 def _next_gaps(rows_P: Sequence[NDArray[np.int64]], num_rows: int) -> list[NDArray[np.int64]]:
-    """Return, for each row of each sub-dataset, how many passes later it is needed again."""
+    """Return, for each row of each sub-dataset, the number of passes until it is needed again."""
     coming = np.full(num_rows, NEVER, dtype=np.int64)
     distances: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows_P)
     for pass_index in reversed(range(2 * len(rows_P))):
@@ -117,12 +119,12 @@ class Demand:
     """One load on the disk."""
 
     suffix: str
-    """Of its keys."""
+    """Suffix of its keys."""
     target: float | None
-    """The demand that the dense part's width is chosen for; None: no dense part."""
+    """The demand that determines the dense part's width; None: no dense part."""
     optimizer: str
     longer_turns: int = 1
-    """Where passes are short turns have more of them, and more is measured."""
+    """Factor of the number of turns if passes are short, to measure longer."""
 
 
 DEMANDS = {
@@ -133,11 +135,11 @@ DEMANDS = {
 
 GOALS_OF_GPU = ("throughput_ratio", "bound_ratio", "wait_fraction", "planned_equals_measured")
 BARE_EPOCHS = 4
-"""Measured on the bare disk: one behind each turn, or one behind each so many where there are more turns."""
+"""Epochs measured on the bare disk: one after each turn, or after every few turns if there are more."""
 
 
 def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any]:
-    """Run one demand and return its figures, without suffix."""
+    """Measure one demand and return its figures, without suffix."""
     say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_passes=size.turn_passes * demand.longer_turns)
     passes = disk_case.dataset(folder, size, demand.optimizer)
@@ -148,7 +150,9 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
     path = folder / "store.tc"
     with BareDisk(folder, replay(state_bytes=8 << 20).file_bytes) as disk, windows.open_store(passes, path) as store:
         width = 0
-        if demand.target is not None:  # with which an epoch in memory takes the disk's seconds over the demand
+        if (
+            demand.target is not None
+        ):  # choose the width so that an epoch in memory takes the disk's seconds over the demand
             wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
             width = disk_case.DenseTimer(size).width(wanted - _seconds_without_dense(passes, size))
         say(f"dense width {width}: first epochs")
@@ -190,7 +194,7 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
 
 
 def _seconds_without_dense(passes: tc.PassDataset, size: disk_case.Size) -> float:
-    """Return the seconds of one sample in memory where there is no dense part."""
+    """Return the seconds of one sample in memory without a dense part."""
     cache = InMemoryCache(passes)
     run = windows.MemoryRun(cache, disk_case.Step(cache, 0, light=True), size.batch, windows.CPU, shuffle=True)
     run.turn(1)
@@ -202,7 +206,7 @@ def _seconds_without_dense(passes: tc.PassDataset, size: disk_case.Size) -> floa
 def _figures(
     size: disk_case.Size, tiered: windows.TieredRun, seconds: dict[str, list[float]], work: Replay
 ) -> dict[str, Any]:
-    """Return times and what follows from them; seconds are those of epochs, of rests those at the ends of turns."""
+    """Return times and derived figures; seconds are per epoch, of rests per turn end."""
     bare, rests = middle(seconds["bare"]), sum(seconds["rests"])
     pairs = list(zip(means(seconds["memory"], size.repeats), means(seconds["tiered"], size.repeats), strict=True))
     memory, wall = (middle(values) for values in zip(*pairs, strict=True))
@@ -211,7 +215,7 @@ def _figures(
     first = len(trained) - len(reports)
     switches = windows.switch_seconds(
         trained[first - 1 : -1], reports
-    )  # a turn begins with the end of the pass before it
+    )  # a turn begins with the end of the previous pass
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
         "in_memory_turns": " ".join(f"{value:.3f}" for value in seconds["memory"]),
@@ -258,7 +262,7 @@ def _facts(
     tiered: windows.TieredRun,
     size: disk_case.Size,
 ) -> dict[str, Any]:
-    """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
+    """Return the facts that do not depend on time: rows read, the minimum, the plan, the bits."""
     row_bytes = plans[0].row_bytes_G[0]
     fewest = fewest_rows_read(
         [p.keys(disk_case.TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes
@@ -283,7 +287,7 @@ def _facts(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of(
         "out_of_core", __doc__, "the first demand on a small table", folder="its datasets are used again"
     )

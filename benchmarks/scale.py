@@ -1,27 +1,27 @@
 """A store of ten times a memory limit, trained under it, killed and resumed: python -m benchmarks.scale [--quick].
 
 A dataset is planned by `tiercache plan` with budgets below the limit. A child process trains it over the tiers, for two
-epochs, under the limit; a second one does the same on another store and is killed by SIGKILL in the midst of a pass of
-the second epoch; a third one resumes that store, under the same limit. Then both stores are compared,
+epochs, under the limit. A second one does the same on another store and is killed by SIGKILL in the middle of a pass of
+the second epoch. A third one resumes that store, under the same limit. Then both stores are compared,
 every row bit by bit, and digests compare the dense parts. A smaller model of the same shape is trained in memory,
 before and, in the full size, after. It needs somewhat more than twice the bytes of the rows on disk, all deleted.
 
-The limit is RLIMIT_DATA: the kernel refuses a child all private memory beyond it, used or not. Pages of files count
-for no limit, so the child drops those of the store and of the dataset from the page cache after each pass.
+The limit is RLIMIT_DATA: the kernel refuses a child all private memory beyond it, used or not. File pages do not count,
+so the child drops the pages of the store and of the dataset from the page cache after each pass.
 
 limit_bytes = the limit; rows, row_bytes, table_bytes = of the store; table_over_limit = table_bytes / limit_bytes
-constant_bytes = what counts for the limit in a child that trains a few rows, less these: Python, torch, kernels
-budgets_bytes = device_budget_bytes + host_budget_bytes, which the plan has
-data_bytes = the most memory that counted for the limit in a child of the store; data_over_limit = it / limit_bytes
-peak_bytes = the most resident memory of these children that is no file's; peak_over_limit = it / limit_bytes
-peak_file_bytes = the most pages of files that they had mapped
-beyond_bytes = data_bytes - constant_bytes - budgets_bytes: above 0 where something grows outside the budgets
-planned_equals_measured = rows and bytes of each pass of the first training, read and written, are those of its plan,
-and of the file that `tiercache plan` wrote
+constant_bytes = memory under the limit in a child that trains a few rows, minus these: Python, torch, kernels
+budgets_bytes = device_budget_bytes + host_budget_bytes of the plan
+data_bytes = the peak memory under the limit in a child of the store; data_over_limit = it / limit_bytes
+peak_bytes = the peak resident memory of these children without file pages; peak_over_limit = it / limit_bytes
+peak_file_bytes = the peak of their mapped file pages
+beyond_bytes = data_bytes - constant_bytes - budgets_bytes: above 0 if something grows outside the budgets
+planned_equals_measured = rows and bytes of each pass of the first training, read and written, equal its plan
+and the file that `tiercache plan` wrote
 predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
-and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
-lookup_cost = what a process that opens the store once a second, and looks 100 keys up, costs the training: in every
-other turn of 9 passes of the resumed training, seconds are compared; lookups, lookup_seconds = how often, the median
+and measured_passes of each one; `tiercache plan` measures the disk, and gets the samples/s of the training in memory
+lookup_cost = the slowdown of the training by a process that opens the store and looks up 100 keys once a second: in
+every other turn of 9 passes of the resumed training, seconds are compared; lookups, lookup_seconds = number, median
 samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
 rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
 """
@@ -65,19 +65,19 @@ WATCH_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is trained."""
+    """The amount of training."""
 
     passes: int
     samples: int
-    """Of each pass; each has one row that no other sample has, and one that is drawn."""
+    """Samples of each pass; each has one row that no other sample has, and one random row."""
     limit_bytes: int | None
-    """Of the training process; None: a tenth of the rows beyond what it takes without them."""
+    """Limit of the training process; None: its memory without rows plus a tenth of the rows."""
     memory_passes: int
-    """Of the model that fits in memory."""
+    """Passes of the model that fits in memory."""
     dim: int = 128
     batch: int = 4096
     width: int = 64
-    """Of the dense part."""
+    """Width of the dense part."""
     epochs: int = 2
 
     @property
@@ -93,12 +93,12 @@ TINY = replace(QUICK, passes=12, samples=500, batch=250)
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Passes that walk once over all rows of a table, and draw as many again by a power law."""
+    """Passes that visit all rows of a table once, and draw the same number again by a power law."""
 
     size: Size
 
     def schema(self) -> tc.Schema:
-        """Return the schema: two features look into one table."""
+        """Return the schema: two features share one table."""
         table = tc.Table(
             name=TABLE, dim=self.size.dim, optimizer=tc.optim.Adagrad(learning_rate=0.05),
             initializer=tc.init.Uniform(low=-0.05, high=0.05),
@@ -120,18 +120,18 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What a child process did."""
+    """The result of a child process."""
 
     returned: int
     peaks: Mapping[str, int]
-    """The most of each that was seen, in bytes; Resident: memory that is no file's."""
+    """The peak of each kind of memory, in bytes; Resident: without file pages."""
     found: dict[str, Any]
-    """What it wrote at its end; empty where it was killed."""
+    """Its output at the end; empty if it was killed."""
     said: str
 
 
 def watched(work: Mapping[str, Any], out: Path) -> Child:
-    """Run `benchmarks.scale_worker` in a process of its own and watch its memory until it ends."""
+    """Run `benchmarks.scale_worker` in a child process and watch its memory until it ends."""
     out.unlink(missing_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", json.dumps({**work, "out": str(out)})]
     errors = out.with_suffix(".err")
@@ -148,9 +148,9 @@ def watched(work: Mapping[str, Any], out: Path) -> Child:
 
 
 def compared(first: Path, second: Path) -> tuple[int, int]:
-    """Return the rows of a store, and how many are in pages that another one of the same training has otherwise.
+    """Return the rows of a store, and how many are in pages that differ in another store of the same training.
 
-    Segment by segment, as passes wrote them, so that nothing is sorted: a disk has no room for these rows once more.
+    Compared segment by segment, as passes wrote them, without sorting: the disk has no room for a copy of the rows.
     Raises RuntimeError for stores that do not have the same segments.
     """
     with tc.Store.open(first, mode="r") as one, tc.Store.open(second, mode="r") as other:
@@ -187,11 +187,11 @@ GOALS = (
     Goal(key="lookup_cost", goal=0.03, below=True),
 )
 SMALL_GOALS = GOALS[1:3] + GOALS[4:-2]
-"""What few rows beside a large constant can show."""
+"""The goals that few rows next to a large constant can show."""
 MARGIN = 0.125
-"""Of what a limit leaves beside the constant, that no budget is given: what the allocator keeps."""
+"""Share of the limit minus the constant that no budget gets: overhead of the allocator."""
 LEAST = 24 << 20
-"""Bytes that a limit of small sizes leaves beside the constant, though a tenth of their rows is less."""
+"""Minimum of bytes that a limit of small sizes leaves after the constant, even if a tenth of their rows is less."""
 EXACT = ("rows_read", "bytes_read", "rows_written", "bytes_written")
 
 
@@ -204,7 +204,7 @@ class Benchmark:
         self.plan = folder / "plan.toml"
 
     def run(self) -> dict[str, Any]:
-        """Do all of it and return the figures."""
+        """Run all parts and return the figures."""
         _command("warmup")
         constant = self.constant()
         in_memory = [self.in_memory()]
@@ -219,7 +219,7 @@ class Benchmark:
         killed = self.train("killed.tc", die_in_pass=killed_in)
         resumed = self.train("killed.tc", lookups=self.size.rows)
         different = self.different_rows()
-        if self.size.limit_bytes:  # of small sizes it would take longer than the training
+        if self.size.limit_bytes:  # at small sizes it would take longer than the training
             in_memory.append(self.in_memory())
         peaks = [child.peaks for child in (whole, killed, resumed)]
         data, peak, of_files = (max(seen[name] for seen in peaks) for name in ("VmData", "Resident", "RssFile"))
@@ -245,7 +245,7 @@ class Benchmark:
         }  # fmt: skip
 
     def constant(self) -> int:
-        """Train a few rows and return the private memory of the child, less its budgets."""
+        """Train a few rows and return the private memory of the child, minus its budgets."""
         say("what a process takes without rows")
         few = Benchmark(replace(self.size, passes=4, samples=self.size.batch), self.folder / "few")
         write_drawn(few.folder / "dataset", Walk(few.size))
@@ -264,7 +264,7 @@ class Benchmark:
         return float(child.found["samples_per_second"])
 
     def make_plan(self, constant: int, samples_per_second: float) -> tuple[int, int]:
-        """Plan with what the limit leaves, and return device and host budget."""
+        """Plan with the rest of the limit, and return device and host budget."""
         device = device_need(PassDataset.open(self.folder / "dataset"))
         host = int((1 - MARGIN) * (self.limit - constant)) - device
         say(f"plan: device {device:,}, host at most {host:,} of {self.limit:,} bytes, of which {constant:,} are taken")
@@ -278,7 +278,7 @@ class Benchmark:
         return budgets.device, budgets.host
 
     def work(self, store: str, **more: Any) -> dict[str, Any]:
-        """Return what a child of a store is told."""
+        """Return the job of a child of a store."""
         return {
             "dataset": str(self.folder / "dataset"), "store": str(self.folder / store), "plan": str(self.plan),
             "batch": self.size.batch, "width": self.size.width, "epochs": self.size.epochs, **more,
@@ -291,7 +291,7 @@ class Benchmark:
         return self.child(self.work(store, limit=self.limit, **more), -signal.SIGKILL if is_killed else 0)
 
     def child(self, work: dict[str, Any], expected: int = 0) -> Child:
-        """Have a child do something. Raises RuntimeError where it ends otherwise than expected."""
+        """Run a job in a child. Raises RuntimeError if it does not end as expected."""
         child = watched(work, self.folder / "child.json")
         if child.returned != expected:
             peaks = child.peaks
@@ -299,7 +299,7 @@ class Benchmark:
         return child
 
     def different_rows(self) -> int:
-        """Compare both stores."""
+        """Return the number of different rows in both stores."""
         say("comparison of both stores")
         held, different = compared(self.folder / "whole.tc", self.folder / "killed.tc")
         if held != self.size.rows:
@@ -308,19 +308,19 @@ class Benchmark:
 
     @staticmethod
     def lookups(resumed: Child) -> dict[str, Any]:
-        """Return what lookups of another process cost: the seconds of passes beside them over those of the others.
+        """Return the cost of another process's lookups: seconds of passes with lookups over passes without.
 
-        None where the resumed training was too short to have both.
+        None if the resumed training was too short to have both.
         """
-        beside: dict[bool, list[float]] = {True: [], False: []}
+        seconds: dict[bool, list[float]] = {True: [], False: []}
         for one in resumed.found["reports"]:
-            beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
-        both = all(beside.values())
-        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1 if both else None
+            seconds[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
+        both = all(seconds.values())
+        cost = statistics.mean(seconds[True]) / statistics.mean(seconds[False]) - 1 if both else None
         return {"lookup_cost": cost} | {name: resumed.found[name] for name in ("lookups", "lookup_seconds")}
 
     def predicted(self, whole: Child) -> dict[str, Any]:
-        """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""
+        """Return predicted and measured seconds of the second epoch, and True if rows and bytes are as planned."""
         reports = whole.found["reports"]
         planned = {one["index"]: one for one in tomllib.loads(self.plan.read_text())["passes"]}
         later = [r for r in reports if r["epoch"] == 1 and r["pass_index"] in planned]
@@ -352,7 +352,7 @@ def _command(*words: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     parser = options_of("scale", __doc__, "80 MB of rows", folder="what it makes there it deletes")
     with called(parser, arguments) as run:
         run.record |= Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()

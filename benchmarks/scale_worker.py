@@ -1,9 +1,9 @@
-"""The child process of `benchmarks.scale`: trains a store, or in memory, under a limit; kills itself where told so.
+"""The child process of `benchmarks.scale`: trains a store, or in memory, under a limit; kills itself if requested.
 
 It takes one argument, a JSON object: `dataset`, `out`, `batch`, `width`, `epochs`; `store` and `plan`, or neither for
 training in memory; `limit`, bytes of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself; `lookups`:
-in every other turn of passes of the last epoch another process, which this one starts, opens the store once a second
-and looks keys up in it.
+in every other turn of passes of the last epoch a process that this one starts opens the store once a second
+and looks up keys in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 TURN = 9
 """Passes of a turn with lookups, or without."""
 LOOKED_UP = 100
-"""Keys each time."""
+"""Keys of each lookup."""
 
 
 def main(work: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return what was measured."""
+    """Train, and return the measurements."""
     limit = work.get("limit")
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # before anything is loaded
@@ -49,7 +49,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
     )
 
     def forget() -> None:
-        """Let the page cache have nothing of what is on disk: it is no memory that was allowed."""
+        """Drop all cached file pages, which are outside the memory limit."""
         for folder in (work["store"], work["dataset"]):
             for path in files_below(Path(folder)):
                 if path.stat().st_size > 1 << 16:
@@ -90,7 +90,7 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
 
 
 class Asker:
-    """A process that looks keys up in a store that is being trained, in turns."""
+    """A process that looks up keys in a store during training, in turns."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", "lookups", work["store"]]
@@ -98,11 +98,11 @@ class Asker:
         self.turn(False)
 
     def turn(self, asking: bool) -> None:
-        """Let it look up, or rest."""
+        """Start or pause lookups."""
         self._process.send_signal(signal.SIGCONT if asking else signal.SIGSTOP)
 
     def end(self) -> dict[str, float]:
-        """End it, and return how often it looked up, and the median of its seconds."""
+        """End the process; return the number of lookups and their median seconds."""
         self.turn(True)
         self._process.terminate()
         seconds = sorted(map(float, self._process.communicate()[0].split()))
@@ -110,7 +110,7 @@ class Asker:
 
 
 def look_up(store: str, rows: int) -> None:
-    """Open a store, look keys below ``rows`` up and close it, once a second; print the seconds that each time took."""
+    """Open a store, look up keys below ``rows`` and close it, once a second; print the seconds of each round."""
     import numpy as np
 
     from tiercache.store import Store
@@ -127,7 +127,7 @@ def look_up(store: str, rows: int) -> None:
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Return one of the bits of all tensors, and of their names."""
+    """Return a digest of the bits of all tensors, and of their names."""
     whole = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         whole.update(name.encode())

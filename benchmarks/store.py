@@ -1,21 +1,21 @@
-"""The store against the bare disk and against one key per row: python -m benchmarks.store [--quick] [--json FILE].
+"""The store compared with the bare disk and with one key per row: python -m benchmarks.store [--quick] [--json FILE].
 
-Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pages and
-blocks as the planner cuts them, checksums by the kernel; but that a load reads two to four runs at a time, where
-staging, beside a training, reads one. The bare disk moves the same bytes and ranges
-with plain pread and pwrite, one request at a time, from and to the same memory; its commit is an fdatasync and
-the two small writes of LMDB's, also beside Zarr, which needs more of them. Both go past the page cache (O_DIRECT)
-where the engine does, which the bare disk does always; what the page cache holds is dropped before every read by
-posix_fadvise(DONTNEED), and no cache of the machine below it. Each engine has its turns with the bare disk, in
-alternating order, and one engine comes after the other: files that one deletes are not the other's wait. Ratios are
-medians over turns.
+Dumps and loads are the same as in training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pages
+and blocks as the planner cuts them, checksums by the kernel. One difference: a load reads two to four runs at a time,
+while staging during a training reads one. The bare disk moves the same bytes and ranges
+with plain pread and pwrite, one request at a time, from and to the same memory. Its commit is an fdatasync and
+the two small writes of LMDB's, even for Zarr, which needs more of them. Both bypass the page cache (O_DIRECT)
+if the engine does; the bare disk always does. Page cache contents are dropped before every read by
+posix_fadvise(DONTNEED), but no lower cache of the machine. Each engine alternates with the bare disk, in
+alternating order, and the engines run one after another, so that one does not wait for the other's deletions. Ratios
+are medians over turns.
 
 ENGINE_dump_ratio = bare disk's seconds / ours: one pass's dump with its commit, in a store that has its final size
 ENGINE_load_ratio = bare disk's seconds / ours: one pass's ranges from 24 segments, read and checked; _400: from 400
 ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
-ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
-ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a process of its own
-lookup_rows_per_s: a random 5 % of all keys, cold; over the same by LMDB's getmulti and rocksdict, a key per row
+ENGINE_heap_bytes = peak growth of resident memory while 2 GB are dumped from one buffer
+ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a separate process
+lookup_rows_per_s: a random 5 % of all keys, cold; relative to LMDB's getmulti and rocksdict, a key per row
 ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _small_over_rows: see `store_cases`
 """
 
@@ -47,24 +47,24 @@ CHUNK_ROWS = 1 << 16
 
 
 class Contender:
-    """Rows by key, at a place; this one is the store, after the passes of a whole cycle."""
+    """Rows by key, at a place; this class is the store, after the passes of a whole cycle."""
 
     def __init__(self, run: runs.StoreRun) -> None:
         self.path, self._store, self._name = run.path, run.store, run.case.table.name
 
     def open(self) -> None:
-        """Open it, with nothing of it in memory; the store itself keeps nothing and goes on."""
+        """Open it with cold caches; the store itself caches nothing."""
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
         """Return the rows of ``keys`` (n,), in their order: (n, numbers of a row)."""
         return np.concatenate(list(self._store.lookup(self._name, keys).values()), axis=1)
 
     def close(self) -> None:
-        """Close it, where it was opened."""
+        """Close it if it is open."""
 
 
 class LmdbRows(Contender):
-    """LMDB with one key per row, put in key order, so that its pages are full; asked by ``getmulti``."""
+    """LMDB with one key per row, inserted in key order, so that its pages are full; read by ``getmulti``."""
 
     def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
         import lmdb
@@ -78,13 +78,13 @@ class LmdbRows(Contender):
         env.close()
 
     def open(self) -> None:
-        """Open it: pages that stayed mapped would stay in the page cache."""
+        """Open it: mapped pages would stay in the page cache."""
         import lmdb
 
         self._env: Any = lmdb.open(str(self.path), map_size=1 << 40, readonly=True)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Get all by one call."""
+        """Get all rows in one call."""
         with self._env.begin() as txn, txn.cursor() as cursor:
             found = cursor.getmulti(_key_bytes(keys))
         return np.frombuffer(b"".join(value for _, value in found), np.float32).reshape(keys.size, -1)
@@ -95,7 +95,7 @@ class LmdbRows(Contender):
 
 
 class RocksRows(Contender):
-    """RocksDB with one key per row, put in key order and compacted; asked by its batch get."""
+    """RocksDB with one key per row, inserted in key order and compacted; read by its batch get."""
 
     def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
         import rocksdict
@@ -119,7 +119,7 @@ class RocksRows(Contender):
         self._db: Any = rocksdict.Rdict(str(self.path), rocksdict.Options(raw_mode=True), access_type=access)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Get all by one call."""
+        """Get all rows in one call."""
         return np.frombuffer(b"".join(self._db.get(_key_bytes(keys))), np.float32).reshape(keys.size, -1)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ PEERS = {"getmulti": ("lmdb", LmdbRows), "rocksdict": ("rocksdict", RocksRows)}
 
 
 def measure_lookup(case: runs.Case, engines: list[str], folder: Path) -> dict[str, Any]:
-    """Return rows a second, memory and bytes of all contenders: a random 5 % of all keys, cold, in turns."""
+    """Return rows per second, memory and bytes of all contenders: a random 5 % of all keys, cold, in turns."""
     cycle, source = runs.Cycle(case), runs.source_for(case)
     stores = {engine: runs.StoreRun(engine, case, folder / f"lookup-{engine}.tc") for engine in engines}
     for _ in range(runs.PASSES):
@@ -182,13 +182,13 @@ def _chunks(keys: NDArray[np.int64], rows: Rows) -> Iterator[tuple[NDArray[np.in
 
 
 def _key_bytes(keys: NDArray[np.int64]) -> list[bytes]:
-    """Return keys as bytes in the order of the numbers, which are not negative."""
+    """Return keys as bytes in numeric order; keys are not negative."""
     return [bytes(key) for key in keys.astype(">i8").view(np.uint8).reshape(-1, 8)]
 
 
 ENGINES = ("lmdb", "zarr")
 DUMPS = {"quick": {"lmdb": 0.75, "zarr": 0.6}, "full": {"lmdb": 0.85, "zarr": 0.8}}
-"""What dumps shall reach: those of small passes cannot hide what a commit takes."""
+"""Goals of dumps: small passes cannot hide the time of a commit."""
 LOADS = {"lmdb": 0.85, "zarr": 0.8}
 GOALS = (
     *(Goal(key=f"{engine}_load_ratio", goal=goal) for engine, goal in LOADS.items()),
@@ -247,7 +247,7 @@ def measure(size: runs.Size, engines: Sequence[str], folder: Path) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     quick = "small passes, rows of 260 bytes only"
     parser = options_of("store", __doc__, quick, folder="what it makes there it deletes")
     with called(parser, arguments) as run:

@@ -1,11 +1,11 @@
-"""What the store's benchmark measures: a cycle of passes, 400 segments, memory, verification, opening, commits.
+"""Cases of the store's benchmark: a cycle of passes, 400 segments, memory, verification, opening, commits.
 
-ENGINE_open_bytes, ENGINE_one_key_bytes: the larger of what /proc/self/io counts as `rchar` and as `read_bytes` while a
-fresh process opens a store whose rows stand in one run, as compaction leaves them, and then looks one key up; cold,
-behind a lookup in another store, which imports and compiles.
-ENGINE_layout_bytes_per_gb: memory that an open store of a cycle of passes takes, by tracemalloc, for each 10^9 bytes.
-ENGINE_commit_python_ms: processor time of the thread that commits, at ENGINE_commit_blocks blocks; the median.
-ENGINE_small_over_rows: bytes on disk of a store of 400 KiB of rows over those.
+ENGINE_open_bytes, ENGINE_one_key_bytes: the larger of `rchar` and `read_bytes` in /proc/self/io while a
+fresh process opens a store whose rows are in one run, as after compaction, and then looks up one key; cold,
+after a lookup in another store, which imports and compiles.
+ENGINE_layout_bytes_per_gb: memory of an open store of a cycle of passes, by tracemalloc, per 10^9 bytes.
+ENGINE_commit_python_ms: processor time of the committing thread, at ENGINE_commit_blocks blocks; the median.
+ENGINE_small_over_rows: bytes on disk of a store with 400 KiB of rows, over the bytes of the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLE = Table(name="items", dim=8, optimizer=SGD(learning_rate=0.1), initializer
 SMALL_BYTES = 400 << 10
 CHUNK_ROWS, BLOCK_ROWS, COMMITS = 1 << 18, 8, 5
 LOADS = 2
-"""Of each pass: they change nothing."""
+"""Loads of each pass: they change nothing."""
 
 
 def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifications: int = 0) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
-        run.store.close()  # and all that is dead is deleted
+        run.store.close()  # and delete all dead blobs
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
         figures[f"{engine}_layout_bytes_per_gb"] = layout_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
         if verifications:
@@ -108,7 +108,7 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
 
 
 def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[str, Any]:
-    """Return how far memory rises while one dump is appended, all its blocks from the same buffer."""
+    """Return the peak growth of memory while one dump is appended, with all its blocks from the same buffer."""
     rows, source = num_bytes // case.row_bytes, runs.HostPages(case.budget.block)
     keys = np.arange(max(1, case.budget.block // case.row_bytes), dtype=np.int64)
     layout = case.layout([(1, rows)])
@@ -156,7 +156,7 @@ def _verify(path: Path) -> float:
 
 
 def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
-    """Write a store of so many rows and a small one, and have a process of its own look up a key of each."""
+    """Write a store of many rows and a small one, and look up a key of each in a separate process."""
     large, small = folder / f"reads-{engine}.tc", folder / f"small-{engine}.tc"
     key = _write(large, engine, rows)
     _write(small, engine, SMALL_BYTES // TABLE.row_bytes)
@@ -172,7 +172,7 @@ def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, engine: str, rows: int) -> int:
-    """Write rows that no pass waits for, in one run, and return a key of their middle."""
+    """Write rows that no pass needs, in one run, and return a key from their middle."""
     keys = np.arange(rows, dtype=np.int64)
     keys = keys[np.argsort(hash_keys(keys, TABLE.table_id))]
 
@@ -190,7 +190,7 @@ def _write(path: Path, engine: str, rows: int) -> int:
 
 
 def measure_commits(engine: str, blocks: int, folder: Path) -> dict[str, Any]:
-    """Commit passes whose dumps have so many blocks of a few rows, when a whole cycle of them is held."""
+    """Commit passes whose dumps have many blocks of a few rows, after a whole cycle."""
     path, taken = folder / f"commits-{engine}.tc", list[float]()
     with Store.open(path, tables=[TABLE], engine=engine) as store:
         for pass_index in range(PASSES + COMMITS):
@@ -222,7 +222,7 @@ def _dump(store: Store, pass_index: int, blocks: int) -> None:
 
 
 def layout_bytes(path: Path) -> int:
-    """Return the bytes that an open store takes in memory."""
+    """Return the memory of an open store."""
     tracemalloc.start()
     try:
         with Store.open(path, mode="r"):
@@ -232,7 +232,7 @@ def layout_bytes(path: Path) -> int:
 
 
 def _look_up(path: Path, key: int) -> tuple[int, int]:
-    """Return the bytes that opening a store read, and those of a lookup of one key in it."""
+    """Return the bytes read to open a store, and to look up one key in it."""
     begun = of_process("io")
     with Store.open(path, mode="r") as store:
         opened = of_process("io")

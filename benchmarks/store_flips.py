@@ -1,18 +1,19 @@
 """Single bits of a store's files flipped, one at a time: python -m benchmarks.store_flips [--quick] [--json FILE].
 
-Two tables of a few hundred rows, trained for five passes in a cycle of three, by either engine. Of a copy of the store
-one bit is flipped; then the store is opened for reading and every row, the dense state and the cursor are compared with
-what was trained; then it is opened for writing, two more passes are dumped and committed, and all is compared after
-each. In the full size that is done for each bit of LMDB's meta pages and of HEAD, for a bit of each used byte of its
-tree and of its free list, and for bits drawn from each kind of blobs, the map of blobs, Zarr metadata and heads.
+Two tables of a few hundred rows, trained for five passes in a cycle of three, with either engine. In a copy of the
+store one bit is flipped. Then the store is opened for reading, and every row, the dense state and the cursor are
+compared with the trained ones. Then it is opened for writing, two more passes are dumped and committed, and all is
+compared after each. In the full size this is done for each bit of LMDB's meta pages and of HEAD, for a bit of each used
+byte of its tree and of its free list, and for random bits of each kind of blobs, the map of blobs, Zarr metadata and
+heads.
 
-flips = bits; ENGINE_KIND_flips = those of one kind of bytes; each is one of these:
-right = both times everything was as it should be: the bit decides nothing, or is kept twice
-refused = one sentence of a StoreError, reading or writing, before anything wrong was given. A store that was refused
-when it was opened for writing is whole again when the bit is put back
+flips = bits; ENGINE_KIND_flips = bits of one kind of bytes; each has one of these outcomes:
+right = both times everything was correct: the bit has no effect, or is stored twice
+refused = a StoreError with one message, reading or writing, before anything wrong was returned. If opening for writing
+was refused, the store is intact again when the bit is restored
 silent = another row, state or cursor, or a store that a refusal changed
-tracebacks = another exception than a StoreError
-crashes = a process that a signal ended, or that gave no answer within a minute
+tracebacks = an exception other than StoreError
+crashes = a process that a signal ended, or that did not answer within a minute
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 Places = dict[str, list[tuple[str, int]]]
-"""By kind of bytes: files, and bytes in them."""
+"""Files and byte offsets, by kind of bytes."""
 
 TABLES = (
     Table(name="items", dim=6, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
@@ -58,11 +59,11 @@ PAGE_ROWS, BLOCK_ROWS = 16, 48
 LMDB_PAGE, META_BYTES, SLOT_BYTES = 4096, 152, 52
 
 
-# -- the store that is flipped ---------------------------------------------------------------------------
+# -- the store whose bits are flipped ----------------------------------------------------------------------
 
 
 class Training:
-    """Made-up passes in a cycle: rows of random bits, each of which is what its key's last pass left."""
+    """Artificial passes in a cycle: rows of random bits, determined by the last pass of their key."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(7)
@@ -71,7 +72,7 @@ class Training:
         ]
         self._rows: dict[str, dict[int, NDArray[np.float32]]] = {t.name: {} for t in TABLES}
         self.known: dict[int, dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]] = {}
-        """By passes trained and table: keys (n,) and rows (n, words)."""
+        """By number of trained passes and table: keys (n,) and rows (n, words)."""
         for pass_index in range(TRAINED + 2):
             for table in TABLES:
                 keys, rows = self.trained(pass_index, table)
@@ -82,7 +83,7 @@ class Training:
             }
 
     def trained(self, pass_index: int, table: Table) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the keys of a pass, and the rows that it leaves."""
+        """Return the keys of a pass, and its resulting rows."""
         keys = self.keys[pass_index % PASSES][table.name]
         draw = np.random.default_rng([pass_index, TABLES.index(table)])
         return keys, draw.random((keys.size, table.row_bytes // 4), np.float32)
@@ -116,13 +117,15 @@ class Training:
         )
 
     def make(self, path: Path, engine: str) -> None:
-        """Make the store that is flipped."""
+        """Create the store whose bits are flipped."""
         with Store.open(path, tables=TABLES, engine=engine, retention=2) as store:
             for pass_index in range(TRAINED):
                 self.run(store, pass_index)
 
     def is_right(self, store: Store, passes: int) -> bool:
-        """Whether a store shows so many passes: its cursor, its dense state and every row, no other."""
+        """Return True if a store is exactly in the state after this number of passes: cursor, dense state and all
+        rows.
+        """
         if store.commit is None or store.commit.cursor != Cursor(passes) or store.state() != state(passes):
             return False
         for table in TABLES:
@@ -168,7 +171,7 @@ def places(path: Path, engine: str) -> Places:
 
 
 def _tree_places(path: Path, found: Places) -> None:
-    """Add the bytes of LMDB's trees that its newest root names, and those of their values."""
+    """Add the bytes of LMDB's trees that its newest root names, and of their values."""
     file = LmdbFile(str(path / "data.mdb"))
     newest, data = file.transaction, (path / "data.mdb").read_bytes()
     entries = {v.offset + byte for v in file.values() for byte in range(v.size)}
@@ -195,7 +198,7 @@ def _tree_places(path: Path, found: Places) -> None:
 
 
 def _blob_places(path: Path, found: Places) -> None:
-    """Add the bytes of blobs, padding between blocks too."""
+    """Add the bytes of blobs, including padding between blocks."""
     file = LmdbFile(str(path / "data.mdb"))
     entries = {v.key.decode(): file.read(v) for v in file.values() if v.key != HEAD_KEY.encode()}
     file.close()
@@ -218,12 +221,12 @@ WORKERS, PATIENCE_SECONDS = 4, 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How many bits are flipped."""
+    """The number of flipped bits."""
 
     drawn: int
-    """Bits of each kind of which not all are flipped."""
+    """Random bits of each kind whose bits are not all flipped."""
     bits: dict[str, int]
-    """Bits of each byte, of kinds all of whose bytes are flipped."""
+    """Bits of each byte, for kinds whose bytes are all flipped."""
     flips: int
 
 
@@ -232,11 +235,11 @@ QUICK = Size(drawn=50, bits={}, flips=1000)
 TINY = Size(drawn=3, bits={}, flips=30)
 
 Flip = tuple[str, str, int, int]
-"""The kind of a byte, its file, its place there, and one of its bits."""
+"""The kind of a byte, its file, its offset, and one of its bits."""
 
 
 def draw(found: Places, size: Size) -> list[Flip]:
-    """Choose bits, always the same ones."""
+    """Choose bits, deterministically."""
     generator, chosen = np.random.default_rng(11), list[Flip]()
     for kind, bytes_of_kind in found.items():
         each = size.bits.get(kind)
@@ -265,7 +268,7 @@ def flip(file: Path, at: int, bit: int) -> None:
 
 
 def outcome(training: Training, whole: Path, copy: Path, one: Flip) -> str:
-    """Flip a bit and say what became of it: a key of the figures, and what is to be told behind a colon."""
+    """Flip a bit and return the outcome: a key of the figures, with details after a colon."""
     _, name, at, bit = one
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(whole, copy)
@@ -313,7 +316,7 @@ def _sentence(error: Exception) -> str:
 
 
 def work(folder: Path, engine: str, copy: str) -> None:
-    """Flip each bit of a list whose index is read, and print what became of it."""
+    """Flip the bits of a list whose indices are read, and print the outcomes."""
     training, flips = Training(), json.loads((folder / f"{engine}.json").read_text())
     for index in map(int, sys.stdin):
         print(json.dumps(outcome(training, folder / engine, folder / copy, flips[index])), flush=True)
@@ -323,7 +326,7 @@ def work(folder: Path, engine: str, copy: str) -> None:
 
 
 def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> Iterator[str]:
-    """Yield what became of each of a worker's bits; one that ended is followed by another one at the next bit."""
+    """Yield the outcome of each of a worker's bits; a worker that ended is replaced at the next bit."""
     command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
     process: subprocess.Popen[str] | None = None
     for index in range(worker, flips, step):
@@ -380,7 +383,7 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["--worker"]:
         work(Path(given[1]), given[2], given[3])

@@ -1,4 +1,4 @@
-"""What the store's benchmark dumps and loads: passes with real keys, one engine's store, and the turns of both."""
+"""Dumps and loads of the store's benchmark: passes with real keys, one engine's store, and the turns of both."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 PASSES = 24
 SEGMENTS = 400
 RAW_SLOTS = 4
-"""Dumps that the bare disk's file has room for: what stands beside each other in a load stands apart in the file."""
+"""Dumps in the bare disk's file: spans that are adjacent in a load are apart in the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is measured."""
+    """The amount of measurement."""
 
     pass_bytes: int
-    """Rows of one pass."""
+    """Bytes of the rows of one pass."""
     turns: int
-    """Passes of the cycle that are measured."""
+    """Measured passes of the cycle."""
     verifications: int
-    """Verifications of the whole store, each in a process of its own."""
+    """Verifications of the whole store, each in a separate process."""
     wide_passes: int
     """Passes that are loaded from 400 segments."""
     heap_bytes: int
-    """Rows of the dump whose memory is measured."""
+    """Bytes of the dump whose memory is measured."""
     lookup_pass_bytes: int
-    """Rows of one pass in the store that keys are looked up in."""
+    """Bytes of the rows of one pass in the store for lookups."""
     one_key_rows: int
     """Rows of the table in which one key is looked up."""
     commit_blocks: int
     """Blocks of each of the dumps whose commits are measured."""
     row_sizes: tuple[int, ...] = ()
-    """Rows beside those of 260 bytes, in passes of ``row_size_pass_bytes``."""
+    """Row sizes besides 260 bytes, in passes of ``row_size_pass_bytes``."""
     row_size_pass_bytes: int = 64 << 20
 
 
@@ -80,7 +80,7 @@ class Case:
 
     table: Table
     rows: int
-    """Of a pass."""
+    """Rows of a pass."""
     budget: HostBudget
 
     @classmethod
@@ -100,7 +100,7 @@ class Case:
         return self.table.row_bytes
 
     def layout(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
-        """Return the layout of a dump: so many rows for each next use."""
+        """Return the layout of a dump with the given number of rows for each next use."""
         return SegmentLayout.of(
             row_bytes=self.row_bytes,
             page_rows=max(1, self.budget.page // self.row_bytes),
@@ -116,7 +116,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dump:
-    """What one pass dumps."""
+    """The dump of one pass."""
 
     pass_index: int
     layout: SegmentLayout
@@ -125,7 +125,7 @@ class Dump:
 
     @classmethod
     def of(cls, case: Case, pass_index: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
-        """Lay rows out by next use, then hash."""
+        """Arrange rows by next use, then hash."""
         ordered = [keys[np.argsort(hash_keys(keys, case.table.table_id))] for _, keys in keys_by_use]
         layout = case.layout([(use, keys.size) for use, keys in keys_by_use])
         return cls(pass_index=pass_index, layout=layout, keys=np.concatenate(ordered))
@@ -135,7 +135,7 @@ class Dump:
         return blocks_of([self.layout], self.pass_index % RAW_SLOTS * slot_bytes([self.layout]))
 
     def reads(self, next_use: int, at: int | None = None) -> list[Span]:
-        """Return its rows with a next use on the bare disk, where the dump stands at byte ``at`` or in its slot."""
+        """Return its rows with a next use on the bare disk, with the dump at byte ``at`` or in its slot."""
         begin = self.pass_index % RAW_SLOTS * slot_bytes([self.layout]) if at is None else at
         return [
             span
@@ -146,7 +146,7 @@ class Dump:
 
 
 class Cycle:
-    """Passes whose rows are needed again 1 to ``PASSES`` passes later, as many after each number of passes.
+    """Passes whose rows are needed again 1 to ``PASSES`` passes later, equally many for each distance.
 
     From pass ``PASSES`` on, a pass loads its rows from that many segments and no key is new.
     """
@@ -173,7 +173,7 @@ class Cycle:
         return dump
 
     def keys(self) -> NDArray[np.int64]:
-        """Return all keys so far, of which each has one live row."""
+        """Return all keys so far; each has one live row."""
         return np.arange(self._num_keys, dtype=np.int64)
 
 
@@ -189,14 +189,14 @@ def wide(case: Case, passes: int) -> Iterator[Dump]:
 
 
 def drop_store(path: Path) -> None:
-    """Let go of what the page cache holds of any file of a store."""
+    """Drop the cached pages of all files of a store."""
     for file in files_below(path):
         with contextlib.suppress(FileNotFoundError):
             drop_cache(file)
 
 
 def warm_kernels() -> None:
-    """Compile what stores compute with before anything is timed."""
+    """Compile the kernels of stores before timing."""
     COMPUTE.checksums([(np.zeros(64, np.uint8), np.array([0, 32, 64]))])
     COMPUTE.hashes(np.zeros(4, np.int64), np.zeros(1, np.uint64), np.array([4]))
     COMPUTE.map_entries(np.zeros(4, np.uint32), np.array([0, 4]), 0, 8, 8, 2)
@@ -208,10 +208,10 @@ def publish(store: Store, pass_index: int) -> None:
 
 
 class HostPages:
-    """Memory that the disk reads into and writes from, the same for the store and the bare disk.
+    """Memory for disk reads and writes, the same for the store and the bare disk.
 
-    Its pages are there before anything is timed, and huge: what a disk moves past the page cache depends on how its
-    memory lies, by a factor of two on a virtual machine.
+    Its pages are allocated before timing, and huge: direct I/O depends on the layout of its
+    memory, by a factor of two on a virtual machine.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -223,7 +223,7 @@ class HostPages:
 
     @classmethod
     def of_noise(cls, num_bytes: int) -> HostPages:
-        """Return memory of random bytes."""
+        """Return memory with random bytes."""
         pages, noise = cls(num_bytes), np.random.default_rng(2).integers(0, 256, 8 << 20, dtype=np.uint8)
         for low in range(0, pages.data.size, noise.size):
             part = pages.data[low : low + noise.size]
@@ -243,7 +243,7 @@ class StoreRun:
         self.bytes_read = self.bytes_useful = 0
 
     def dump(self, dump: Dump, source: HostPages) -> float:
-        """Append and commit the dump of a pass; returns the seconds until it is durable."""
+        """Append and commit the dump of a pass; return the seconds until it is durable."""
         begun = time.perf_counter()
         self.append(dump, source)
         publish(self.store, dump.pass_index + 1)
@@ -252,13 +252,13 @@ class StoreRun:
         return seconds
 
     def _rest(self) -> None:
-        """Return when nothing dead is being deleted any more: that goes on after a commit."""
+        """Wait until all dead data is deleted, which continues after a commit."""
         count = -1
         while self.engine == "zarr" and count != (count := sum(len(names) for _, _, names in os.walk(self.path))):
             time.sleep(0.02)
 
     def append(self, dump: Dump, source: HostPages) -> None:
-        """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
+        """Append the dump of a pass, each of its blocks from a page boundary of ``source``."""
         layout, room = dump.layout, paged(dump.layout.block_bytes)
         blocks = (
             (0, block, source.data[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high])
@@ -267,8 +267,8 @@ class StoreRun:
         self.store.append(dump.pass_index, [layout], blocks, stable=True)
 
     def load(self, pass_index: int, room: HostPages) -> float:
-        """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
-        pages = [  # what a plan knows before a load begins
+        """Load the rows with next use ``pass_index`` into ``room``, cold, and check them; return the seconds."""
+        pages = [  # known to a plan before a load begins
             (segment, *layout.pages_of_range(index))
             for segment in self.store.segments
             for layout in segment.layouts
@@ -290,25 +290,25 @@ class StoreRun:
 
 
 def room_for(case: Case, ranges: int) -> HostPages:
-    """Return memory for one load: two pages more for each run."""
+    """Return memory for one load: two more pages for each run."""
     return HostPages(case.pass_bytes + 2 * PAGE_BYTES * (2 * ranges + case.pass_bytes // case.budget.block + 4))
 
 
 def source_for(case: Case) -> HostPages:
-    """Return memory for one dump: each block in pages of its own."""
+    """Return memory for one dump, with each block in separate pages."""
     return HostPages.of_noise(paged(case.budget.block) * (case.pass_bytes // case.budget.block + 2))
 
 
 class Seconds:
-    """Of one thing done in turns by the bare disk and by an engine."""
+    """Seconds of one operation, alternating between the bare disk and an engine."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float]] = []
 
     def turn(self, raw: Callable[[], float], ours: Callable[[], float]) -> None:
-        """Do it once each, every second time in the opposite order.
+        """Run the operation once each, in alternating order.
 
-        Each begins when the disk has done what the one before left to it.
+        Each run begins when the disk has finished the previous one.
         """
         found = {}
         for way in (raw, ours) if len(self._taken) % 2 == 0 else (ours, raw):
@@ -317,7 +317,7 @@ class Seconds:
         self._taken.append((found[raw], found[ours]))
 
     def figures(self, engine: str, what: str, suffix: str = "") -> dict[str, float]:
-        """Return medians of both, and the bare disk's seconds over the engine's turn by turn."""
+        """Return medians of both, and the median of the bare disk's seconds over the engine's."""
         raw, ours = zip(*self._taken, strict=True)
         ratios = [bare / seconds for bare, seconds in self._taken]
         return {
@@ -330,7 +330,7 @@ class Seconds:
 
 
 def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pages]) -> int:
-    """Lay pages out as staging does: large runs begin in their page of memory as they do in that of the file."""
+    """Arrange pages as staging does: large runs have the same offset in their memory page as in the file's page."""
     layout = segment.layouts[0]
     while low < high:
         last = high

@@ -1,16 +1,16 @@
-"""How a store grows: python -m benchmarks.store_scale [--quick] [--json FILE].
+"""Growth of a store: python -m benchmarks.store_scale [--quick] [--json FILE].
 
-Three parts, each with as little data as its metadata needs.
+Three parts, each with the least data that its metadata needs.
 
 * passes: stores of 50, 200 and 800 passes with 26 tables (and 100, in full), each range of each table with one row of 4
-  bytes. Opening to read, its memory, a lookup of one key, a commit. Half of all ranges are live.
-* rows: one segment in hash order, as compact leaves it, of 0.1, 1 and 10 TB: rows of 256 KiB that an engine makes up
-  when they are read, with real keys and checksums. A lookup of one key.
+bytes. Opening to read, its memory, a lookup of one key, a commit. Half of all ranges are live.
+* rows: one segment in hash order, as after compact, of 0.1, 1 and 10 TB: rows of 256 KiB that an engine generates
+when they are read, with real keys and checksums. A lookup of one key.
 * rewrites: the writes to temporary files while the same rows enter a schedule of 1 and of many passes.
 
 Keys of the report: open_seconds_800, open_mib_800 (traced memory of an opened store), one_key_800_over_50 and
 one_key_10tb_over_100gb (a lookup after the first one, which reads the heads of all segments), commit_800_over_50,
-rewrite_writes_5000_over_1. No other process is compared: nothing else trains from such a store.
+rewrite_writes_5000_over_1. There are peers for none of these: no other system trains from such a store.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ GOALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much is measured."""
+    """The amount of measurement."""
 
     tables: tuple[int, ...]
     tries: int
     rewritten_rows: int
     memory_bytes: int
-    """Of a rewrite."""
+    """Memory of a rewrite."""
 
 
 FULL = Size(tables=(26, 100), tries=15, rewritten_rows=2_000_000, memory_bytes=64 << 20)
@@ -72,7 +72,7 @@ TINY = Size(tables=(2,), tries=1, rewritten_rows=20_000, memory_bytes=1 << 20)
 
 
 def seconds_of(call: Callable[[int], object], tries: int) -> float:
-    """Return the median seconds of calls, each of which is given its number."""
+    """Return the median seconds of calls, each of which gets its number."""
     found = []
     for number in range(tries):
         begun = time.perf_counter()
@@ -85,7 +85,7 @@ def seconds_of(call: Callable[[int], object], tries: int) -> float:
 
 
 def dump(store: Store, pass_index: int, num_passes: int) -> None:
-    """Append a pass whose rows wait for each of the next ``num_passes``: one row of each table for each."""
+    """Append a pass whose rows are needed by each of the next ``num_passes``: one row of each table for each."""
     tables = store.groups[0].tables
     uses = range(pass_index + 1, pass_index + 1 + num_passes)
     layout = SegmentLayout.of(
@@ -104,7 +104,7 @@ def publish(store: Store, pass_index: int) -> None:
 
 
 def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -> dict[str, float]:
-    """Measure a store of so many passes."""
+    """Measure a store with this number of passes."""
     tables = [
         Table(name=f"table {i}", dim=1, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
         for i in range(num_tables)
@@ -131,14 +131,14 @@ def measure_passes(folder: Path, num_passes: int, num_tables: int, tries: int) -
         names = [table.name for table in store.groups[0].tables]
 
         def look(number: int) -> None:
-            """Look up a live row, of one segment as often as of another."""
+            """Look up a live row, equally often from each segment."""
             age = 37 * number % num_passes
             waits = age + number % (num_passes - age)
             row = (newest - age) * rows + waits * num_tables + number % num_tables
             store.lookup(names[number % num_tables], np.array([row]))
 
-        nobody = np.array([-1])
-        first = seconds_of(lambda _: store.lookup(names[0], nobody, missing="zeros"), 1)
+        missing = np.array([-1])
+        first = seconds_of(lambda _: store.lookup(names[0], missing, missing="zeros"), 1)
         one_key = seconds_of(look, 4 * tries)
     return {
         "open_seconds": opened, "open_mib": mib, "first_key_seconds": first, "one_key_seconds": one_key,
@@ -153,14 +153,14 @@ LARGE = Table(name="large", dim=ROW_BYTES // 4, optimizer=SGD(learning_rate=0.1)
 
 
 class MadeUpEngine(MemoryEngine):
-    """Keeps what it is given, and makes up rows and keys of one segment in hash order: rows are zeros."""
+    """Keeps blobs, and generates the rows and keys of one segment in hash order; rows are zeros."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.rows = rows
 
     def hashes(self, low: int, high: int) -> NDArray[np.uint64]:
-        """Return the hashes of rows [low, high): evenly spread, as those of many keys are."""
+        """Return the hashes of rows [low, high): evenly spread, as for many keys."""
         return np.arange(low, high, dtype=np.uint64) * np.uint64((1 << 64) // self.rows)
 
     def keys(self, low: int, high: int) -> Int64s:
@@ -168,7 +168,7 @@ class MadeUpEngine(MemoryEngine):
         return keys_of(self.hashes(low, high), LARGE.table_id)
 
     def read(self, request: ReadRequest) -> None:
-        """Fill with what is kept, or with what would stand there."""
+        """Fill with stored bytes, or with generated ones."""
         kind = request.blob.name.rsplit("/", 1)[1]
         if kind == "rows":
             request.out[:] = 0
@@ -180,7 +180,7 @@ class MadeUpEngine(MemoryEngine):
 
 
 def made_up_store(rows: int) -> Store:
-    """Return a store of one segment of so many rows, open for reading."""
+    """Return a store of one segment with this number of rows, open for reading."""
     engine = MadeUpEngine(rows)
     store = Store.open(None, tables=[LARGE], engine=engine)
     group = store.groups[0]
@@ -223,7 +223,7 @@ def made_up_store(rows: int) -> Store:
 
 
 def measure_rows(terabytes: float, tries: int) -> dict[str, float]:
-    """Measure a lookup of one key among so many bytes of rows."""
+    """Measure a lookup of one key among this number of bytes of rows."""
     rows = int(terabytes * 1e12) // ROW_BYTES
     say(f"{rows:,} rows of 256 KiB")
     with made_up_store(rows) as store:
@@ -241,13 +241,13 @@ def measure_rows(terabytes: float, tries: int) -> dict[str, float]:
 
 
 class Uses:
-    """Each key is first used by the pass of its place: key k by pass k mod ``num_passes``."""
+    """The first use of each key: key k by pass k mod ``num_passes``."""
 
     def __init__(self, keys: Int64s, num_passes: int) -> None:
         self._keys, self._num_passes = keys, num_passes
 
     def counts(self, _table_name: str) -> Mapping[int, int]:
-        """Return how many keys each pass uses first."""
+        """Return the number of keys that each pass uses first."""
         uses, counts = np.unique(self._keys % self._num_passes, return_counts=True)
         return dict(zip(uses.tolist(), counts.tolist(), strict=True))
 
@@ -315,7 +315,7 @@ def measure(folder: Path, size: Size, passes: Sequence[int], many: int) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     with called(options_of("store_scale", __doc__, "26 tables only, and fewer rows rewritten"), arguments) as run:
         size = run.size(FULL, QUICK, TINY)
         passes, many = ((3, 4, 6), 50) if size is TINY else (PASSES, 5000)

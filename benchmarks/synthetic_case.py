@@ -1,4 +1,4 @@
-"""The Merlin synthetic models: their tables, their data, drawn afresh for every batch, and their dense part.
+"""The Merlin synthetic models: their tables, their data, drawn separately for every batch, and their dense part.
 
 https://github.com/NVIDIA-Merlin/distributed-embeddings, its synthetic models "tiny" and "small": inputs of one id or
 of a fixed number of ids with sum pooling, 10 numerical features, concatenation, an MLP.
@@ -34,7 +34,7 @@ class Tables(NamedTuple):
 
     num: int
     lengths: tuple[int, ...]
-    """Ids a sample of each input that looks into the table."""
+    """Ids per sample of each input that uses the table."""
     rows: int
     width: int
 
@@ -93,17 +93,17 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of a model there is."""
+    """The size of a model and its data."""
 
     name: str
     batch: int
     batches: int
-    """Of each pass."""
+    """Batches of each pass."""
     passes: int
     divisor: int
-    """Rows of each table are divided by it."""
+    """Divisor of the rows of each table."""
     window_passes: int
-    """Of a window."""
+    """Passes of a window."""
 
 
 FULL = Size(name="full", batch=65_536, batches=8, passes=12, divisor=1, window_passes=3)
@@ -165,13 +165,13 @@ def _offsets(count: int, length: int) -> NDArray[np.int64] | None:
 
 
 def dataset(folder: Path, data: Data) -> tc.PassDataset:
-    """Open the dataset of a model in ``folder``, or write it there."""
+    """Open the dataset of a model in ``folder``, or write it."""
     numbers = "-".join(str(value) for value in asdict(data.size).values())
     return write_drawn(folder / f"passes-{data.model}-{numbers}", data)
 
 
 class Net(nn.Module):
-    """Pooled vectors of all inputs beside the numerical features, and the MLP above."""
+    """Pooled vectors of all inputs concatenated with the numerical features, followed by the MLP."""
 
     def __init__(self, cache: Any, layers: tuple[int, ...]) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Net(nn.Module):
         self.mlp = nn.Sequential(*parts, nn.Linear(widths[-1], 1), nn.Flatten(0))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return one logit a sample."""
+        """Return one logit per sample."""
         logits: torch.Tensor = self.mlp(torch.cat([self.bag(batch), batch.dense], dim=1))
         return logits
 

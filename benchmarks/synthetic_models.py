@@ -1,29 +1,28 @@
 """The Merlin synthetic models: python -m benchmarks.synthetic_models --model tiny|small [--quick] [--json FILE].
 
-Adagrad, batches of 65,536 samples, ids of a power law of 1.05. Every batch is drawn afresh and ids are permuted, so
-rows that are looked up together lie anywhere (published figures of these models go round 1 to 10 batches made in
-advance, with ids sorted by their frequency). 12 sub-datasets of 8 batches. The tables are those of the model; rows
-exist where the data has their keys (`rows_held`).
+Adagrad, batches of 65,536 samples, ids of a power law of 1.05. Every batch is drawn separately and ids are permuted, so
+rows that are looked up together are scattered (published figures of these models cycle through 1 to 10 batches made in
+advance, with ids sorted by their frequency). 12 sub-datasets of 8 batches. The tables are the model's; rows
+exist only for keys in the data (`rows_held`).
 
 Three runs of the same batches, in windows of 3 warm passes (see `window`):
 
-* memory: every row on the device. ms_per_step, of fresh batches, all in: ids checked and brought, lookup, dense part,
-  steps; on a GPU threads make the next two batches meanwhile. ms_batch is what a batch takes until it is there where
-  none is made ahead, without its lookups; ms_per_step_kept is a step on two batches made in advance, again and again,
-  as others measured theirs.
+* memory: every row on the device. ms_per_step, of fresh batches, everything included: ids checked and uploaded, lookup,
+dense part, steps; on a GPU threads make the next two batches meanwhile. ms_batch is the time to make a batch
+without prefetch, without its lookups; ms_per_step_kept is a step on two batches made in advance, repeatedly,
+like published measurements.
 * host: a device budget of one sub-dataset, all rows in host memory, a store in memory. throughput_ratio_host is
-in-memory
-  over tiered seconds.
-* disk: the same device budget, a host budget of hardly more than two sub-datasets, a store on disk. ms_per_step_disk,
-  wait_fraction_disk, bound_ratio_disk, bound_disk: what the bound is.
+in-memory over tiered seconds.
+* disk: the same device budget, a host budget of barely more than two sub-datasets, a store on disk. ms_per_step_disk,
+wait_fraction_disk, bound_ratio_disk; bound_disk names the bound.
 
-bound_ratio is the less of bound_ratio_host and bound_ratio_disk.
+bound_ratio is the smaller of bound_ratio_host and bound_ratio_disk.
 
-device_share: the device budget over rows held, those whose keys the data has, with their optimizer state; 0.21 for both
-models. device_share_of_model: the same budget over all rows of the tables, with theirs, whether a key comes or not.
+device_share: the device budget over the rows of all keys in the data, with their optimizer state; 0.21 for both
+models. device_share_of_model: the same budget over all rows of the tables, including keys that do not occur.
 
-On a machine that is lent by the call: --prepare writes the data to --folder; --part memory, host or disk runs one of
-them; what a part found stays in the folder for the next. --dry runs it all by the tests' shim, without a GPU; there and
+On a machine that is available per call: --prepare writes the data to --folder; --part memory, host or disk runs one of
+them; results stay in the folder for the next call. --dry runs everything with the tests' shim, without a GPU; there and
 with --tiny rows and optimizer state of memory and tiers are compared (bits_equal).
 """
 
@@ -74,7 +73,7 @@ class Benchmark:
         return MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is so before anything runs."""
+        """Return the facts that are known before the runs."""
         model, (rows, num_bytes) = MODELS[self.model], rows_held(self.passes)
         of_tables = sum(8 * table_rows * kind.width for _, kind, table_rows in Data(self.model, self.size).kinds())
         return {
@@ -133,7 +132,7 @@ class Benchmark:
         return same_rows(run.cache, tiers)
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Run what was asked for, and return it with what earlier calls found in the same folder."""
+        """Run the requested parts, and return their results with those of earlier calls in the same folder."""
         kept = self.folder / f"figures-{self.model}-{self.size.name}-{self.machine.name}.json"
         found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
         found |= {"device": self.machine.name} | self.facts()
@@ -157,7 +156,7 @@ class Benchmark:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
+    """Run the benchmark from the command line."""
     quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table"
     parser = options_of("synthetic_models", __doc__, quick, folder="data and figures stay there")
     parser.add_argument("--model", choices=("tiny", "small"), required=True)

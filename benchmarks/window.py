@@ -1,13 +1,13 @@
 """The same batches with every row on the device and over the tiers: turns of passes, and a window of warm passes.
 
-The window begins when its first pass is at hand and ends when the pass behind it is: as many switches as passes, the
-dump of the pass before it still on its way at the begin, that of its last pass at the end. Passes before it, two of
+The window begins when its first pass is ready and ends when the pass after it is: as many switches as passes. At its
+begin the dump of the previous pass is still in flight, at its end the dump of its last pass. Earlier passes, two of
 them warm, bring the tiers to that state.
 
 bound_ratio = max(in-memory seconds, store bytes / bare disk's bandwidth, link bytes / link's) / tiered wall seconds;
-the disk's bandwidth is measured at the window's own mix of reads and writes, by large requests past the page cache;
-of the two ways of the link the longer one counts. wait_fraction as in `out_of_core`: seconds in which the training
-thread waits for steps that a GPU has still to do are none of it.
+the disk's bandwidth is measured at the window's mix of reads and writes, by large requests past the page cache;
+of the two directions of the link the slower one counts. wait_fraction as in `out_of_core`, excluding seconds in which
+the training thread waits for queued GPU steps.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _LINK_BYTES, _LINK_COPIES = 256 << 20, 7
 
 @dataclass(frozen=True, slots=True)
 class TrainingMachine:
-    """Where whole trainings are measured: the CPU, a GPU, or the CUDA sources run on the CPU by the tests' shim."""
+    """The machine of a training: the CPU, a GPU, or the CUDA sources run on the CPU by the tests' shim."""
 
     name: str
     device: Callable[[], Any]
-    """Makes what a cache takes as its device."""
+    """Returns the ``device`` argument of a cache."""
     is_gpu: bool = False
 
     def rest(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device is idle."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def link_bytes_per_second(self) -> tuple[float, float] | None:
-        """Return the rates of copies of 256 MiB to pinned host memory and from it; None where there is no link."""
+        """Return the rates of copies of 256 MiB to pinned host memory and from it; None without a link."""
         if not self.is_gpu:
             return None
         host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -76,9 +76,9 @@ CPU = TrainingMachine("cpu", lambda: "cpu")
 
 
 def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
-    """Return the machine that was asked for; without a wish, the GPU where one is.
+    """Return the requested machine; by default the GPU if there is one.
 
-    dry: what runs is what a GPU runs, by the shim, and times mean nothing.
+    dry: run the GPU code with the shim; times are meaningless.
     """
     if dry:
         devices = importlib.import_module("tests.train.devices")
@@ -106,35 +106,35 @@ def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 DATA = "blocks.bin"
-WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are those of any warm pass
+WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are steady
 _READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
 _AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
-"""Whose report has the seconds that fall into a window of passes: the pass that ends, or the one that begins."""
+"""The pass whose report has each kind of seconds of a switch: the pass that ends (0), or the one that begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Which passes are measured."""
+    """The measured passes."""
 
     first: int
     passes: int
 
     @classmethod
     def warm(cls, passes: tc.PassDataset, num_passes: int) -> Window:
-        """Return the first window of the second epoch, behind the passes that warm up."""
+        """Return the first window of the second epoch, after the warm-up passes."""
         return cls(first=len(passes.passes) + WARM_UP, passes=num_passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
-    """What the tiers may hold."""
+    """The budgets of the tiers."""
 
     device: int
     host: int
 
     @classmethod
     def least(cls, passes: tc.PassDataset) -> Budgets:
-        """Return the device budget that the passes were cut for, and a host budget for hardly more than two of them."""
+        """Return the device budget of the extraction, and a host budget for barely more than two passes."""
         groups = group_tables(passes.tables)
         positions = RowOffsets.of(passes, groups)
         largest = max(positions.row_bytes(p) for p in range(positions.num_passes))
@@ -143,12 +143,12 @@ class Budgets:
 
     @classmethod
     def in_host(cls, passes: tc.PassDataset) -> Budgets:
-        """Return the same device budget, and a host budget in which all rows stay."""
+        """Return the same device budget, and a host budget for all rows."""
         return cls(device=device_need(passes), host=int(1.25 * rows_held(passes)[1]) + 2 * cls.least(passes).host)
 
 
 def device_need(passes: tc.PassDataset) -> int:
-    """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
+    """Return the device bytes of each group's largest pass, with each array aligned to a cache line."""
     budget = RowBudget(passes.tables, 0)
     ordered = passes.schema.ordered_tables
     for one in passes.passes:
@@ -157,7 +157,7 @@ def device_need(passes: tc.PassDataset) -> int:
 
 
 def rows_held(passes: tc.PassDataset) -> tuple[int, int]:
-    """Return how many rows all passes have, and their bytes with optimizer state."""
+    """Return the number of rows in all passes, and their bytes with optimizer state."""
     rows = num_bytes = 0
     for group in group_tables(passes.tables):
         for table in group.tables:
@@ -167,7 +167,7 @@ def rows_held(passes: tc.PassDataset) -> tuple[int, int]:
 
 
 class MemoryRun:
-    """A training that goes from pass to pass, with every row on the device."""
+    """A training that advances from pass to pass, with every row on the device."""
 
     def __init__(
         self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, *, shuffle: bool = False
@@ -176,17 +176,17 @@ class MemoryRun:
         self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=1 << 20))
         self._pass: Pass | None = None
         self.rest_seconds = 0.0
-        """What the last turn took at its end, until nothing went on beside the training."""
+        """The time at the end of the last turn until all background work was done."""
 
     @property
     def current(self) -> Pass:
-        """The one that is at hand."""
+        """The current pass."""
         if self._pass is None:
             self._pass = next(self._passes)
         return self._pass
 
     def upto(self, first: int, *, train: bool = True) -> None:
-        """Go on until pass ``first`` is at hand; passes before it are left untrained where only time is asked for."""
+        """Advance until pass ``first`` is current; earlier passes are left untrained if only time is measured."""
         while self.current.index < first:
             self._train(train=train)
 
@@ -197,15 +197,15 @@ class MemoryRun:
         begun, steps = time.perf_counter(), 0
         for _ in range(window.passes):
             steps += self._train()
-            self.current  # noqa: B018 - the switch to the pass behind is the window's
+            self.current  # noqa: B018 - the window includes the switch to the next pass
         self._machine.rest()
         return time.perf_counter() - begun, steps
 
     def turn(self, passes: int) -> float:
-        """Train some passes and return their seconds; what is between two turns has no part in them.
+        """Train some passes and return their seconds; time between two turns is excluded.
 
-        From the switch to the first of them until the last batch of the last is trained and nothing goes on beside it
-        any more: the dump of the pass before, and the load of the one after, have a whole pass for it.
+        From the switch to the first of them until the last batch of the last is trained and all background work is
+        done: the dump of the previous pass, and the load of the next one, have a whole pass of time.
         """
         begun = time.perf_counter()
         for _ in range(passes):
@@ -227,17 +227,17 @@ class MemoryRun:
         return steps
 
     def at_pass(self) -> None:
-        """Do what is due before a pass's first batch."""
+        """Prepare a pass before its first batch."""
 
     def rest(self) -> None:
-        """Wait until nothing goes on beside the training thread."""
+        """Wait until all background work is done."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the cache."""
         self._passes.close()
 
     def batch_seconds(self, window: Window) -> float:
-        """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
+        """Return the seconds to make a batch without prefetch and lookups; call it after ``seconds``."""
         taken = []
         for _ in range(window.passes):
             begun, made = time.perf_counter(), 0
@@ -251,7 +251,7 @@ class MemoryRun:
         return middle(taken)
 
     def kept_batch_seconds(self, repeats: int) -> float:
-        """Return what a step takes on two batches made in advance, over and over: how others measured theirs."""
+        """Return the seconds of a step on two batches made in advance, repeatedly, like published measurements."""
         kept = [batch for batch, _ in zip(self.current.batches(self._batch), range(2), strict=False)]
         for batch in kept:
             self.train(batch)
@@ -267,8 +267,8 @@ class TieredRun(MemoryRun):
     """Over the tiers, on a store in a file whose pages leave the page cache once they are durable.
 
     Reads are then cold: a load of pass t comes from dumps that were durable before t - 1 began. A thread drops the
-    pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the pass
-    after it is staged, so as many dumps and loads as it has passes are made in its seconds, from begin to end.
+    pages, which competes with the reader and the writer. A turn ends when its last dump is durable and the next pass
+    is staged, so its seconds include as many dumps and loads as passes.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class TieredRun(MemoryRun):
         super().__init__(cache, train_of(cache), batch, machine, shuffle=shuffle)
 
     def at_pass(self) -> None:
-        """Drop what is durable from the page cache."""
+        """Drop durable pages from the page cache."""
         if self._file is not None and len(self.cache.reports) > 1:
             self._dropper.submit(self._drop_after, self.cache.reports[-2])
 
@@ -302,7 +302,7 @@ class TieredRun(MemoryRun):
             drop_cache(self._file)
 
     def seconds(self, window: Window) -> tuple[float, int]:
-        """Do so, and count the bytes that came from disks."""
+        """Measure, and count the bytes read from disks."""
         self.upto(window.first)
         before = process_bytes_read()
         taken = super().seconds(window)
@@ -310,7 +310,7 @@ class TieredRun(MemoryRun):
         return taken
 
     def turn(self, passes: int) -> float:
-        """Do so, and count the bytes read."""
+        """Train a turn, and count the bytes read."""
         read, useful = process_bytes_read(), self.store.counters.row_bytes_read
         seconds = super().turn(passes)
         self.bytes_read += process_bytes_read() - read
@@ -318,7 +318,7 @@ class TieredRun(MemoryRun):
         return seconds
 
     def finish(self) -> None:
-        """Have the last pass written too."""
+        """Write the last pass."""
         self.current  # noqa: B018 - the switch to it
         self.rest()
 
@@ -345,7 +345,7 @@ class TieredRun(MemoryRun):
 
 
 def _step_back() -> None:
-    """Drop pages only where a core has nothing else to do."""
+    """Drop pages only on idle cores."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
@@ -359,7 +359,7 @@ def open_store(passes: tc.PassDataset, path: Path | None, *, fresh: bool = True)
 
 
 def plans_of(passes: tc.PassDataset, folder: Path, budgets: Budgets, num_passes: int) -> list[PassPlan]:
-    """Plan passes from the first on, in a store that nothing is done with."""
+    """Plan passes from the first one, in an unused store."""
     path = folder / "plan.tc"
     with (
         open_store(passes, path) as store,
@@ -371,9 +371,9 @@ def plans_of(passes: tc.PassDataset, folder: Path, budgets: Budgets, num_passes:
 
 
 def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits: int) -> float:
-    """Return how long the bare disk takes for so many bytes, read and written at once.
+    """Return the bare disk's seconds to read and write these bytes at the same time.
 
-    Over and over in two files of at most 1 GiB, past the page cache; what is larger is committed piece by piece.
+    Cyclically in two files of at most 1 GiB, past the page cache; larger amounts are committed in pieces.
     """
     pieces = commits * -(-max(1, bytes_written) // (commits * _FILE_BYTES))
     each = paged(-(-max(1, bytes_written) // pieces))
@@ -387,7 +387,7 @@ def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits
 def figures_of(
     machine: TrainingMachine, run: TieredRun, window: Window, *, memory: float, tiered: float, folder: Path | None
 ) -> dict[str, Any]:
-    """Return what follows from the seconds of a window; ``folder``: on the store's disk, None for one in memory."""
+    """Return the figures of a window's seconds; ``folder``: on the store's disk, None for a store in memory."""
     reports = [r for r in run.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
     ending, beginning = reports[:-1], reports[1:]
     seconds = switch_seconds(ending, beginning)
@@ -426,7 +426,9 @@ def figures_of(
 
 
 def switch_seconds(ending: Sequence[PassReport], beginning: Sequence[PassReport]) -> dict[str, float]:
-    """Return the training thread's seconds in some switches, by cause: of the passes that end and those that begin."""
+    """Return the training thread's seconds in some switches, by cause: of the passes that end and the passes that
+    begin.
+    """
     return {
         name: sum((r.wait_seconds | r.work_seconds).get(name, 0.0) for r in (ending, beginning)[which])
         for name, which in _AT_RATE.items()
@@ -434,7 +436,7 @@ def switch_seconds(ending: Sequence[PassReport], beginning: Sequence[PassReport]
 
 
 def same_rows(memory: tc.InMemoryCache, tiered: tc.TierCache) -> bool:
-    """Whether rows and optimizer state have the same bits, between two passes of the same index."""
+    """Return True if rows and optimizer state have the same bits, for two passes of the same index."""
     now = tiered.live_rows()
     return all(
         np.array_equal(mine.view(np.uint8), yours.view(np.uint8))

@@ -1,4 +1,4 @@
-"""What the site needs beside its pages: those of the repository, links out of docs/, and docstrings as Markdown."""
+"""MkDocs hooks: pages from the repository root, links out of docs/, and docstrings as Markdown."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the pages that stand at the top of the repository, and the list of design records."""
+    """Add the pages of the repository root and the list of design records."""
     for source, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text()))
     titles = [(path.name, path.read_text().split("\n", 1)[0]) for path in sorted((ROOT / "docs/design").glob("*.md"))]
-    begin = "# Design records\n\nWhat was tried, measured and decided, a page each.\n\n"
+    begin = "# Design records\n\nExperiments, measurements and decisions, one page each.\n\n"
     listed = "".join(f"* [{title.lstrip('# ')}]({name})\n" for name, title in titles)
     files.append(File.generated(config, RECORDS, content=begin + listed))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Have links lead to pages of the site; what stands in the repository alone is named."""
+    """Point links to pages of the site; replace links to other files by their names."""
     uri = page.file.src_uri
     source = next((source for source, made in PAGES.items() if made == uri), f"docs/{uri}")
     return LINK.sub(partial(_link, source, uri), markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> None:
-    """Refuse a page that loads something from a network."""
+    """Raise PluginError if a page loads something from a network."""
     if found := re.search(r'<(?:script|img|link|iframe)\b[^>]*?(?:src|href)="?(?:https?:)?//[^">\s]+', output):
-        raise PluginError(f"{page.file.src_uri} loads from a network, and pages read nothing from one: {found[0]}")
+        raise PluginError(f"{page.file.src_uri} loads from a network, but pages must be self-contained: {found[0]}")
 
 
 def _link(source: str, uri: str, found: re.Match[str]) -> str:
@@ -61,16 +61,16 @@ def _link(source: str, uri: str, found: re.Match[str]) -> str:
 
 
 class Docstrings(Extension):  # type: ignore[misc]
-    """Docstrings as griffe's Google style and Markdown take them: arguments that are lines of text become a list."""
+    """Converts docstrings to griffe's Google style and Markdown: lines of arguments become a list."""
 
     def on_function(self, *, func: Any, **_: Any) -> None:
-        """Change the docstring of a function."""
+        """Convert the docstring of a function."""
         if func.docstring:
             names = "|".join(re.escape(parameter.name) for parameter in func.parameters) or "(?!)"
             func.docstring.value = _markdown(func.docstring.value, names)
 
     def on_class(self, *, cls: Any, **_: Any) -> None:
-        """Change the docstring of a class."""
+        """Convert the docstring of a class."""
         if cls.docstring:
             cls.docstring.value = _markdown(cls.docstring.value, "(?!)")
 

@@ -2,6 +2,6 @@
 
 import os
 
-# Threads of OpenMP that wait for work sleep instead of spinning: the reader and the writer need their core. Two OpenMP
-# runtimes (torch's and numba's) that spin take it from each other too. Read when torch is loaded, so it stands here.
+# OpenMP threads must sleep instead of spin while they wait: the reader and the writer need their core, and torch's and
+# numba's runtimes would compete for it. Read when torch is loaded, so it is set here.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

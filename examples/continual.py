@@ -1,8 +1,8 @@
-"""Train day by day, and send a server what changed: python -m examples.continual [--quick] [--folder DIR].
+"""Train day by day and send changed rows to a server: python -m examples.continual [--quick] [--folder DIR].
 
-Users and items come and go, and tastes drift. Each day's clicks are scored by the model of the day before, then
-trained; then the rows that changed since the last commit that was sent go to a server, which is a dictionary here, and
-which must have the store's rows, bit by bit. The figure shows the scores and how little is sent.
+Users and items come and go, and tastes drift. Each day's clicks are scored by the previous day's model, then trained.
+Then the rows that changed since the last commit are sent to a server, here a dictionary, which must have the store's
+rows bit for bit. The figure shows the scores and how little is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ console = Console(highlight=False)
 
 
 def schema() -> tc.Schema:
-    """Users and items."""
+    """Return a schema of users and items."""
     rule, begin = tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-0.05, high=0.05)
     tables = tuple(tc.Table(name=name, dim=DIM, optimizer=rule, initializer=begin) for name in ("user", "item"))
     features = tuple(tc.Feature(name=one.name) for one in tables)
@@ -52,7 +52,7 @@ def clicks(day: int, samples: int) -> RawBatch:
 
 
 class Model(nn.Module):
-    """A product of two vectors, and a layer that reads both."""
+    """A product of two vectors, followed by a layer that reads both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 class Server:
-    """What answers requests elsewhere: it has vectors, and takes those that changed."""
+    """A stand-in for a serving process: holds vectors and applies changes."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int], bytes] = {}
@@ -76,7 +76,7 @@ class Server:
         self.rows |= {(table, key): row.tobytes() for key, row in zip(keys.tolist(), vectors, strict=True)}
 
     def differs(self, store: tc.Store) -> int:
-        """Return how many of its rows are not those of the store, or are missing."""
+        """Return how many of its rows are missing or differ from the store."""
         wanted = {
             (one.name, key): row.tobytes()
             for one in store.tables
@@ -87,7 +87,7 @@ class Server:
 
 
 def run(folder: Path, days: int, samples: int) -> int:
-    """Train all days; returns how many rows the server has wrong at the end."""
+    """Train all days; return the number of rows the server has wrong at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     server, sent, scores, shares = Server(), -1, list[float](), list[float]()
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ console = Console(highlight=False)
 
 
 class DLRM(nn.Module):
-    """The published model; all but the embeddings is plain torch."""
+    """The published model; everything except the embeddings is plain torch."""
 
     def __init__(self, schema: tc.Schema, bottom: Sequence[int], top: Sequence[int]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def mlp(widths: Sequence[int]) -> nn.Sequential:
 
 
 def write_day(path: Path, day: int, samples: int, most_rows: int) -> None:
-    """Write samples as Criteo does."""
+    """Write samples in Criteo's format."""
     chance, hidden = np.random.default_rng((1, day)), np.random.default_rng(2)
     integers = chance.integers(0, 100, (DENSE, samples))
     logit = 0.3 * hidden.normal(size=DENSE) @ np.log1p(integers) + chance.logistic(size=samples)
@@ -83,7 +83,7 @@ def write_day(path: Path, day: int, samples: int, most_rows: int) -> None:
     words = pa.array([f"{word:08x}" for word in range(most_rows)])
     for c in range(CATEGORIES):
         rows = max(3, int(most_rows ** ((c + 1) / CATEGORIES)))
-        drawn = (chance.random(samples) * (rows**-0.15 - 1) + 1) ** (1 / -0.15)  # a power law of 1.15
+        drawn = (chance.random(samples) * (rows**-0.15 - 1) + 1) ** (1 / -0.15)  # power law with exponent 1.15
         ids = np.minimum(drawn.astype(np.int64), rows) - 1
         logit += hidden.normal(size=rows)[ids] * 0.4
         columns[f"C{c + 1}"] = words.take(pa.array(ids))
@@ -93,7 +93,7 @@ def write_day(path: Path, day: int, samples: int, most_rows: int) -> None:
 
 
 def extract(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDataset, tc.PassDataset]:
-    """Return a model, and passes to train and to score."""
+    """Return a model, and passes for training and scoring."""
     folder: Path = options.folder
     if options.data is None:
         samples, tested, most_rows = (8000, 2000, 4000) if options.quick else (400_000, 40_000, 300_000)
@@ -118,7 +118,7 @@ def draw_synthetic(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDatas
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Extract, train and score; returns the figures."""
+    """Extract, train and score; return the figures."""
     folder, begun = options.folder, time.perf_counter()
     torch.manual_seed(0)
     model, train, test = draw_synthetic(options) if options.synthetic else extract(options)

@@ -1,9 +1,9 @@
-"""The demo: late flights predicted from keys whose rows do not fit the memory they are given.
+"""The demo: predict late flights with embeddings that do not fit the memory budgets.
 
 ``python -m examples.flights`` (or ``make demo``) prepares real flights, cuts them into passes, trains a model over
-device, host and store, and then checks what it promises: the same batches in memory, and a run that was killed and
-went on, end with the same bits. ``--quick`` does the same on the first weeks of the year. Every number it prints is
-measured in the run that prints it; it exits with 1 where a promise is not kept.
+device, host and store, and then checks the guarantees: the same batches in memory, and a run that was killed and
+resumed, end with the same bits. ``--quick`` uses the first weeks of the year. Every printed number is measured in the
+same run; the exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tiercache.sizes import format_bytes, parse_bytes
 MADE = ("train.parquet", "test.parquet", PASSES, TEST, "model.tc", "killed.tc", "passes.jsonl", "passes.png")
 """Everything that the demo leaves in its folder; only this is deleted when it starts afresh."""
 MOST_SHARE = {"device": 0.10, "host": 0.30}
-"""What may be held, as shares of all row bytes: the keys of all passes, each once, times the bytes of their rows."""
+"""Budgets as shares of all row bytes: the distinct keys of all passes, times the bytes of their rows."""
 
 console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
 steps = itertools.count(1)
 
 
 def say(what: str) -> float:
-    """Announce a step; return when it begins."""
+    """Announce a step; return its start time."""
     console.print(f"\n[bold]{next(steps)}. {what}.[/]")
     return time.perf_counter()
 
@@ -48,7 +48,7 @@ def tell(what: str) -> None:
 
 
 def start_afresh(folder: Path) -> None:
-    """Delete what an earlier run left, and nothing else."""
+    """Delete the files of an earlier run, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     left = [path for name in MADE if (path := folder / name).exists()]
     for path in left:
@@ -58,7 +58,7 @@ def start_afresh(folder: Path) -> None:
 
 
 def check_budgets(cache: tc.TierCache, train: tc.PassDataset) -> list[str]:
-    """Show every pass and what was held; return what was not as promised."""
+    """Show every pass and its memory; return the violated guarantees."""
     rows = {t.name: np.unique(np.concatenate([p.keys(t.name) for p in train.passes])).size for t in train.tables}
     row_bytes = sum(rows[table.name] * table.row_bytes for table in train.tables)
     console.print(pass_table(cache.reports))
@@ -75,7 +75,7 @@ def check_budgets(cache: tc.TierCache, train: tc.PassDataset) -> list[str]:
 
 
 def check_same(ours: Trained, theirs: Trained, what: str) -> list[str]:
-    """Compare two trainings; return what was not as promised."""
+    """Compare two trainings; return the violated guarantees."""
     different = ours.differences(theirs)
     tell(f"[bold red]{what}: DIFFERENT bits[/]" if different else f"[green]{what}: the same bits[/]")
     tell(f"in {ours.size}")
@@ -83,7 +83,7 @@ def check_same(ours: Trained, theirs: Trained, what: str) -> list[str]:
 
 
 def demo(folder: Path, *, quick: bool) -> list[str]:
-    """Run every step; return what was not as promised."""
+    """Run every step; return the violated guarantees."""
     size = QUICK if quick else FULL
     start_afresh(folder)
 
@@ -122,12 +122,10 @@ def demo(folder: Path, *, quick: bool) -> list[str]:
     wrong += check_same(ours, Trained.of(in_memory, train), f"tiered and in memory ({seconds:.1f} s)")
 
     victim, options = len(train) + len(train) // 2, ["--quick"] if quick else []
-    say(f"Train again in a process that kills itself (SIGKILL) in the middle of pass {victim}, and go on in another")
+    say(f"Train again in a process that kills itself (SIGKILL) in the middle of pass {victim}, and resume in another")
     train_in_a_child(folder, "killed.tc", *options, "--die-in-pass", str(victim), dies=True)
     with tc.Store.open(folder / "killed.tc", mode="r") as store:
-        tell(
-            f"killed; the store opens at commit {store.commit.id}, to go on with pass {store.commit.cursor.pass_index}"
-        )
+        tell(f"killed; the store opens at commit {store.commit.id}, to resume at pass {store.commit.cursor.pass_index}")
     train_in_a_child(folder, "killed.tc", *options)
     with open_tiers(folder / "killed.tc", train, size) as cache:
         killed = Training(cache, size)

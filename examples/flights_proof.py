@@ -1,4 +1,4 @@
-"""Whether two trainings ended with the same bits: every number of every row, optimizer states, dense weights."""
+"""Bitwise comparison of two trainings: rows, optimizer states and dense weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training left."""
+    """The result of a training."""
 
     rows: dict[str, tuple[Any, ...]]
-    """The vectors and every optimizer state of each table, (rows, width) each, in the order of keys."""
+    """The vectors and every optimizer state of each table, (rows, width) each, in key order."""
     dense: dict[str, Any]
     """Weights of the dense layers and the state of their optimizer."""
 
     @classmethod
     def of(cls, training: Training, passes: tc.PassDataset) -> Trained:
-        """Read every row from wherever it is: device, host, store or memory."""
+        """Read every row, from device, host, store or memory."""
         rows = {}
         for table in passes.tables:
             keys = np.unique(np.concatenate([p.keys(table.name) for p in passes.passes]))
@@ -37,14 +37,14 @@ class Trained:
             training.cache.live_rows().fill(table.name, keys, rows[table.name])
         dense = {f"weights {name}": tensor for name, tensor in training.model.state_dict().items()}
         for name, parameter in training.model.named_parameters():
-            if not name.endswith(".anchor"):  # its state means nothing, and is not committed
+            if not name.endswith(".anchor"):  # meaningless state that is not committed
                 state = training.optimizer.state.get(parameter, {})
                 dense |= {f"{kind} of {name}": tensor for kind, tensor in state.items()}
         return cls(rows, {name: tensor.detach().clone().numpy() for name, tensor in dense.items()})
 
     @property
     def size(self) -> str:
-        """How much there is to compare."""
+        """Describe the amount of data to compare."""
         rows = sum(len(fields[0]) for fields in self.rows.values())
         numbers = sum(field.size for fields in self.rows.values() for field in fields)
         return (
@@ -53,7 +53,7 @@ class Trained:
         )
 
     def differences(self, other: Trained) -> list[str]:
-        """Compare bit by bit; returns what differs, with how many numbers."""
+        """Compare bit by bit; return the differing parts with the number of differing values."""
         found = []
         for name, fields in self.rows.items():
             if wrong := sum(map(_count_other_bits, fields, other.rows[name])):
@@ -72,9 +72,9 @@ def _count_other_bits(mine: Any, other: Any) -> int:
 
 
 def train_in_a_child(folder: Path, store: str, *options: str, dies: bool = False) -> None:
-    """Train a store in a process of its own.
+    """Train a store in a separate process.
 
-    Raises RuntimeError, with what it said, where it ends in any other way than it should.
+    Raises RuntimeError with its output if it does not end as expected.
     """
     command = [sys.executable, "-m", "examples.flights_training", "--folder", str(folder), "--store", store, *options]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)

@@ -33,21 +33,21 @@ SCHEMA = Path(__file__).with_name("flights.toml")
 PASSES, TEST = "passes", "test-passes"
 SEED, EPOCHS = 2013, 2
 LEARNING_RATE = 1e-3
-"""Of the dense layers in the first epoch; those of the tables stand in flights.toml."""
+"""The learning rate of the dense layers in the first epoch; flights.toml has the rates of the tables."""
 DROP = 0.1
-"""What every learning rate is multiplied by after an epoch: rare keys are learned by heart otherwise."""
+"""The factor of every learning rate after an epoch; without it rare keys are overfitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How large a training is."""
+    """The size of a training."""
 
     first: int | None
-    """So many of the earliest flights; None: all."""
+    """The number of earliest flights to keep; None: all."""
     budgets: dict[str, Any]
     batch: int
     batch_multiple: int
-    """Passes end at multiples of so many samples."""
+    """Passes end at multiples of this number of samples."""
 
 
 FULL = Size(
@@ -61,10 +61,10 @@ QUICK = Size(
 
 
 class FlightsModel(nn.Module):
-    """A model in the style of DLRM (Naumov et al., 2019): every pair of vectors gives a dot product.
+    """A model in the style of DLRM (Naumov et al., 2019): dot products of all pairs of vectors.
 
-    Bottom layers turn the dense features into one more vector. The first number of every vector also adds to the logit
-    as it is, so that a key counts from its first step on.
+    Bottom layers turn the dense features into one more vector. The first number of every vector is also added to the
+    logit directly, so that a key has an effect from its first step.
     """
 
     pairs: torch.Tensor
@@ -80,7 +80,7 @@ class FlightsModel(nn.Module):
         self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, 1), persistent=False)
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample: (N,)."""
+        """Return one logit per sample: (N,)."""
         looked_up, described = self.embeddings(batch), self.bottom(batch.dense)
         flat = torch.cat([looked_up, described], dim=1)
         vectors_NVD = flat.view(len(batch), -1, described.shape[1])
@@ -97,7 +97,7 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 
 
 def extract(folder: Path, size: Size, flights: data.Flights, *, progress: bool | None = None) -> None:
-    """Cut passes to train on, and one of the test flights."""
+    """Cut training passes, and one pass of the test flights."""
     options: dict[str, Any] = {"batch_multiple": size.batch_multiple, "memory_limit": "128MiB", "progress": progress}
     tc.extract(flights.train, SCHEMA, folder / PASSES, device_budget=size.budgets["device_budget"], **options)
     tc.extract(flights.test, SCHEMA, folder / TEST, device_budget="1GiB", split_by="file", **options)
@@ -109,7 +109,7 @@ def open_tiers(store: Path, passes: tc.PassDataset, size: Size, **options: Any) 
 
 
 class Training:
-    """A cache with its model and its dense optimizer; the seed decides the first weights."""
+    """A cache with its model and its dense optimizer; the seed determines the initial weights."""
 
     def __init__(self, cache: Any, size: Size) -> None:
         self.cache, self.size = cache, size
@@ -123,7 +123,7 @@ class Training:
         cache.register(scheduler=self.scheduler)
 
     def run(self, after_batch: Callable[[Any], bool | None] = lambda p: None) -> None:
-        """Train from the last commit to the last epoch, or until ``after_batch(p)`` is true: that is committed."""
+        """Train from the last commit to the last epoch, or until ``after_batch(p)`` is true; then commit."""
         criterion = nn.BCEWithLogitsLoss()
         for p in self.cache.passes(epochs=EPOCHS):
             if self.scheduler.last_epoch < p.epoch:
@@ -140,7 +140,7 @@ class Training:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of all rows with their optimizer state, whatever shards they stand in."""
+    """Return a digest of all rows with their optimizer state, independent of their shards."""
     found = hashlib.sha256()
     with tc.Store.open(path, mode="r") as store:
         for table in store.tables:
@@ -151,11 +151,11 @@ def digest(path: Path) -> str:
 
 
 def main() -> None:
-    """Train to the end, or to a sudden one; under torchrun, score the test flights too."""
+    """Train to the end, or until the process kills itself; under torchrun, also score the test flights."""
     parser = argparse.ArgumentParser(description="Train the flights of the demo from the last commit to the end.")
     parser.add_argument("--folder", type=Path, default=Path("flights-ranks"), help="where everything goes")
     parser.add_argument("--quick", action="store_true", help="the first weeks of the year")
-    parser.add_argument("--first", type=int, help="so many of the earliest flights")
+    parser.add_argument("--first", type=int, help="the number of earliest flights to keep")
     parser.add_argument("--store", default="model.tc", help="the store's name in the folder, begun where there is none")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")
     parser.add_argument("--die-in-pass", type=int, help="kill this process in the middle of this pass")

@@ -1,10 +1,10 @@
 """Predict links of a knowledge graph: python -m examples.knowledge_graph [--quick] [--data FILE] [--model NAME].
 
-Triples (head, relation, tail) are cut into sub-datasets by buckets of their entities, as PyTorch-BigGraph cuts them
+Triples (head, relation, tail) are cut into sub-datasets by buckets of their entities, as in PyTorch-BigGraph
 (Lerer et al. 2019), so that neighbors in the schedule share a bucket. In each, ComplEx (Trouillon et al. 2016) or
-TransE (Bordes et al. 2013) learns to tell the true tail from entities drawn from the pass's key set, and each triple
-is learned from both ends, by reciprocal relations (Lacroix et al. 2018). Then all entities are ranked for the triples
-of the test: filtered MRR and Hits@10, and the MRR of the valid ones. ``--data`` takes an archive with train.txt,
+TransE (Bordes et al. 2013) learns to distinguish the true tail from entities drawn from the pass's key set. Each triple
+is learned from both ends, with reciprocal relations (Lacroix et al. 2018). Then all entities are ranked for the test
+triples: filtered MRR and Hits@10, and the MRR of the validation triples. ``--data`` takes an archive with train.txt,
 valid.txt and test.txt, tab-separated; without it triples are drawn from a ring on which each relation is a rotation.
 """
 
@@ -42,14 +42,14 @@ class Graph:
 
     train: Triples
     valid: Triples
-    """Not trained: settings are chosen by these, and the test is scored once."""
+    """Held out: settings are chosen by these triples, and the test is scored once."""
     test: Triples
     entities: int
     relations: int
 
     @classmethod
     def read(cls, path: Path) -> Graph:
-        """Read an archive. Triples that name what the training does not are left out."""
+        """Read an archive. Triples with entities or relations that the training part lacks are dropped."""
         numbers: tuple[dict[str, int], dict[str, int]] = {}, {}
         parts = {}
         with tarfile.open(path) as archive:
@@ -69,7 +69,7 @@ class Graph:
 
     @classmethod
     def ring(cls, entities: int, relations: int) -> Graph:
-        """Each relation leads so far along a ring; a tenth of the triples is left for the test."""
+        """Return a graph on a ring in which each relation is a fixed step; a tenth of the triples is the test."""
         chance = np.random.default_rng(0)
         heads = np.tile(np.arange(entities), relations)
         kinds = np.repeat(np.arange(relations), entities)
@@ -87,7 +87,7 @@ class Graph:
         return np.random.default_rng(1).integers(0, parts, self.entities)
 
     def cut(self, parts: int) -> list[Triples]:
-        """Return the triples of each pair of entity buckets, neighbors with a bucket in common where they can."""
+        """Return the triples of each pair of entity buckets; neighbors share a bucket if possible."""
         both = self.both_ways(self.train)
         bucket = self.buckets(parts)
         heads, tails = bucket[both[:, 0]], bucket[both[:, 2]]
@@ -100,7 +100,7 @@ class Graph:
 
 
 def schema(dim: int) -> tc.Schema:
-    """Heads, tails and drawn entities are rows of one table."""
+    """Return a schema in which heads, tails and drawn entities are rows of one table."""
     rule, begin = tc.optim.Adagrad(learning_rate=0.1), tc.init.Normal(std=0.1)
     tables = tuple(tc.Table(name=name, dim=dim, optimizer=rule, initializer=begin) for name in ("entity", "relation"))
     features = (
@@ -118,7 +118,7 @@ class Scorer(nn.Module):
         self.vectors, self.name = tc.EmbeddingCollection(schema(dim)), name
 
     def asked(self, head: torch.Tensor, relation: torch.Tensor) -> torch.Tensor:
-        """Return what the vectors of tails are compared with (N, dim)."""
+        """Return the vectors to compare tails with (N, dim)."""
         if self.name == "transe":
             return head + relation
         a, b = head.chunk(2, dim=-1)
@@ -130,7 +130,7 @@ class Scorer(nn.Module):
         return -torch.cdist(asked, tails) if self.name == "transe" else asked @ tails.T
 
     def forward(self, batch: tc.Batch, penalty: float) -> torch.Tensor:
-        """Return the loss: the cross-entropy of each true tail among the drawn ones, and N3 of ComplEx's vectors."""
+        """Return the loss: cross-entropy of each true tail among the drawn ones, plus N3 of ComplEx's vectors."""
         found = self.vectors(batch)
         head, relation, tail = found["head"], found["relation"], found["tail"]
         asked = self.asked(head, relation)
@@ -146,9 +146,9 @@ class Scorer(nn.Module):
 def batches(
     triples: Triples, entities: NDArray[np.int64], bucket: NDArray[np.int64], size: int, drawn: int, seed: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each batch: triples in another order each time, and entities of the pass, drawn for all.
+    """Yield the keys of each batch: triples in a new order each time, and entities drawn from the pass for all of them.
 
-    They are of the bucket of the batch's tails: others would be told from tails by their bucket.
+    Drawn entities are from the bucket of the batch's tails; otherwise the bucket would give the true tail away.
     """
     chance = np.random.default_rng(seed)
     cuts = []
@@ -186,7 +186,7 @@ def ranks(graph: Graph, model: Scorer, store: tc.Store, triples: Triples) -> NDA
 
 
 def run(graph: Graph, options: argparse.Namespace) -> dict[str, Any]:
-    """Train and rank; returns the figures."""
+    """Train and rank; return the figures."""
     parts, bucket, begun = graph.cut(options.parts), graph.buckets(options.parts), time.perf_counter()
     sets = [{"entity": np.unique(part[:, [0, 2]]), "relation": np.unique(part[:, 1])} for part in parts]
     data = tc.write_key_sets(options.folder / "passes", schema(options.dim), sets)

@@ -1,13 +1,13 @@
 """A language model with an n-gram memory: python -m examples.ngram_memory [--quick] [--folder DIR] [--data FILE ...].
 
 A GPT of nanoGPT's layout, with a table of rows for the 2-grams and 3-grams that end at each token. Their rows are gated
-into two of its layers, as in Engram (arXiv 2601.07372). ``--keys exact`` gives each n-gram a row of its own;
-``--keys hashed`` hashes each by several heads to a fixed number of rows. ``--data`` are texts; without it the source
-of Python's standard library is the text. A token is a byte, or, with ``--bpe SIZE``, one of a vocabulary that is
+into two of its layers, as in Engram (arXiv 2601.07372). ``--keys exact`` gives each n-gram its own row;
+``--keys hashed`` hashes each by several heads to a fixed number of rows. ``--data`` takes text files; without it the
+text is the source of Python's standard library. A token is a byte, or, with ``--bpe SIZE``, from a vocabulary that is
 trained on the text (the extra ``llm``).
 
-Prints the loss with and without the memory, tokens per second, and of each pass the unique keys per token and the bytes
-planned and measured.
+Prints the loss with and without the memory, tokens per second, and for each pass the unique keys per token and the
+bytes planned and measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 BYTES, END = 257, 256
-"""Tokens of the byte-level vocabulary, and the one that ends a text."""
+"""Size of the byte-level vocabulary, and the token that ends a text."""
 console = Console(highlight=False)
 
 
@@ -70,7 +70,7 @@ class Memory(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, hidden: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return what is added to hidden states (N, T, width); keys: (N, T, keys of a token)."""
+        """Return the addition to hidden states (N, T, width); keys: (N, T, keys of a token)."""
         found = self.rows(keys).flatten(-2)
         gate = torch.sigmoid((self.norm(hidden) * self.key(found)).sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5)
         return gate * self.value(found)  # type: ignore[no-any-return]
@@ -126,7 +126,7 @@ class GPT(nn.Module):
 
 
 def texts_of(files: Sequence[Path], most_tokens: int) -> Iterator[str]:
-    """Yield texts, shuffled, up to so many characters; those of Python's standard library if no files are given."""
+    """Yield texts, shuffled, up to a number of characters; from Python's standard library if no files are given."""
     paths = [*files] or sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     left = most_tokens
     for index in np.random.default_rng(0).permutation(len(paths)).tolist():
@@ -138,7 +138,7 @@ def texts_of(files: Sequence[Path], most_tokens: int) -> Iterator[str]:
 
 
 def write_tokens(options: argparse.Namespace, size: Size, folder: Path) -> tuple[Path, int, int]:
-    """Write the tokens of the texts; return the file, the size of the vocabulary and the token that ends a text."""
+    """Write the tokens of the texts; return the file, the vocabulary size and the end-of-text token."""
     path = folder / "tokens.bin"
     path.unlink(missing_ok=True)
     if not options.bpe:
@@ -158,7 +158,7 @@ def write_tokens(options: argparse.Namespace, size: Size, folder: Path) -> tuple
 
 
 def grams_of(keys: str, size: Size, vocab_size: int, end: int) -> tc.NGrams:
-    """Return how n-grams become keys."""
+    """Return the mapping from n-grams to keys."""
     if keys == "exact":
         return tc.ngrams("exact", vocab_size=vocab_size, orders=(2, 3), border=end)
     return tc.ngrams("qwen4_exp", vocab_size=vocab_size, rows_per_head=size.hashed_rows, border=end, heads=4)
@@ -217,7 +217,7 @@ def train(size: Size, tokens: tc.TokenFiles, data: tc.PassDataset, grams: tc.NGr
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Make tokens and key sets, and train both models; return the figures."""
+    """Create tokens and key sets, and train both models; return the figures."""
     size, folder = QUICK if options.quick else FULL, options.folder
     path, vocab_size, end = write_tokens(options, size, folder)
     tokens = tc.TokenFiles(path, size.context + 1)

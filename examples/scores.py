@@ -1,4 +1,4 @@
-"""How good predictions are: the area under the ROC curve."""
+"""Quality of predictions: the area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -> float:
-    """Return the chance that a random sample with label 1 scores above a random other one; ties count half."""
+    """Return the probability that a random sample with label 1 scores above a random other one; ties count half."""
     _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
     num_ones = int(labels.sum())
@@ -24,7 +24,7 @@ def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -
 
 
 def score(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch: int) -> float:
-    """Return the area under the curve of test samples, read slice by slice; of several ranks, each scores its part."""
+    """Return the area under the curve of test samples, read slice by slice; each rank scores its part."""
     found: list[Any] = [torch.empty(0, 2)]
     model.eval()
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Look rows up while they are trained: python -m examples.serve [--quick] [--folder DIR].
+"""Look up rows while they are trained: python -m examples.serve [--quick] [--folder DIR].
 
-One process trains. Another one, which shares nothing with it but the store's folder, opens the newest commit once a
-second, looks some keys up and says how long that took. A reader holds its commit for as long as it has it open; the
-training waits for nobody.
+One process trains. Another one, which shares only the store's folder with it, opens the newest commit once a
+second, looks up some keys and prints the latency. A reader holds its commit as long as it is open; training never waits
+for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(folder: Path, epochs: int, samples: int) -> None:
 
 
 def serve(path: Path, every: float) -> None:
-    """Answer with the newest commit, again and again, until standard input says that training has ended."""
+    """Look up keys in the newest commit repeatedly, until standard input ends with the training."""
     import select
 
     while not select.select([sys.stdin], [], [], every)[0]:
@@ -58,11 +58,11 @@ def serve(path: Path, every: float) -> None:
                 told = {"commit": store.commit.id, "seconds": time.perf_counter() - begun, "sum": float(vectors.sum())}
             print(json.dumps(told), flush=True)
         except tc.StoreError:
-            continue  # it is not made yet
+            continue  # not created yet
 
 
 def run(folder: Path, epochs: int, samples: int, every: float) -> int:
-    """Train beside a server; returns 1 where it answered nothing."""
+    """Train next to a server process; return 1 if it served nothing."""
     command = [sys.executable, "-m", "examples.serve", "--folder", str(folder), "--serve", str(every)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         train(folder, epochs, samples)

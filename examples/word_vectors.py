@@ -1,10 +1,10 @@
-"""Word vectors with parts of words: python -m examples.word_vectors [--quick] [--data FILE] [--folder DIR].
+"""Word vectors with subwords: python -m examples.word_vectors [--quick] [--data FILE] [--folder DIR].
 
-Skip-gram with negative sampling (Mikolov et al. 2013), a word being the mean of its own row and those of its
+Skip-gram with negative sampling (Mikolov et al. 2013). A word is the mean of its own row and the rows of its
 character n-grams, hashed by FNV-1a as in fastText (Bojanowski et al. 2017): a table of two million rows, of which
-each pass has those of its text. ``--data`` is a text; without it sentences are made, each of one of many themes. It
-prints the nearest words of some and, of made text, how often the nearest word that looks different is of the same
-theme.
+each pass has the rows of its text. ``--data`` takes a text; without it sentences are generated, each about one of many
+themes. Prints the nearest words of some words and, for generated text, how often the nearest word with a different stem
+has the same theme.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ console = Console(highlight=False)
 
 
 def fnv1a(text: str) -> int:
-    """Return fastText's hash of a text: FNV-1a of 32 bits, bytes being signed."""
+    """Return fastText's hash of a text: 32-bit FNV-1a over signed bytes."""
     found = 2166136261
     for byte in text.encode():
         found = ((found ^ (byte if byte < 128 else byte | 0xFFFFFF00)) * 16777619) & 0xFFFFFFFF
@@ -45,26 +45,26 @@ def fnv1a(text: str) -> int:
 
 
 def parts_of(word: str, number: int, words: int) -> list[int]:
-    """Return the keys of a word: its own, and those of its n-grams of 3 to 6 characters."""
+    """Return the keys of a word: its own key, and the keys of its n-grams of 3 to 6 characters."""
     marked = f"<{word}>"
     grams = {marked[i : i + n] for n in range(3, 7) for i in range(len(marked) - n + 1)}
     return [number, *sorted(words + fnv1a(gram) % BUCKETS for gram in grams)]
 
 
 def made_text(sentences: int, themes: int) -> tuple[str, dict[str, int]]:
-    """Return sentences, each of the words of one theme, and the theme of each word; a theme has words of two stems."""
+    """Return sentences, each with words of one theme, and the theme of each word; a theme has words of two stems."""
     chance, letters = np.random.default_rng(0), (list("bdfgklmnprstvz"), list("aeiou"))
     stems = ["".join(chance.choice(letters[i % 2]) for i in range(6)) for _ in range(2 * themes)]
     words = np.array(
         [[stem + end for stem in stems[t::themes] for end in ("", "s", "er", "ing")] for t in range(themes)]
     )
-    about = np.linspace(0, themes, sentences) + chance.normal(scale=themes / 20, size=sentences)  # a text has an order
+    about = np.linspace(0, themes, sentences) + chance.normal(scale=themes / 20, size=sentences)  # texts have an order
     text = "\n".join(" ".join(chance.choice(words[int(theme) % themes], 8)) for theme in about)
     return text, {word: theme for theme in range(themes) for word in words[theme].tolist()}
 
 
 class Text:
-    """Words as numbers 0 .., the most frequent first, and which keys each has."""
+    """Words as numbers from 0, most frequent first, and the keys of each."""
 
     def __init__(self, text: str, least: int) -> None:
         lines = [re.findall(r"[^\W\d_]+", line.lower()) for line in text.splitlines()]
@@ -79,13 +79,13 @@ class Text:
         self.chances = np.cumsum(weights) / weights.sum()
 
     def bags(self, words: Ids) -> tuple[Ids, Ids]:
-        """Return the keys of words one after another, and where those of each begin (words + 1)."""
+        """Return the concatenated keys of words, and the offset of each word (words + 1)."""
         sizes = self.starts[words + 1] - self.starts[words]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         return self.keys[np.repeat(self.starts[words] - offsets[:-1], sizes) + np.arange(offsets[-1])], offsets
 
     def pairs(self, lines: range, chance: np.random.Generator) -> tuple[Ids, Ids]:
-        """Return words and words near them, in any order."""
+        """Return pairs of words and nearby words, in any order."""
         found = [
             np.stack([line[:-step], line[step:]], axis=1)[:: 1 if flip else -1, :: 1 if flip else -1]
             for line in (self.lines[i] for i in lines)
@@ -97,7 +97,7 @@ class Text:
 
 
 def schema(dim: int) -> tc.Schema:
-    """Words, by their parts, and what stands near them."""
+    """Return a schema of words, by their parts, and of nearby words."""
     rule = tc.optim.Adagrad(learning_rate=0.1)
     begin = tc.init.Uniform(low=-1 / dim, high=1 / dim)
     tables = tuple(tc.Table(name=name, dim=dim, optimizer=rule, initializer=begin) for name in ("part", "near"))
@@ -109,14 +109,14 @@ def schema(dim: int) -> tc.Schema:
 
 
 class SkipGram(nn.Module):
-    """Tells words that stand near a word from drawn ones."""
+    """Distinguishes nearby words from randomly drawn ones."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.words, self.near = tc.EmbeddingBag(schema(dim), "word"), tc.Embedding(schema(dim), "near")
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss, summed over the drawn ones."""
+        """Return the loss, summed over the drawn words."""
         scores = (self.near(batch) @ self.words(batch)[:, :, None]).squeeze(2)
         wanted = torch.zeros_like(scores)
         wanted[:, 0] = 1
@@ -124,20 +124,20 @@ class SkipGram(nn.Module):
 
 
 def batches(text: Text, lines: range, size: int, seed: Any, near: Ids) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each batch; drawn words are those of the pass."""
+    """Yield the keys of each batch; drawn words are from the pass."""
     chance = np.random.default_rng(seed)
     words, others = text.pairs(lines, chance)
     known = np.zeros(len(text.words), dtype=bool)
     known[near] = True
     for low in range(0, words.size, size):
-        mine, beside = words[low : low + size], others[low : low + size]
-        drawn = np.searchsorted(text.chances, chance.random((mine.size, DRAWN)))
+        centers, nearby = words[low : low + size], others[low : low + size]
+        drawn = np.searchsorted(text.chances, chance.random((centers.size, DRAWN)))
         drawn = np.where(known[drawn], drawn, chance.choice(near, drawn.shape))
-        yield {"word": text.bags(mine), "near": np.concatenate([beside[:, None], drawn], axis=1)}
+        yield {"word": text.bags(centers), "near": np.concatenate([nearby[:, None], drawn], axis=1)}
 
 
 def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Train; returns the figures."""
+    """Train; return the figures."""
     cuts = [range(low, min(len(text.lines), low + options.lines)) for low in range(0, len(text.lines), options.lines)]
     begun, sets = time.perf_counter(), []
     for lines in cuts:
@@ -203,7 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("word-vectors"), help="where everything is written")
     parser.add_argument("--quick", action="store_true", help="few sentences")
-    parser.add_argument("--data", type=Path, help="a text in UTF-8, a sentence a line")
+    parser.add_argument("--data", type=Path, help="a UTF-8 text, sentences on separate lines")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--device-budget", default="32MiB")
     options = parser.parse_args()

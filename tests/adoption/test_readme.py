@@ -1,4 +1,4 @@
-"""The change that the README shows is the whole change of a script that runs, and its losses stay."""
+"""The change in docs/model.md is the complete change of a script that runs, and the losses stay the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 if TYPE_CHECKING:
     import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "model.md"
 
 
 def scripts() -> tuple[str, str, list[str]]:
-    """Return the script of the README before and after its change, and the lines of the change."""
-    (diff,) = re.findall(r"^```diff\n(.*?)^```$", README.read_text(), re.S | re.M)
+    """Return the script of the page before and after its change, and the lines of the change."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
     lines = diff.splitlines()
-    assert all(not line or line[0] in " +" for line in lines), "no line is taken out"
+    assert all(not line or line[0] in " +" for line in lines), "a line is removed"
     before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     after = "\n".join(line[1:] for line in lines)
     return before, after, [line for line in lines if line.startswith("+")]
@@ -36,7 +36,7 @@ def losses(script: str) -> list[float]:
 
     torch.manual_seed(5)
     names: dict[str, Any] = {"recorded": recorded}
-    exec(compile(script, "README.md", "exec"), names)
+    exec(compile(script, "model.md", "exec"), names)
     if "cache" in names:
         assert len(names["data"].passes) > 2
         names["cache"].close()

@@ -1,1 +1,1 @@
-"""The crash harness: workloads are killed, lose power and fill their disks, and what is left each time is examined."""
+"""The crash harness: kills workloads, cuts their power and fills their disks, and examines the remains each time."""

@@ -1,4 +1,4 @@
-"""Work in forked processes that may die at any moment, and what they said before."""
+"""Work in forked processes that may die at any moment, and the messages they sent before."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from socket import socket
 
 _PATIENCE_SECONDS = 120.0
-"""Processes that take longer hang."""
+"""Processes that take longer are considered hung."""
 
 
 class Teller:
-    """Tells the parent, by a pipe and without a buffer, what is to outlive the process."""
+    """Sends facts that must outlive the process to the parent, through an unbuffered pipe."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
         self.phase = ""
-        """What the process is doing, where a workload says so: it goes with the points."""
+        """The current activity, if a workload sets it; recorded with the points."""
         self.begun = self.done = -1
-        """What was noted last."""
+        """The last noted commits."""
 
     def note(self, *, begun: Any = None, done: Any = None) -> None:
-        """Note a commit: that it may be found from now on, or that it must be."""
+        """Note a commit that may exist from now on (begun), or must exist (done)."""
         if begun is not None:
             self.begun = begun
             self.say("begun", begun)
@@ -40,31 +40,29 @@ class Teller:
             self.say("done", done)
 
     def say(self, kind: str, value: Any) -> None:
-        """Tell a plain value."""
         os.write(self._handle, json.dumps([kind, value]).encode() + b"\n")
 
 
 @dataclass(kw_only=True, slots=True)
 class Ended:
-    """Processes that are no more."""
+    """The result of processes that have ended."""
 
     signals: list[int]
-    """That ended them; 0: one came to its end."""
+    """The signals that ended them; 0: a normal exit."""
     said: list[list[Any]] = field(default_factory=list)
-    """Kinds and values; "error" where one raised."""
+    """Kinds and values; "error" if one raised."""
 
     def of(self, kind: str) -> list[Any]:
-        """Return all that was said of one kind."""
+        """Return all messages of one kind."""
         return [value for what, value in self.said if what == kind]
 
     @property
     def killed(self) -> int:
-        """How many were killed as they were meant to be."""
         return self.signals.count(signal.SIGKILL)
 
     @property
     def failure(self) -> str | None:
-        """What ended them, in words, if neither their end nor SIGKILL."""
+        """Describe the cause of death, unless all ended normally or by SIGKILL."""
         for number in self.signals:
             if number not in {0, signal.SIGKILL}:
                 return f"it ended with {signal.Signals(number).name}"
@@ -79,11 +77,11 @@ def run(
     kill_after: float | None = None,
     victim: int | None = None,
 ) -> Ended:
-    """Fork, let each child ``work(rank, teller)``, and return when all have ended.
+    """Fork children that each call ``work(rank, teller)``, and return when all have ended.
 
-    After ``kill_after`` seconds the victim is killed; None: all. Several are a process group of their own. ``sockets``
-    are the children's: the parent closes them. It must have one thread and no store open: an LMDB environment never
-    crosses a fork.
+    After ``kill_after`` seconds the victim is killed; None: all. Several children form their own process group.
+    ``sockets`` belong to the children: the parent closes them. The parent must have one thread and no open store: an
+    LMDB environment never crosses a fork.
     """
     reading, writing = os.pipe()
     pids: list[int] = []
@@ -93,7 +91,7 @@ def run(
             if processes > 1:
                 try:
                     os.setpgid(0, pids[0] if pids else 0)
-                except OSError:  # the first is gone already
+                except OSError:  # the first one has already exited
                     os.setpgid(0, 0)
             os.close(reading)
             _work(work, rank, Teller(writing))
@@ -115,14 +113,14 @@ def run(
 
 
 def _read(handle: int, pids: list[int], victims: list[int], kill_after: float | None) -> tuple[bytes, bool]:
-    """Return all that is written to a pipe until the last process has ended, and whether one that hung was killed."""
+    """Return all data from a pipe until the last process has ended, and True if a hung one was killed."""
     data, due, hung = b"", kill_after is not None, False
     deadline = time.monotonic() + (_PATIENCE_SECONDS if kill_after is None else kill_after)
     while True:
         ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             for pid in victims if due else pids:
-                os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is nobody else's
+                os.kill(pid, signal.SIGKILL)  # it has not been reaped, so its pid cannot be reused
             hung, due, deadline = hung or not due, False, time.monotonic() + _PATIENCE_SECONDS
             continue
         part = os.read(handle, 1 << 16)
@@ -133,10 +131,10 @@ def _read(handle: int, pids: list[int], victims: list[int], kill_after: float | 
 
 
 def _work(work: Callable[[int, Teller], None], rank: int, teller: Teller) -> None:
-    """Work and leave the process without what an interpreter does at its end."""
+    """Work, and exit without the interpreter's cleanup."""
     try:
         work(rank, teller)
-    except BaseException:  # the parent shows it
+    except BaseException:  # the parent prints it
         teller.say("error", traceback.format_exc())
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""What stands in a folder at a moment: directories, files and their pages, each known by its inode."""
+"""The content of a folder at a moment: directories, files and their pages, each identified by its inode."""
 
 import contextlib
 import os
@@ -11,18 +11,18 @@ from pathlib import Path
 PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)
 ROOT = 0
-"""The inode number under which an image knows the folder itself."""
+"""The inode number of the folder itself in an image."""
 _CLOCK_NANOSECONDS = 50_000_000
-"""More than the steps in which the system counts the times of files."""
+"""More than the resolution of file times."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """The content of a file. Pages that did not change are the same objects as in the image before."""
+    """The content of a file. Unchanged pages are the same objects as in the previous image."""
 
     size: int
     pages: tuple[bytes, ...]
-    """Of PAGE_BYTES each; the last one is filled up with zeros."""
+    """Pages of PAGE_BYTES each; the last one is padded with zeros."""
 
     def page(self, index: int) -> bytes:
         """Return a page; zeros beyond the end."""
@@ -31,32 +31,32 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Directories and files by a number that no two of one recording share."""
+    """Directories and files by numbers that are unique within a recording."""
 
     directories: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Names, with the numbers of what they name."""
+    """Names and the numbers of their files."""
     files: dict[int, File] = field(default_factory=dict)
 
 
 class Camera:
-    """Takes images of a folder, one after another; numbers of inodes that came and went are not confused.
+    """Takes consecutive images of a folder; reused inode numbers are distinguished.
 
-    A file is read again unless its length and times say that nothing was written since it was read. Files that are
-    written through a map are not seen to change: of a store that is LMDB's table of readers, which no crash needs.
+    A file is read again unless its length and times show that it was not written since. Writes through a map are not
+    detected: in a store only LMDB's reader table has any, which no crash needs.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers: dict[int, int] = {}
-        """By inode."""
+        """Numbers by inode."""
         self._next = ROOT + 1
         self._retained: dict[int, tuple[int, ...]] = {}
-        """By number of a file: its length and times, where it was read long enough after them."""
+        """By number of a file: its length and times, if it was read long enough after them."""
         self.image = Image()
-        """The one taken last."""
+        """The last image."""
 
     def take(self) -> Image:
-        """Return what stands there now. Other threads may make and delete files meanwhile."""
+        """Return the current content. Other threads may create and delete files meanwhile."""
         directories: dict[int, dict[str, int]] = {}
         files: dict[int, File] = {}
         numbers: dict[int, int] = {}
@@ -78,20 +78,20 @@ class Camera:
                     names[entry.name] = numbers[inode] = number
             before = self.image.directories.get(directory)
             if before == names:
-                directories[directory] = before  # the same object, as a recording holds very many
+                directories[directory] = before  # the same object, because a recording holds many images
         self._retained = {number: seen for number, seen in self._retained.items() if number in files}
         self._numbers, self.image = numbers, Image(directories, files)
         return self.image
 
     def number(self, handle: int) -> int | None:
-        """Return the number of an open file or directory in the image taken last; None where it is not there."""
+        """Return the number of an open file or directory in the last image; None if it is not in it."""
         status = os.fstat(handle)
         if status.st_ino == self._folder.stat().st_ino:
             return ROOT
         return self._numbers.get(status.st_ino)
 
     def _read(self, entry: os.DirEntry[str], number: int) -> File:
-        """Read a file, unless it is as it was."""
+        """Read a file, unless it is unchanged."""
         status, before = entry.stat(follow_symlinks=False), self.image.files.get(number)
         seen = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if before is not None and self._retained.get(number) == seen:
@@ -108,7 +108,7 @@ class Camera:
 
 
 def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mapping[int, bytes]) -> None:
-    """Make ``folder``, which must not exist, hold the directories and files below number ROOT."""
+    """Create ``folder``, which must not exist, with the directories and files below number ROOT."""
     waiting = [(ROOT, folder)]
     while waiting:
         directory, path = waiting.pop()
@@ -121,9 +121,9 @@ def put(folder: Path, directories: Mapping[int, Mapping[str, int]], files: Mappi
 
 
 def tear(folder: Path, before: Image, after: Image, generator: random.Random) -> None:
-    """Take back some of what changed in the files of ``folder``, as if the write had ended before it came there.
+    """Revert some of the changes in the files of ``folder``, as if the write had ended before them.
 
-    Sectors arrive in the order of the file, but the roots of an LMDB file last.
+    Sectors arrive in file order, but the roots of an LMDB file last.
     """
     changed: list[tuple[bool, str, int, File]] = []
     for path, number in _paths(folder, after):

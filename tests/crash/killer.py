@@ -1,4 +1,4 @@
-"""The killer: has a workload die, one fresh folder after another, and counts what its deaths left."""
+"""The killer: kills a workload in one fresh folder after another, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Workload(Protocol):
-    """What is killed. It opens nothing in the killer's own process."""
+    """The killed workload. It opens nothing in the killer's own process."""
 
     def begin(self, folder: Path) -> None:
-        """Put what is there before the first run into a fresh folder."""
+        """Prepare a fresh folder for the first run."""
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Go on from what is there to the end, in processes that die so; None: to the end."""
+        """Run from the current state to the end, in processes that die in the given way; None: they survive."""
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Death | None:
-        """Decide how the process that goes on after these runs dies; None: it does not."""
+        """Return the death of the process that resumes after these runs; None: it survives."""
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at what runs left and change nothing; ``last``: the last of them came to the end."""
+        """Check the result of runs without changing it; ``last``: the last run reached the end."""
 
 
 class Killer:
-    """One folder after another in ``folder``. A killer of forks must have one thread and have opened no store."""
+    """Kills in one folder after another in ``folder``. For forks it must have one thread and no open store."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Killer:
         most_problems: int = MOST_PROBLEMS,
         notify: Callable[[], object] = bool,
     ) -> None:
-        """``most_problems`` is how many are enough to stop; ``notify`` is called after each folder."""
+        """``most_problems`` is the number at which to stop; ``notify`` is called after each folder."""
         self.outcome = Outcome()
         self.folder, self.workload, self.random = folder, workload, random.Random(seed)
         self.run_seconds = 0.0
-        """Of a run without a kill."""
+        """Seconds of a run without a kill."""
         self._seed, self._most_problems, self._notify, self._folders = seed, most_problems, notify, 0
 
     def worker(self, number: int, notify: Callable[[], object]) -> Killer:
-        """Return a killer of the same workload in a folder of its own."""
+        """Return a killer of the same workload in a separate folder."""
         folder, most = self.folder / f"worker-{number}", self._most_problems
         mine = Killer(folder, self.workload, seed=self._seed + 1 + number, most_problems=most, notify=notify)
         folder.mkdir()
@@ -72,9 +72,9 @@ class Killer:
         return [point for some in ended.of("points") for point in some]
 
     def kill(self, death: Death | None = None, folder: Path | None = None) -> None:
-        """Let a workload die so, and again as it says; examine what is left each time, and its end.
+        """Kill a workload, and again as it decides; check the remains each time, and the end.
 
-        Without a death the workload says the first one too.
+        Without a death the workload also chooses the first one.
         """
         if folder is None:
             folder = self.fresh()
@@ -99,7 +99,7 @@ class Killer:
         self.examine(folder, where, runs)
 
     def examine(self, folder: Path, where: str, runs: list[Ended]) -> None:
-        """Look at what runs left, go on to the end, look again, and take the folder away if all is right."""
+        """Check the remains of runs, resume to the end, check again, and delete the folder if all is right."""
         known = len(self.outcome.problems)
         if not runs or runs[-1].killed:
             self._look(folder, where, runs)
@@ -112,7 +112,6 @@ class Killer:
         self._notify()
 
     def fresh(self) -> Path:
-        """Return a new folder."""
         folder = self.folder / f"{self._folders}"
         folder.mkdir()
         self._folders += 1
@@ -128,10 +127,13 @@ class Killer:
         if found.stands is not None:
             if not last or len(runs) == 1:
                 self.outcome.stood[found.stands] += 1
-            runs[-1].said += [["begun", found.stands], ["done", found.stands]]  # what was found must be found later
+            runs[-1].said += [
+                ["begun", found.stands],
+                ["done", found.stands],
+            ]  # the state found now must also be found later
 
     def wrong(self, kind: str, sentence: str) -> None:
-        """Note what is wrong; raises EnoughError where it is enough."""
+        """Note a problem; raises EnoughError at the limit."""
         self.outcome.wrong[kind] += 1
         self.outcome.problems.append(sentence)
         if len(self.outcome.problems) >= self._most_problems:

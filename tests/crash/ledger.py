@@ -1,4 +1,4 @@
-"""What a process was doing when it died: a few numbers in a mapped file, which outlive the process."""
+"""The activity of a process when it died: a few numbers in a mapped file, which outlive the process."""
 
 import mmap
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _WORDS = _COUNTS + len(PHASES)
 
 
 class Ledger:
-    """Phases and commits of one process. The process writes, anyone may read, also after ``kill -9``."""
+    """Phases and commits of one process. The process writes, and others read, even after ``kill -9``."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         if create:
@@ -33,17 +33,17 @@ class Ledger:
         with path.open("r+b") as file:
             self._words = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)
 
-    # -- written by the process ----------------------------------------------------------------------------
+    # -- written by the process ----------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """Note what the training thread begins to do."""
+        """Note that the training thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_MAIN] = index
         self._words[_COUNTS + index] += 1
 
     @contextmanager
     def writing(self, phase: str) -> Iterator[None]:
-        """Note what the writer thread does meanwhile."""
+        """Note that the writer thread enters a phase."""
         index = PHASES.index(phase)
         self._words[_WRITER] = index
         self._words[_COUNTS + index] += 1
@@ -51,14 +51,14 @@ class Ledger:
         self._words[_WRITER] = -1
 
     def begin_commit(self, number: int) -> None:
-        """Note that from now on commit ``number`` may be found."""
+        """Note that commit ``number`` may be found from now on."""
         self._words[_BEGUN] = number
 
     def finish_commit(self, number: int) -> None:
-        """Note that from now on commit ``number`` must be found."""
+        """Note that commit ``number`` must be found from now on."""
         self._words[_DONE] = number
 
-    # -- read by others ------------------------------------------------------------------------------------
+    # -- read by others ------------------------------------------------------------------------------------------
 
     def times(self, phase: str) -> int:
         """Return how often a phase was entered."""
@@ -66,16 +66,16 @@ class Ledger:
 
     @property
     def begun(self) -> int:
-        """The newest commit that was begun; -1 where none was."""
+        """The newest commit that was begun; -1 without one."""
         return int(self._words[_BEGUN])
 
     @property
     def done(self) -> int:
-        """The newest commit that was durable; -1 where none was."""
+        """The newest commit that was durable; -1 without one."""
         return int(self._words[_DONE])
 
     @property
     def phase(self) -> str:
-        """What the process was doing last: the writer's work, where it had any beside training or a switch."""
+        """The last phase: the writer's, if it was active during training or a switch."""
         main, writer = PHASES[int(self._words[_MAIN])], int(self._words[_WRITER])
         return PHASES[writer] if writer >= 0 and main != "commit inside" else main

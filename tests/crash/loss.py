@@ -1,4 +1,4 @@
-"""What a loss of power can leave of a recorded run: any of the states that the syncs before it allow."""
+"""The possible states of a recorded run after a loss of power, given its syncs."""
 
 import random
 from dataclasses import dataclass
@@ -9,40 +9,42 @@ from tests.crash.image import PAGE_BYTES, ROOT, SECTOR_BYTES, File, put
 from tests.crash.recording import Recording
 
 KINDS = ("suffix", "torn", "pages", "sectors", "names")
-"""How far what was not synced arrived.
+"""The granularity of unsynced data that survived.
 
-    suffix    everything up to a call, nothing after it
-    torn      the same, and some sectors of what that call wrote
-    pages     some pages of each file, each as it was at some moment, and some length; names up to a call
-    sectors   the same of sectors of 512 bytes
-    names     the same of sectors, and each name of a directory as it was at some moment
+suffix    everything up to a call, nothing after it
+torn      the same, and some sectors written by that call
+pages     some pages of each file, each from some moment, and some length; names up to a call
+sectors   the same for sectors of 512 bytes
+names     the same for sectors, and each name of a directory from some moment
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """One loss of power: just after a moment of a recording; ``seed`` decides what arrived of what was not synced."""
+    """One loss of power: just after a moment of a recording; ``seed`` determines the unsynced data that survived."""
 
     kind: str
     moment: int
     seed: int
 
     def build(self, recording: Recording, folder: Path) -> None:
-        """Make ``folder``, which must not exist, what is there after the loss."""
+        """Create ``folder``, which must not exist, in the state after the loss."""
         _Rest(self, recording).build(folder)
 
 
 class _Rest:
-    """Decides what arrived. Every file and directory is as it was at some moment from its newest sync on."""
+    """Chooses the data that survived. Every file and directory is in a state at or after its newest sync."""
 
     def __init__(self, loss: Loss, recording: Recording) -> None:
         self._kind, self._moment, self._recording = loss.kind, loss.moment, recording
         self._random = random.Random(f"{loss.kind} {loss.moment} {loss.seed}")
         self._cut = max(0, loss.moment - int(self._random.expovariate(0.1)))
-        """Up to where all arrived; near the loss, as a far cut only shows again what the syncs left."""
+        """The moment up to which everything survived; near the loss, because a distant one only shows the syncs
+        again.
+        """
 
     def build(self, folder: Path) -> None:
-        """Choose the names of directories, and the content of the files that they name."""
+        """Choose the names of directories, and the content of their files."""
         directories: dict[int, dict[str, int]] = {}
         files: dict[int, bytes] = {}
         waiting = [ROOT]
@@ -83,5 +85,5 @@ class _Rest:
         return b"".join(self._random.choice(pages)[at : at + SECTOR_BYTES] for at in range(0, PAGE_BYTES, SECTOR_BYTES))
 
     def _versions(self, number: int) -> list[tuple[int, Any]]:
-        """Return what a file or directory may be: as it was synced, and each change since, with its moment."""
+        """Return the possible states of a file or directory: the synced one, and each change since, with its moment."""
         return self._recording.between(number, self._recording.durable(number, self._moment), self._moment)

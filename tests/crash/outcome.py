@@ -1,4 +1,4 @@
-"""What so many deaths came to: counts, what was wrong, and where the stores stood."""
+"""Results of many deaths: counts, problems, and the states of the stores."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_PROBLEMS = 5
-"""More say nothing new."""
+"""Further problems add no information."""
 KINDS = LOST, FAILING, SILENT = "lost", "failing", "silent"
-"""A commit that was durable is gone, or one that never began is there; the store does not open, or verify, or go on;
-rows have other bits and nothing says so."""
+"""A durable commit is gone, or one exists that never began; the store fails to open, verify or resume;
+rows have wrong bits without an error.
+"""
 
 
 class EnoughError(Exception):
-    """So much is wrong that looking further is idle."""
+    """The number of problems at which to stop was reached."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What a look at a folder found."""
+    """The findings of a check of a folder."""
 
     stands: Any = None
-    """Where the store stands; None where it does not open."""
+    """The newest commit; None if the store does not open."""
     wrong: list[tuple[str, str]] = field(default_factory=list)
-    """Kinds and sentences."""
+    """Kinds and messages."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What the workload counts beside."""
+    """Further counts of the workload."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What so many deaths came to."""
+    """Combined results of deaths."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """Kills ("kills"), those of processes that went on after one ("second_kills"), deaths by kind, and what a workload
-    counts."""
+    """Kills ("kills"), kills of resumed processes ("second_kills"), deaths by kind, and further counts of the
+    workload.
+    """
     wrong: Counter[str] = field(default_factory=Counter)
-    """Folders by what was wrong with them."""
+    """Folders by kind of problem."""
     stood: Counter[Any] = field(default_factory=Counter)
-    """Folders by where they stood after a death."""
+    """Folders by state after a death."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
-    """A sentence for each thing that went wrong."""
+    """A message for each problem."""
 
     def add(self, other: Outcome) -> None:
-        """Add what another came to."""
+        """Add the results of another outcome."""
         self.counts.update(other.counts)
         self.wrong.update(other.wrong)
         self.stood.update(other.stood)

@@ -1,4 +1,4 @@
-"""The moments at which a store touches the disk, found while it does: calls of the system, of files and of LMDB."""
+"""The moments at which a store touches the disk, detected at run time: calls of the system, of files and of LMDB."""
 
 import io
 import itertools
@@ -18,7 +18,7 @@ _LMDB = {
     "Transaction": {"__exit__", "abort", "commit", "delete", "drop", "put"},
 }
 _NAMES = frozenset().union(_SYSTEM, _FILE, *_LMDB.values())
-"""What can be a point at all: other calls, nearly all that there are, are told by a look."""
+"""Names that can be a point at all; rejects nearly all other calls quickly."""
 _WRITING = {"pwrite", "pwritev", "write", "writev", "flush", "__exit__", "commit", "close"}
 
 
@@ -26,30 +26,30 @@ class Point(NamedTuple):
     """A moment: just before a call, or just after it."""
 
     call: str
-    """Such as ``posix.pwritev`` or ``Transaction.__exit__``."""
+    """The call, such as ``posix.pwritev`` or ``Transaction.__exit__``."""
     after: bool
 
     @property
     def tearable(self) -> bool:
-        """Whether a write has just ended that might have ended half-way."""
+        """True if a write has just ended that could have stopped half-way."""
         return self.after and self.call.rpartition(".")[2] in _WRITING
 
     @property
     def commits_lmdb(self) -> bool:
-        """Whether a transaction of LMDB may have been committed just now."""
+        """True if a transaction of LMDB may just have been committed."""
         return self.after and self.call in {"Transaction.__exit__", "Transaction.commit"}
 
     @property
     def syncs_lmdb(self) -> bool:
-        """Whether LMDB has synced its file just now."""
+        """True if LMDB has just synced its file."""
         return self.after and self.call == "Environment.sync"
 
 
 def watch(reached: Callable[[int, Point], None]) -> None:
-    """From now on call ``reached(number, point)`` at every point, in the thread that is there; numbers count from 0.
+    """From now on call ``reached(number, point)`` at every point, in its thread; numbers count from 0.
 
-    Uses the profiling hook of the interpreter, for this thread and those to come. What the harness itself
-    call does not count.
+    Uses the profiling hook of the interpreter, for this thread and future ones. Calls by the harness
+    do not count.
     """
     count = itertools.count()
 
@@ -64,13 +64,13 @@ def watch(reached: Callable[[int, Point], None]) -> None:
 
 
 def unwatch() -> None:
-    """Stop watching in this thread and those to come."""
+    """Stop watching in this thread and future ones."""
     threading.setprofile(None)
     sys.setprofile(None)
 
 
 def _name(call: Any) -> str:
-    """Return what is called where it touches the disk; nothing where it does not."""
+    """Return the name of a call that touches the disk; otherwise nothing."""
     name, owner = call.__name__, getattr(call, "__self__", None)
     if isinstance(owner, ModuleType):
         if (owner.__name__ in {"posix", "nt"} and name in _SYSTEM) or (

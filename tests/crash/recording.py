@@ -1,4 +1,4 @@
-"""Everything that a run of the workload had on disk, moment after moment, and what of it was synced when."""
+"""The disk contents of a run of the workload at each moment, and its syncs."""
 
 import os
 import threading
@@ -22,14 +22,14 @@ _META_PAGES = 2
 
 
 class Moment(NamedTuple):
-    """What stood there after a call, whether or not it would have outlived a loss of power."""
+    """The state after a call, including data that a loss of power would remove."""
 
     call: str
     image: Image
     begun: int
-    """The newest commit that may be found; -1 where none was begun."""
+    """The newest commit that may be found; -1 if none was begun."""
     done: int
-    """The newest commit that must be found; -1 where none was done."""
+    """The newest commit that must be found; -1 if none was done."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Recording:
 
     moments: list[Moment] = field(default_factory=list)
     syncs: dict[int, list[int]] = field(default_factory=dict)
-    """By number of a file or directory: the moments from which on its content, as it was then, was durable."""
+    """By number of a file or directory: the moments at which its content became durable."""
 
     def durable(self, number: int, moment: int) -> int:
         """Return the moment of the newest sync of a file or directory up to ``moment``; 0 without one."""
@@ -47,9 +47,9 @@ class Recording:
         return synced[i - 1] if i else 0
 
     def between(self, number: int, low: int, high: int) -> list[tuple[int, Any]]:
-        """Return what a file or directory was at moment ``low`` and each change up to ``high``, with its moment.
+        """Return a file or directory at moment ``low`` and each change up to ``high``, with its moment.
 
-        What was not there yet, or no longer, is None.
+        It is None before it exists and after it is deleted.
         """
         changes = self._changes.get(number, [])
         first = bisect_right(changes, low, key=itemgetter(0)) - 1
@@ -58,12 +58,11 @@ class Recording:
 
     @cached_property
     def directories(self) -> frozenset[int]:
-        """The numbers of all directories."""
         return frozenset(number for moment in self.moments for number in moment.image.directories)
 
     @cached_property
     def _changes(self) -> dict[int, list[tuple[int, Any]]]:
-        """By number of a file or directory: the moments at which it changed, and what it was from then on."""
+        """By number of a file or directory: the moments at which it changed, and its new content."""
         changes: dict[int, list[tuple[int, Any]]] = {}
         before: dict[int, Any] = {}
         for moment, (_, image, _, _) in enumerate(self.moments):
@@ -78,11 +77,11 @@ class Recording:
 
 
 def record(folder: Path, engine: str, teller: Teller) -> Recording:
-    """Run the workload in a store in ``folder`` from its beginning to its end, and return what was recorded.
+    """Run the workload in a store in ``folder`` from start to end, and return the recording.
 
-    Nothing but the two calls that sync is wrapped, since only their argument tells what is synced. What LMDB does
-    inside a commit is known from its source (mdb.c, ``mdb_txn_commit`` and ``mdb_env_write_meta``): it writes pages,
-    syncs the file, then writes one root by a handle that syncs. A test compares that with the calls of the system.
+    Only the two sync calls are wrapped, because their argument identifies the synced file. LMDB's steps
+    inside a commit are known from its source (mdb.c, ``mdb_txn_commit`` and ``mdb_env_write_meta``): it writes pages,
+    syncs the file, then writes one root through a syncing handle. A test compares that with the system calls.
     """
     recorder = _Recorder(folder, teller)
     sync_file, sync_data = os.fsync, os.fdatasync
@@ -97,7 +96,7 @@ def record(folder: Path, engine: str, teller: Teller) -> Recording:
 
 
 class _Recorder:
-    """Lets one thread at a time touch the disk: so what was written and synced has one order."""
+    """Lets one thread at a time touch the disk, so that writes and syncs have one order."""
 
     def __init__(self, folder: Path, teller: Teller) -> None:
         self._one = threading.RLock()
@@ -108,7 +107,7 @@ class _Recorder:
             self._sync(number)
 
     def reached(self, _: int, point: Point) -> None:
-        """Take an image after a call, which has the disk for itself from its beginning on."""
+        """Take an image after a call, which has had the disk for itself since it began."""
         if not point.after:
             self._one.acquire()
             return
@@ -119,7 +118,7 @@ class _Recorder:
             self._one.release()
 
     def syncing(self, call: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a sync that notes of what."""
+        """Return a sync function that records its file."""
 
         def sync(handle: int) -> None:
             with self._one:
@@ -143,7 +142,7 @@ class _Recorder:
             self._add(point.call, after)
 
     def _commit(self, call: str, before: Image, after: Image) -> None:
-        """Note a commit of LMDB as what it is: pages, a sync, a root, a sync."""
+        """Record a commit of LMDB as its steps: pages, a sync, a root, a sync."""
         for number in _environments(after):
             old, new = before.files.get(number), after.files[number]
             if old is None or old is new:

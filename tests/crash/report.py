@@ -1,4 +1,4 @@
-"""What the commands of the harness have in common: options, and how they say what came out."""
+"""Common parts of the harness's commands: options and output."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def report(
     folder: Path,
     packages: Sequence[str],
 ) -> int:
-    """Print and write the figures; return the exit status, after taking the folder away if all is right."""
+    """Print and write the figures; return the exit status, after deleting the folder if all is right."""
     figures = {**figures, "seed": options.seed, **environment("tests.crash", [name, *(arguments or ())], packages)}
     table = Table(title=f"{name}: kills and what they left", title_justify="left")
     table.add_column("figure")
@@ -50,7 +50,7 @@ def report(
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
         console.print(f"figures in {options.json}")
     if outcome.problems:
-        console.print(f"what is left stands in {folder}")
+        console.print(f"the remains are in {folder}")
         return 1
     shutil.rmtree(folder)
     return 0

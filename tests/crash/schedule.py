@@ -1,4 +1,4 @@
-"""Ways to die, which of them are tried, and by which process."""
+"""Kinds of death, their selection, and their distribution over processes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _POINTS_IN_LINE = 20
 
 
 class Death(Protocol):
-    """A way to die; as text it is what stands before a sentence about what it left."""
+    """A kind of death; its text precedes messages about its result."""
 
     def armed(self, folder: Path, rank: int, teller: Teller) -> AbstractContextManager[Any]:
-        """In the child: die within, when it is time."""
+        """In the child: set up the death and run."""
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count that it was tried."""
+        """Count the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """No death: tells the points of a run, [rank, phase, call, after] each, those of a rank in their order."""
+    """No death: reports the points of a run, [rank, phase, call, after] each, in order within a rank."""
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Tell all points at the end, few in a line: lines of several processes must not mix."""
+        """Report all points at the end, few per line: lines of several processes must not mix."""
         seen: list[tuple[Any, ...]] = []
         watch(lambda _, point: seen.append((rank, teller.phase, *point)))
         yield
@@ -62,11 +62,11 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A kill at a point of a run: of the process that is there, or of all of its group."""
+    """A kill at a point of a run: of the current process, or of its whole group."""
 
     number: int
     point: Point | None = None
-    """Which one it is, where that is known."""
+    """The point, if it is known."""
     rank: int = 0
     everyone: bool = False
 
@@ -78,19 +78,18 @@ class At:
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die there."""
+        """Watch for the point and die there."""
         if rank == self.rank:
             watch(lambda seen, _: die(everyone=self.everyone) if seen == self.number else None)
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count the points that are known."""
         counts["points_tried"] += self.point is not None
 
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """A kill after a share of the time that a run takes: of one process, or of all."""
+    """A kill after a share of the duration of a run: of one process, or of all."""
 
     share: float
     seconds: float
@@ -105,13 +104,12 @@ class After:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count it."""
         counts["instants"] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A kill by the parent, which decides when; counts what was said meanwhile, by another name."""
+    """A kill by the parent at a moment of its choice; counts messages received meanwhile under another name."""
 
     said: str
     counted: str
@@ -125,7 +123,6 @@ class Moment:
         raise NotImplementedError
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count what was said."""
         counts[self.counted] += len(ended.of(self.said))
 
 
@@ -142,7 +139,7 @@ class Torn:
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch for the write, take some of it back when it has ended, and die."""
+        """Watch for the write, revert some of it when it has ended, and die."""
         camera, victims = Camera(folder), list[int]()
 
         def reached(seen: int, point: Point) -> None:
@@ -152,8 +149,8 @@ class Torn:
                 tear(folder, before, camera.take(), random.Random(self.seed))
                 die()
             elif not victims and seen >= self.number - 1 and not point.after and point._replace(after=True).tearable:
-                # Only from the begin of a write to its end: what its thread did long before may be durable.
-                victims.append(mine)  # other threads go on meanwhile, and count points too
+                # Only from the beginning of a write to its end: earlier writes of its thread may be durable.
+                victims.append(mine)  # other threads continue meanwhile, and also count points
                 if victims[0] == mine:
                     camera.take()
 
@@ -161,7 +158,6 @@ class Torn:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count it."""
         counts["torn"] += 1
 
 
@@ -173,7 +169,7 @@ def die(*, everyone: bool = False) -> None:
 
 
 def spread(points: Sequence[Any], most: int, generator: random.Random) -> list[int]:
-    """Return numbers of at most ``most`` points, of every kind of point as evenly as can be; in random order."""
+    """Return numbers of at most ``most`` points, evenly over the kinds of points, in random order."""
     kinds: dict[Any, list[int]] = defaultdict(list)
     for number, point in enumerate(points):
         kinds[point].append(number)
@@ -185,11 +181,11 @@ def spread(points: Sequence[Any], most: int, generator: random.Random) -> list[i
 
 
 def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int], None]) -> None:
-    """Let ``jobs`` forks of this process go through ``cases``, and add what they find to the killer's outcome.
+    """Run ``cases`` in ``jobs`` forks of this process, and add their results to the killer's outcome.
 
-    Every one takes each ``jobs``-th case, in a folder and with random numbers of its own, and no further one when
-    enough is wrong with those of any. ``notify`` is called with the folders examined since its last call. The caller
-    must have one thread.
+    Each takes every ``jobs``-th case, with a separate folder and separate random numbers, and stops when any of them
+    has too many problems. ``notify`` is called with the folders examined since its last call. The caller must have one
+    thread.
     """
     enough = killer.folder / "enough"
     reading, writing = os.pipe()
@@ -215,7 +211,7 @@ def deal(cases: Sequence[Case], killer: Killer, jobs: int, notify: Callable[[int
 
 
 def _work(cases: Sequence[Case], killer: Killer, enough: Path) -> None:
-    """Go through cases until ``enough`` is there, leave the outcome beside the killer's folder, and end the process."""
+    """Run cases until the file ``enough`` exists, write the outcome next to the killer's folder, and exit."""
     status = 1
     try:
         try:
@@ -227,7 +223,7 @@ def _work(cases: Sequence[Case], killer: Killer, enough: Path) -> None:
             enough.touch()
         killer.folder.with_suffix(".outcome").write_bytes(pickle.dumps(killer.outcome))
         status = 0
-    except BaseException:  # nobody above this process would show it
+    except BaseException:  # no caller would print it
         traceback.print_exc()
     finally:
         os._exit(status)

@@ -1,10 +1,10 @@
-"""Kills a store's process at every point, cuts its power and fills its disk, and looks at what is left each time.
+"""Kills a store's process at every point, cuts its power and fills its disk, and checks the remains each time.
 
-    python -m tests.crash store [--engine lmdb] [--points N] [--torn N] [--instants N] [--replays N] [--full N]
-                                [--problems N] [--quick] [--json FILE] [--seed N] [--folder DIR] [--jobs N]
+python -m tests.crash store [--engine lmdb] [--points N] [--torn N] [--instants N] [--replays N] [--full N]
+[--problems N] [--quick] [--json FILE] [--seed N] [--folder DIR] [--jobs N]
 
-After each the store must open at a commit that was durable, or at the one that was being made; every row must have its
-bits; and the workload must go on to its end, to the bits of a run without a kill. Ends with status 1 otherwise.
+Each time the store must open at a durable commit, or at the commit in progress; every row must have its
+bits; and the workload must resume to its end, with the bits of an uninterrupted run. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ PACKAGES = ("tiercache", "numpy", "lmdb", "zarr")
 QUICK = {"points": 64, "torn": 12, "instants": 10, "replays": 30, "full": 15}
 """More points than there are kinds of calls, each before and after, which `spread` takes evenly."""
 _EARLY_POINTS = 60
-"""A process that goes on after a kill has opened the store by then."""
+"""A resumed process has opened the store by this point."""
 _AGAIN = 0.25
-"""How many of those that go on are killed too."""
+"""The share of resumed processes that are killed too."""
 
 
 class StoreWorkload:
     """The steps of ``store_steps`` on one engine."""
 
     def __init__(self, engine: str) -> None:
-        with contextlib.suppress(ModuleNotFoundError):  # an engine that is none is a sentence of every child
-            for module in (f"tiercache.store.engines.{engine}_engine", "numpy.ma"):  # once, and not in every child
+        with contextlib.suppress(ModuleNotFoundError):  # an unknown engine is an error in every child
+            for module in (f"tiercache.store.engines.{engine}_engine", "numpy.ma"):  # once, instead of in every child
                 importlib.import_module(module)
         prepare()
         self.engine = engine
@@ -71,7 +71,7 @@ class StoreWorkload:
         """Leave the folder empty."""
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Go through the steps in a child."""
+        """Run the steps in a child."""
 
         def work(rank: int, teller: Teller) -> None:
             with death.armed(folder, rank, teller) if death else contextlib.nullcontext() as relieve:
@@ -80,20 +80,20 @@ class StoreWorkload:
         return run(work, kill_after=death.seconds if isinstance(death, After) else None)
 
     def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
-        """Kill some that go on, while they open the store or soon after."""
+        """Kill some resumed processes, while they open the store or soon after."""
         return At(generator.randrange(_EARLY_POINTS)) if len(runs) == 1 and generator.random() < _AGAIN else None
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Open it for reading and check every row, in a child: what is wrong may kill the process."""
+        """Open it for reading and check every row, in a child, because damage may kill the process."""
         ended = run(lambda _, teller: self._look(folder / "store.tc", teller))
         found = Found(wrong=[(kind, sentence) for kind, sentence in ended.of("wrong")])
         for stood in ended.of("stands"):
             found.stands = stood
             begun, done = (max([-1, *(value for one in runs for value in one.of(what))]) for what in ("begun", "done"))
             if not done <= stood <= begun:
-                found.wrong.append((LOST, f"commit {done} was done and {begun} begun, and the store stands at {stood}"))
+                found.wrong.append((LOST, f"commit {done} was done and {begun} begun, and the store is at {stood}"))
             if last and stood != len(STEPS) - 1:
-                sentence = f"the workload went on to commit {len(STEPS) - 1} and the store stands at {stood}"
+                sentence = f"the workload ran to commit {len(STEPS) - 1} and the store is at {stood}"
                 found.wrong.append((LOST, sentence))
         if ended.killed or ended.failure:
             found.wrong.append((FAILING, ended.failure or "the look at it was killed"))
@@ -117,7 +117,7 @@ class StoreWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A disk that is full from a point on: no file grows beyond some length until the store has said so."""
+    """A disk that is full from a point on: no file grows beyond some length until the store has raised an error."""
 
     number: int
     point: Point
@@ -128,13 +128,13 @@ class Full:
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[Callable[[StoreFullError], bool]]:
-        """Set the limit at the point; what makes room says whether the store is to be opened again."""
+        """Set the limit at the point; the function that frees space returns True if the store must be reopened."""
         generator, limits = random.Random(self.seed), resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def reached(seen: int, _: Point) -> None:
             if seen == self.number:
                 sizes = [file.size for file in Camera(folder).take().files.values()]
-                head = folder / "store.tc" / "HEAD"  # is written over where it stands, which takes no room
+                head = folder / "store.tc" / "HEAD"  # overwritten in place, which needs no space
                 least = head.stat().st_size if head.exists() else 0
                 most = max(least, generator.choice([0, *sizes]) // 512 * 512)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
@@ -152,11 +152,11 @@ class Full:
         yield relieve
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count it where the disk was full indeed."""
+        """Count it if the disk was really full."""
         counts["full_disks"] += bool(ended.of("full"))
 
 
-# -- cases; they are dealt to processes ---------------------------------------------------------------------
+# -- cases, distributed over processes ----------------------------------------------------------------------------
 
 
 def torn(killer: Killer, number: int, point: Point) -> None:
@@ -175,7 +175,7 @@ def instant(killer: Killer, share: float) -> None:
 
 
 def lose(killer: Killer, loss: Loss, recording: Recording) -> None:
-    """Build what a loss of power leaves of a recorded run, and examine it."""
+    """Build the state after a loss of power in a recorded run, and check it."""
     folder, moment = killer.fresh(), recording.moments[loss.moment]
     folder.rmdir()
     loss.build(recording, folder)
@@ -185,7 +185,7 @@ def lose(killer: Killer, loss: Loss, recording: Recording) -> None:
 
 
 def _cases(killer: Killer, options: argparse.Namespace, generator: random.Random) -> list[Case]:
-    """Decide on as many kills, torn writes, losses of power and full disks as are asked for."""
+    """Select the requested number of kills, torn writes, losses of power and full disks."""
     points = [Point(call, after) for _, _, call, after in killer.points()]
     killer.outcome.counts["points"] = len(points)
 
@@ -210,7 +210,7 @@ def _cases(killer: Killer, options: argparse.Namespace, generator: random.Random
 
 
 def _recording(folder: Path, engine: str) -> Recording:
-    """Record a run in a child, since this process must open no store."""
+    """Record a run in a child, because this process must not open a store."""
     folder.mkdir()
     file = folder.with_suffix(".pickle")
     ended = run(lambda _, teller: file.write_bytes(pickle.dumps(record(folder, engine, teller))) and None)

@@ -1,7 +1,7 @@
-"""A store's life in a few steps, each a commit, that may be taken up after any of them; and what is stored then.
+"""A store's life in a few steps, each a commit, resumable after any of them; and the expected content after each.
 
-All rows are functions of table, key and the pass that changed them last. So what the store must hold after a commit
-is known without having run anything: that is the oracle.
+All rows are functions of table, key and the pass that changed them last. So the content of the store after a commit
+is known without running anything: that is the oracle.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,76 +40,75 @@ TABLES = (
     Table(name="word", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
 )
 ADDED = Table(name="added", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
-"""Added to them by an alteration."""
+"""The table added by an alteration."""
 ERASED = 50
 """The first keys of the first table, which are forgotten."""
 UNIVERSE = 240
 """Keys of a table: 0 to UNIVERSE - 1."""
 PASS_KEYS = (150, 40, 90)
-"""Keys of each table in each pass: so many more and fewer that the file grows, shrinks and has holes."""
+"""Keys of each table in each pass; their numbers differ so that the file grows, shrinks and has holes."""
 BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
-"""By bytes of a row: blocks of items are written and read past the page cache, those of the others are gathered."""
+"""By bytes of a row: blocks of items are written and read past the page cache, the other blocks are gathered."""
 PAGE_ROWS = 8
 _STEPS_IN_PASS = 16
 """More than any step's sample."""
 
 
 class Note(Protocol):
-    """What hears of commits: before a publication, and as soon as it has returned."""
+    """Callback for commits: before a publish, and as soon as it has returned."""
 
     def __call__(self, *, begun: int | None = None, done: int | None = None) -> None:
-        """Take down the number of a commit."""
+        """Note the number of a commit."""
 
 
 class StoreChangedError(Exception):
-    """A reader sees another commit than it opened."""
+    """A reader sees a different commit than it opened."""
 
 
 class BrokenSourceError(Exception):
-    """A dump's blocks ended in an error, as a step wanted it."""
+    """A dump's blocks ended in an error, as the step requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What happens up to one commit."""
+    """The operations up to one commit."""
 
     passes: tuple[int, ...] = ()
-    """Whose rows are dumped."""
+    """Passes whose rows are dumped."""
     sample: int = 0
-    """Where the commit stands inside the last pass; 0: after it."""
+    """The position of the commit inside the last pass; 0: after it."""
     state_bytes: int = 100
     """Bytes of the dense state."""
     stable: bool = False
-    """Whether the blocks of a dump may be written together."""
+    """True if the blocks of a dump may be written together."""
     reopen: bool = False
-    """Whether the store is closed and opened before."""
+    """True if the store is closed and reopened first."""
     forget: bool = False
-    """Whether a dump is made and forgotten before."""
+    """True if a dump is made and forgotten first."""
     broken: bool = False
-    """Whether a dump fails half-way before."""
+    """True if a dump fails half-way first."""
     reader: bool = False
-    """Whether a reader opens the store before, and reads all of its commit, which no name keeps, two commits later."""
+    """True if a reader opens the store first, and reads its whole unpinned commit two commits later."""
     compact: bool = False
-    """Whether nothing is dumped and the store is compacted, which is the commit: no pass comes after it."""
+    """True if the commit is a compaction without a dump; no pass comes after it."""
     erase: bool = False
-    """Whether the first keys of a table are forgotten, which is the commit."""
+    """True if the commit forgets the first keys of a table."""
     alter: bool = False
-    """Whether a table is added, which is the commit."""
+    """True if the commit adds a table."""
     pin: str = ""
-    """The name by which the commit before is kept from this one on, which is like it."""
+    """The name that pins the previous commit from this one on, which equals it otherwise."""
     unpin: str = ""
-    """The name that is given up with this commit, which is like the one before."""
+    """The name that this commit unpins; it equals the previous one otherwise."""
     rollback: int = -1
-    """The commit that this one is like; -1: it is none."""
+    """The commit that this one restores; -1: none."""
 
     @property
     def like(self) -> bool:
-        """Whether it has the position, the settings and the dense state of an older commit."""
+        """True if it has the position, the settings and the dense state of an older commit."""
         return self.compact or self.erase or self.alter or bool(self.pin or self.unpin) or self.rollback >= 0
 
     @property
     def cursor(self) -> Cursor:
-        """Where the commit stands."""
         if not self.passes:
             return Cursor(0)
         return Cursor(self.passes[-1], self.sample) if self.sample else Cursor(self.passes[-1] + 1)
@@ -139,19 +138,22 @@ STEPS = (
     Step(compact=True),
     Step(unpin="best"),
 )
-"""Made for coverage: commits inside a pass, growth, holes, freed places, commits that are kept by name."""
+"""Chosen for coverage: commits inside a pass, growth, holes, freed places, pinned commits."""
 
 
 def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
-    """Open the store, make it where there is none, and go from the commit where it stands to the last one.
+    """Open or create the store, and run from its commit to the last one.
 
-    ``note(begun=number)`` is called before each publication, ``note(done=number)`` as soon as it has returned.
-    Where a disk is full, ``relieve`` makes room; the store goes on as it is, or is opened again if that returns True.
+    ``note(begun=number)`` is called before each publish, ``note(done=number)`` as soon as it has returned.
+    If a disk is full, ``relieve`` frees space; then the same store continues, or is reopened if that returns True.
     """
     store = _open(path, engine, relieve)
     reader: Store | None = None
     as_they_are = write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES
-    write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = 64 << 10, 0  # as a large store's, two are under way at a time
+    write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = (
+        64 << 10,
+        0,
+    )  # as in a large store, two requests are in flight at a time
     try:
         first = stands(store) + 1
         for number in range(first, len(STEPS)):
@@ -187,9 +189,9 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
 
 
 def _check_reader(reader: Store) -> None:
-    """Raise StoreChangedError unless a reader's commit is as it was; then close it."""
+    """Raise StoreChangedError unless a reader's commit is unchanged; then close it."""
     try:
-        for sentence in problems(reader, pinned=False):  # which others may have given up
+        for sentence in problems(reader, pinned=False):  # they may have been dropped
             raise StoreChangedError(sentence)
     finally:
         reader.close()
@@ -206,7 +208,7 @@ def _open(path: Path, engine: str, relieve: Callable[[StoreFullError], bool] | N
 
 
 def opened(path: Path, **options: Any) -> Store:
-    """Open or make a store for writing: with its first tables, or with those after the alteration."""
+    """Open or create a store for writing: with its first tables, or with the tables after the alteration."""
     try:
         return Store.open(path, tables=TABLES, **options)
     except TableMismatchError:
@@ -214,12 +216,12 @@ def opened(path: Path, **options: Any) -> Store:
 
 
 def stands(store: Store) -> int:
-    """Return the number of the commit that a store stands at; -1 where it has none."""
+    """Return the number of a store's commit; -1 without one."""
     return -1 if store.commit is None else store.commit.id
 
 
 def take(store: Store, number: int, note: Note) -> None:
-    """Do all of a step but the reopening; the store must stand at the commit before."""
+    """Run a step except the reopening; the store must be at the previous commit."""
     step = STEPS[number]
     if step.like:
         note(begun=number)
@@ -276,7 +278,7 @@ def made_by(number: int) -> int:
 
 @cache
 def pins(number: int) -> dict[str, int]:
-    """Return the commits that are kept by name from a commit on."""
+    """Return the pinned commits from a commit on."""
     step = STEPS[number]
     found = pins(number - 1) if number else {}
     found = {name: id_ for name, id_ in found.items() if name != step.unpin}
@@ -284,10 +286,10 @@ def pins(number: int) -> dict[str, int]:
 
 
 def problems(store: Store, *, pinned: bool = True) -> list[str]:
-    """Compare every row and the dense state with what they are at the store's commit, and at those that are ``pinned``;
-    a sentence for each difference.
+    """Compare every row and the dense state with the expected ones at the store's commit, and at the ``pinned`` ones;
+    a message for each difference.
 
-    Reads all: raises what the store raises for damage.
+    Reads everything: raises the store's errors for damage.
     """
     number, commit = stands(store), store.commit
     if commit is None:
@@ -305,7 +307,7 @@ def problems(store: Store, *, pinned: bool = True) -> list[str]:
 
 
 def _problems_at(store: Store, number: int) -> list[str]:
-    """Compare what a store holds with what it is to hold at commit ``number``."""
+    """Compare a store's content with the expected content of commit ``number``."""
     found = []
     commit, made = store.commit, made_by(number)
     assert commit is not None
@@ -313,7 +315,7 @@ def _problems_at(store: Store, number: int) -> list[str]:
     if commit.id != number:
         found.append(f"commit {number} is commit {commit.id}")
     if commit.cursor != cursor or commit.settings != {"step": made}:
-        found.append(f"commit {number} stands at {commit.cursor} and was made at {cursor}")
+        found.append(f"commit {number} is at {commit.cursor} and was made at {cursor}")
     if store.state() != state(number):
         found.append(f"the dense state of commit {number} has other bits")
     keys = np.arange(UNIVERSE, dtype=np.int64)
@@ -338,7 +340,7 @@ def _problems_at(store: Store, number: int) -> list[str]:
 
 
 def row_bits(table: Table, keys: NDArray[np.int64], versions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the rows of ``keys`` (n,) as they are after ``versions`` (n,): (n, width)."""
+    """Return the rows of ``keys`` (n,) after ``versions`` (n,): (n, width)."""
     seeds = mix(keys.view(np.uint64) ^ mix(versions.view(np.uint64) ^ np.uint64(table.table_id)))
     words = mix(seeds[:, None] ^ np.arange(table.row_bytes // 4, dtype=np.uint64))
     return (words >> np.uint64(40)).astype(np.float32)
@@ -361,7 +363,9 @@ def _pass_keys(table: Table, index: int) -> NDArray[np.int64]:
 
 
 def _next_uses(table: Table, pass_index: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first pass after ``pass_index`` that trains each key; all are of ``pass_index``, so there is one."""
+    """Return the first pass after ``pass_index`` that trains each key; all are keys of ``pass_index``, so there is
+    one.
+    """
     uses = np.full(keys.size, NEVER)
     for later in range(pass_index + len(PASS_KEYS), pass_index, -1):
         uses[np.isin(keys, _keys(table, later))] = later
@@ -369,7 +373,7 @@ def _next_uses(table: Table, pass_index: int, keys: NDArray[np.int64]) -> NDArra
 
 
 def _version(pass_index: int, sample: int) -> int:
-    """Return the number of the training that ended with this: larger than 0 and than that of all before."""
+    """Return the number of the training that ended with this; larger than 0 and than all earlier ones."""
     return pass_index * _STEPS_IN_PASS + (sample or _STEPS_IN_PASS)
 
 
@@ -423,7 +427,7 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
 
 
 def prepare() -> None:
-    """Make everything that is dumped, which takes longer than dumping it: once, for all forks to come."""
+    """Create all data of the dumps, which takes longer than dumping: once, before all forks."""
     for number, step in enumerate(STEPS):
         state(number)
         for pass_index in step.passes:
@@ -458,7 +462,7 @@ def _lay_out(
 
 
 def _pack(layout: SegmentLayout, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the bytes of a block, from a page of memory on."""
+    """Return the bytes of a block, starting at a page boundary of memory."""
     size = layout.bytes_of_block(block)
     room = np.empty(size + 4096, dtype=np.uint8)
     out = room[-room.ctypes.data % 4096 :][:size]
@@ -473,4 +477,4 @@ def _pack(layout: SegmentLayout, group: Group, block: int, rows: NDArray[np.floa
 
 
 def quiet(*, begun: int | None = None, done: int | None = None) -> None:
-    """Take no note of commits."""
+    """Ignore commits."""

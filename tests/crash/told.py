@@ -1,4 +1,4 @@
-"""Calls that tell their progress and die at one of its events, in processes of the session's fork server."""
+"""Calls that report progress and die at one of its events, in processes of the session's fork server."""
 
 import multiprocessing
 import signal
@@ -19,21 +19,20 @@ class Told:
         self.events, self._fatal = 0, fatal
 
     def __call__(self, *_: object) -> None:
-        """Count."""
         self.events += 1
         if self.events == self._fatal:
             die()
 
 
 def start(work: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Start a call in a process of its own."""
+    """Start a call in a separate process."""
     process = _CONTEXT.Process(target=work, args=arguments)
     process.start()
     return process
 
 
 def finish(process: ForkServerProcess) -> int:
-    """Wait for a process and return how it ended: by success or by kill -9."""
+    """Wait for a process and return its end: success or kill -9."""
     process.join(_PATIENCE_SECONDS)
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode

@@ -1,4 +1,4 @@
-"""The training that is killed: extraction, training and reading back, as functions of a child process.
+"""The killed training: extraction, training and reading back, as functions of a child process.
 
 Imported by a fork server, so importing it opens nothing and runs no parallel kernel.
 """
@@ -38,7 +38,7 @@ class Training:
     optimizer: Any
     """The row optimizer of the larger table."""
     host_budget: str
-    """Little more than the plan needs, so that most rows are read from the store."""
+    """Barely more than the plan needs, so that most rows are read from the store."""
     commit_every: int = 1
     order_seed: int | None = None
     num_samples: int = 24_576
@@ -47,11 +47,13 @@ class Training:
     batch: int = 512
     epochs: int = 3
     inside: float = 0.03
-    """How likely each batch is followed by a commit inside the pass; differs between processes, and changes no bit."""
+    """The probability of a commit inside the pass after each batch; differs between processes, and changes no bit."""
 
     @property
     def schema(self) -> tc.Schema:
-        """Two tables of two row layouts, float32 and bfloat16; one shared by two features, one looked up by lists."""
+        """Return two tables with two row layouts, float32 and bfloat16; one shared by two features, one looked up by
+        lists.
+        """
         rowwise, normal = tc.optim.RowWiseAdagrad(learning_rate=0.05), tc.init.Normal(mean=0.0, std=0.1)
         item = tc.Table(name="item", dim=32, optimizer=self.optimizer, initializer=tc.init.Uniform(low=-0.1, high=0.1))
         user = tc.Table(name="user", dim=16, optimizer=rowwise, initializer=normal, dtype="bfloat16")
@@ -64,7 +66,7 @@ class Training:
         return tc.Schema(label="label", dense=(tc.DenseFeature(column="x"),), features=features, tables=(item, user))
 
     def write_data(self, folder: Path) -> None:
-        """Write the samples: keys skewed, so that some rows are in every pass and most in one or two."""
+        """Write the samples, with skewed keys, so that some rows are in every pass and most in one or two."""
         rng, n = np.random.default_rng(11), self.num_samples
 
         def keys(size: int) -> NDArray[np.int64]:
@@ -101,23 +103,22 @@ class Net(nn.Module):
         self.top = nn.Sequential(nn.Linear(self.bag.out_features + 1, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample."""
         logits: torch.Tensor = self.top(torch.cat([self.bag(batch), batch.dense], dim=1))
         return logits.squeeze(1)
 
 
 class WatchedStore(tc.Store):
-    """A store that notes in a ledger what its writer does. Made by ``watched``."""
+    """A store that records its writer's work in a ledger. Created by ``watched``."""
 
     ledger: Ledger
 
     def append(self, *arguments: Any, **options: Any) -> Any:
-        """Append, noted."""
+        """Append, and record it."""
         with self.ledger.writing("dump"):
             return super().append(*arguments, **options)
 
     def publish(self, *arguments: Any, **options: Any) -> Any:
-        """Publish, noted before and after."""
+        """Publish, and record it before and after."""
         self.ledger.begin_commit(0 if self.commit is None else self.commit.id + 1)
         with self.ledger.writing("publish"):
             commit = super().publish(*arguments, **options)
@@ -126,12 +127,12 @@ class WatchedStore(tc.Store):
 
 
 def prepare() -> None:
-    """Be a child process that compiles what was not compiled yet, so that no training is timed doing it."""
+    """Run as a child process that compiles kernels, so that they do not affect the timing of trainings."""
     prepare_kernels(TRAININGS[0].schema.tables)
 
 
 def run(training: Training, data: Path, folder: Path, ledger_path: Path, process: int) -> None:
-    """Be the child process: train, and leave the traceback of an error in the folder."""
+    """Run as the child process: train, and leave the traceback of an error in the folder."""
     try:
         train(training, data, folder, Ledger(ledger_path), process)
     except BaseException:
@@ -140,7 +141,7 @@ def run(training: Training, data: Path, folder: Path, ledger_path: Path, process
 
 
 def train(training: Training, data: Path, folder: Path, ledger: Ledger, process: int) -> None:
-    """Extract, train to the end and write digests of the result: from wherever an earlier process was killed."""
+    """Extract, train to the end and write digests of the result, resuming after the previous kill."""
     ledger.enter("extraction")
     torch.set_num_threads(1)
     passes = tc.extract(
@@ -148,7 +149,7 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
         device_budget="1GiB", split_by=f"rows={training.pass_samples}", batch_multiple=512, progress=False,
     )  # fmt: skip
     ledger.enter("opening")
-    chance = random.Random(process)  # not a generator that commits keep
+    chance = random.Random(process)  # not a generator that commits save
     with _open(training, folder, ledger) as store, _cache(training, store, passes) as cache:
         torch.manual_seed(1)
         model, _, scheduler = _tracked(cache)

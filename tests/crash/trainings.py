@@ -1,9 +1,9 @@
-"""Kills real trainings with SIGKILL at random moments and compares their end with that of trainings never killed.
+"""Kills real trainings with SIGKILL at random moments and compares their results with uninterrupted trainings.
 
-    python -m tests.crash training [--kills 200] [--quick] [--json FILE] [--seed N] [--folder DIR]
+python -m tests.crash training [--kills 200] [--quick] [--json FILE] [--seed N] [--folder DIR]
 
-After each kill the store is opened for reading and verified, must stand at a commit no older than the last durable
-one, and the next process goes on. Ends with status 1 where anything was lost or differs.
+After each kill the store is opened for reading and verified, must be at a commit no older than the last durable
+one, and the next process resumes. The exit status is 1 if anything was lost or differs.
 """
 
 import argparse
@@ -37,14 +37,14 @@ BEFORE_FIRST_COMMIT = "before the first commit"
 _SPAN_SECONDS = {
     "opening": 0.2, "training": 0.1, "commit inside": 0.03, "switch": 0.02, "end": 0.05, "dump": 0.04, "publish": 0.01,
 }  # fmt: skip
-"""Within which a kill follows the beginning of the phase it is aimed at: about as long as the phase lasts."""
+"""The time within which a kill follows the beginning of its phase: about as long as the phase lasts."""
 _SELDOM = {"opening", "commit inside", "end"}
-"""Phases that a process may go through once; it enters the others again and again."""
+"""Phases that a process may enter only once; it enters the others repeatedly."""
 _LATE_HORIZONS = 30
-"""After which a process is killed wherever it is: it hangs, or the machine is slow indeed."""
+"""The multiple of the horizon after which a process is killed anywhere: it hangs, or the machine is very slow."""
 _POLL_SECONDS = 0.0005
 _KILLS_WITHOUT_PASSES = 2
-"""Of a training, after a random time; where extraction outlasts them, kills are aimed at what comes after it."""
+"""Early kills of a training, after a random time; if extraction outlasts them, later kills aim at later phases."""
 
 
 RANDOM = Moment("reader", "readers_beside_the_writer")
@@ -56,9 +56,9 @@ AIMED = replace(RANDOM, where=" in a phase")
 class TrainingWorkload:
     """Trainings in child processes of a fork server, one after another, each killed until ``kills`` are made.
 
-    Half of the kills come after a random time, half are aimed at a phase that a ledger tells of (publishing lasts
-    milliseconds, and time alone would rarely hit it); each phase is aimed at until it is met before any is again,
-    however slow the machine.
+    Half of the kills come after a random time. The others aim at a phase in the ledger (publishing takes
+    milliseconds, and random times would rarely hit it). Each phase is a target until it was hit before any is repeated,
+    so this works on slow machines too.
     """
 
     def __init__(self, folder: Path, kills: int, *, seed: int = 0, trainings: tuple[Training, ...] = TRAININGS) -> None:
@@ -69,13 +69,13 @@ class TrainingWorkload:
         self._processes = self._begun = self._without_passes = 0
         self._phases_left: list[str] = []
         self.reference_seconds = 0.0
-        """Of the trainings that were not killed."""
+        """Seconds of the uninterrupted trainings."""
         process = self._context.Process(target=prepare)
         process.start()
         process.join()
 
     def begin(self, folder: Path) -> None:
-        """Take the next training; train it without a kill, once for each."""
+        """Take the next training; train each once without a kill."""
         self._training = self._trainings[self._begun % len(self._trainings)]
         self._begun, self._without_passes = self._begun + 1, 0
         if self._training.name not in self._references:
@@ -92,14 +92,14 @@ class TrainingWorkload:
             self._references[self._training.name] = data, json.loads((data / RESULT).read_text()), seconds
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
-        """Kill until enough are killed."""
+        """Kill until the number of kills is reached."""
         if self.kills_left <= 0:
             return None
         self._without_passes += 1
         return AIMED if generator.random() < 0.5 else RANDOM
 
     def run(self, folder: Path, death: Any) -> Ended:
-        """Train from whatever is there, and kill the process at a moment."""
+        """Train from the current state, and kill the process at a moment."""
         data, _, seconds = self._references[self._training.name]
         process, ledger = self._start(data, folder)
         said: list[list[Any]] = []
@@ -119,7 +119,7 @@ class TrainingWorkload:
         return Ended(signals=[max(0, -process.exitcode)], said=said)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Open the store for reading and verify it; at the end compare digests of all that the training ended with."""
+        """Open the store for reading and verify it; at the end compare digests of the whole result."""
         begun, done = (max([-1, *(n for one in runs for n in one.of(what))]) for what in ("begun", "done"))
         found = Found()
         if last:
@@ -139,9 +139,9 @@ class TrainingWorkload:
         if problem:
             found.wrong.append((FAILING, problem))
         if number < done:
-            found.wrong.append((LOST, f"commit {done} was durable, and the store stands at {number}"))
+            found.wrong.append((LOST, f"commit {done} was durable, and the store is at {number}"))
         if number > begun:
-            found.wrong.append((SILENT, f"commit {begun} was the last one begun, and the store stands at {number}"))
+            found.wrong.append((SILENT, f"commit {begun} was the last one begun, and the store is at {number}"))
         if stands is not None:
             found.wrong += [(FAILING, sentence) for sentence in verify(folder / STORE)["problems"]]
         return found
@@ -157,7 +157,7 @@ class TrainingWorkload:
     def _wait(self, process: BaseProcess, ledger: Ledger, horizon: float, *, aimed: bool) -> None:
         """Return at the moment of the kill, or when the process has ended.
 
-        Times count from where the process has imported all it needs, which may take longer than the training.
+        Times start when the process has finished its imports, which may take longer than the training.
         """
         if self._random.random() < 0.05:
             process.join(self._random.uniform(0.0, horizon))
@@ -173,12 +173,12 @@ class TrainingWorkload:
         while ledger.times(phase) < times and process.exitcode is None and time.perf_counter() < late:
             time.sleep(_POLL_SECONDS)
         if ledger.times(phase) < times:
-            self._phases_left.append(phase)  # not met: the next kill is aimed at it
+            self._phases_left.append(phase)  # missed: the next kill aims at it
         process.join(self._random.uniform(0.0, _SPAN_SECONDS[phase]))
 
     @staticmethod
     def _commit(folder: Path) -> tuple[int | None, str | None]:
-        """Open the store for reading; return its commit (-1: none; None: no store) and what is wrong."""
+        """Open the store for reading; return its commit (-1: none; None: no store) and the problems."""
         try:
             commit = info(folder / STORE)["commit"]
         except StoreMissingError:
@@ -196,7 +196,7 @@ def _await_beginning(process: BaseProcess, ledger: Ledger) -> None:
 def _start_server() -> None:
     """Start the fork server that imports everything once.
 
-    A killed child leaves a semaphore of numba's behind; the process that deletes such things would say so at the end.
+    A killed child leaves a semaphore of numba, which the resource tracker would report at its end.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"

@@ -1,7 +1,7 @@
-"""What a fork server imports so that its children begin at once; it opens nothing and starts no thread."""
+"""Imports of a fork server, so that its children start at once; opens nothing and starts no thread."""
 
 import numpy as np
-import torch._dynamo  # torch imports it when the first optimizer is made
+import torch._dynamo  # torch imports it when the first optimizer is created
 
 import tests.crash.training
 from tiercache.kernels.cpu.initial import UNIFORM, initial_rows

@@ -1,4 +1,4 @@
-"""Schemas and data that the tests of extraction share."""
+"""Schemas and data shared by the tests of extraction."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def arrow(columns: dict[str, Any]) -> pa.Table:
 
 
 def write_parquet(folder: Path, columns: dict[str, Any], bounds: list[int]) -> list[Path]:
-    """Write rows [bounds[i], bounds[i + 1]) of the columns to a file each; small row groups."""
+    """Write rows [bounds[i], bounds[i + 1]) of the columns to one file each, with small row groups."""
     whole, paths = arrow(columns), []
     for i, (low, high) in enumerate(pairwise(bounds)):
         paths.append(folder / f"part-{i}.parquet")
@@ -106,27 +106,26 @@ def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[i
 
 
 def extracted(data: Any, schema: Schema | None, out: Path, **options: Any) -> PassDataset:
-    """Extract and show nothing, with a budget that holds all unless another one is given."""
+    """Extract quietly, by default with a budget that holds everything."""
     return extract(data, schema, out, **{"device_budget": "1GiB", "progress": False, **options})
 
 
 def bounds_of(dataset: PassDataset) -> list[int]:
-    """Return where the passes of a set begin in its data, and the end."""
+    """Return the start of each pass of a set in its data, and the end."""
     return [0, *np.cumsum([p.samples for p in dataset]).tolist()]
 
 
 class Jagged:
-    """What torchrec's JaggedTensor has."""
+    """The interface of torchrec's JaggedTensor."""
 
     def __init__(self, values: list[int], offsets: list[int], weights: list[float] | None = None) -> None:
         self.parts = torch.tensor(values), torch.tensor(offsets), None if weights is None else torch.tensor(weights)
 
     def values(self) -> torch.Tensor:
-        """All values."""
         return self.parts[0]
 
     def offsets(self) -> torch.Tensor:
-        """Where samples begin, and the end."""
+        """Starts of samples, and the end."""
         return self.parts[1]
 
     def weights(self) -> torch.Tensor:
@@ -140,19 +139,16 @@ class Jagged:
 
 
 class KeyedJagged(Jagged):
-    """What torchrec's KeyedJaggedTensor has."""
+    """The interface of torchrec's KeyedJaggedTensor."""
 
     def __init__(self, **features: Jagged) -> None:
         self.features = features
 
     def keys(self) -> list[str]:
-        """Names of the features."""
         return list(self.features)
 
     def values(self) -> torch.Tensor:
-        """All values of all features."""
         return torch.cat([one.values() for one in self.features.values()])
 
     def to_dict(self) -> dict[str, Jagged]:
-        """A JaggedTensor for each feature."""
         return self.features

@@ -1,6 +1,6 @@
-"""An extraction that kills itself, run by test_kill in processes of its own.
+"""An extraction that kills itself, run by test_kill in child processes.
 
-A fork server imports this module once, with the kernels, so that a process costs milliseconds and not seconds.
+A fork server imports this module once, with the kernels, so that a process takes milliseconds instead of seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tiercache.kernels.cpu.unique_keys import UniqueKeys
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Loads the compiled code that takes longest. It is serial: a process that started threads must not be forked.
+# Loads the compiled code that takes longest. It is serial: a process with threads must not be forked.
 hash_keys(np.zeros(1, np.int64), 0)
 UniqueKeys(0).add(np.zeros(1, np.int64), np.zeros(1, np.int32))
 
 
 def run(folder: Path, options: dict[str, Any], fatal_event: int) -> None:
-    """Extract and die at one event (-1: never); leave the number of events behind."""
+    """Extract and die at one event (-1: never); write the number of events."""
     told = Told(fatal_event)
     extract(str(folder / "*.parquet"), rich_schema(), folder / "out", progress=told, **options)
     (folder / "events").write_text(str(told.events))

@@ -1,4 +1,4 @@
-"""A file system for URLs ``shared://PATH`` that kills a process of a test which uses it.
+"""A file system for URLs ``shared://PATH`` that can kill a process of the test.
 
 Workers import this module before they start.
 """
@@ -16,11 +16,13 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 FATAL = "TIERCACHE_TEST_FATAL"
-"""The variable that names a folder; a file in it has the name of the call that kills once, and what it spares."""
+"""The variable that names a folder; a file in it, named after a call, makes that call kill once, and lists spared
+ones.
+"""
 
 
 class SharedFileSystem(DirFileSystem):
-    """Local files that pass for those of another place."""
+    """Local files that act as remote ones."""
 
     protocol = "shared"
     cachable = False
@@ -34,7 +36,7 @@ class SharedFileSystem(DirFileSystem):
         return super().open(path, *args, **kwargs)
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        """Copy a file to its place, or half of it and die."""
+        """Copy a file to its place, or copy half of it and die."""
         data = Path(lpath).read_bytes()
         with super().open(rpath, "wb") as file:
             file.write(data[: len(data) // 2])
@@ -44,11 +46,11 @@ class SharedFileSystem(DirFileSystem):
 
 
 def die_once(call: str) -> None:
-    """Kill this process where it is the first one to take the file of this name, unless it is spared."""
+    """Kill this process if it is the first one to take the file of this name, unless it is spared."""
     order = Path(os.environ.get(FATAL, "/nowhere")) / call
     with suppress(FileNotFoundError):
         if order.read_text() != str(os.getpid()):
-            order.rename(order.with_suffix(".done"))  # by one process
+            order.rename(order.with_suffix(".done"))  # by only one process
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
-"""The advice of errors about data: what an error says to write into the schema is written there, and then it reads.
+"""The advice of errors about data: with the suggested change of the schema, the file is read.
 
-Each piece of advice that the package gives (``say X = ...``) is followed here, word for word as the error spells it.
+Each piece of advice in the package (``say X = ...``) is followed here, word for word as in the error.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _DATA = Path(tc.__file__).parent / "data"
 
 
 class Case(NamedTuple):
-    """A file that is refused, and its keys once the advice of the error is followed."""
+    """A refused file, and its keys after following the advice of the error."""
 
     write: Callable[[Path], Path]
     sections: Sections
     keys: Sequence[Any]
-    """Of each row, once all advice is followed."""
+    """Keys of each row after following all advice."""
     choice: int = 0
-    """Which of the settings that the error names is followed."""
+    """The index of the suggested setting to follow."""
 
 
 def text(content: str | bytes, name: str = "x.csv") -> Callable[[Path], Path]:
-    """Return what writes a text file."""
+    """Return a function that writes a text file."""
 
     def write(folder: Path) -> Path:
         path = folder / name
@@ -56,7 +56,7 @@ def text(content: str | bytes, name: str = "x.csv") -> Callable[[Path], Path]:
 
 
 def parquet(**columns: Any) -> Callable[[Path], Path]:
-    """Return what writes a Parquet file."""
+    """Return a function that writes a Parquet file."""
 
     def write(folder: Path) -> Path:
         pq.write_table(pa.table(columns), folder / "x.parquet")
@@ -136,7 +136,7 @@ def toml_of(sections: Sections) -> str:
 
 
 def read(path: Path, folder: Path, sections: Sections) -> list[Any]:
-    """Return the keys of each row, as ``tc.extract`` reads them."""
+    """Return the keys of each row, read by ``tc.extract``."""
     (folder / "schema.toml").write_text(toml_of(sections))
     schema = Schema.load(folder / "schema.toml")
     data = path.parent if "=" in path.parent.name else path
@@ -151,7 +151,7 @@ def read(path: Path, folder: Path, sections: Sections) -> list[Any]:
 
 
 def followed(sections: Sections, error: str, choice: int) -> Sections:
-    """Return the schema with what an error says to write into it."""
+    """Return the schema with the suggestion of an error applied."""
     said = list(_SAID.finditer(error))
     assert said, error
     settings, where = said[choice].groups()
@@ -164,7 +164,7 @@ def followed(sections: Sections, error: str, choice: int) -> Sections:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_an_error_says_to_write_into_the_schema_reads_the_file(name: str, tmp_path: Path) -> None:
-    """One error after another, each with advice that was not followed yet, until the file is read."""
+    """One error after another, each with new advice, until the file is read."""
     case = CASES[name]
     path, sections = case.write(tmp_path), case.sections
     with pytest.raises(SourceError) as first:
@@ -179,7 +179,7 @@ def test_what_an_error_says_to_write_into_the_schema_reads_the_file(name: str, t
 
 
 def test_every_piece_of_advice_is_followed_by_a_case(tmp_path: Path) -> None:
-    """What the package's text says to write is what the cases write."""
+    """The cases follow every suggestion in the package's messages."""
     said = set[str]()
     for case in CASES.values():
         with pytest.raises(SourceError) as error:

@@ -23,7 +23,7 @@ RAGGED = tc.Feature(name="a", hotness="ragged")
 
 
 def column(data: Any, feature: tc.Feature | None = None, label: str | None = "y") -> list[Any]:
-    """Return the column ``a`` as a source gives it."""
+    """Return the column ``a`` read from a source."""
     schema = plain_schema(features=(feature or tc.Feature(name="a"),), label=label)
     return [row["a"] for batch in Source(find_inputs(data), schema).batches() for row in batch.columns.to_pylist()]
 
@@ -61,7 +61,7 @@ def structured(*, is_masked: bool = False) -> Any:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_masked_values_are_null(value: Any, expected: list[Any]) -> None:
-    """In arrays, matrices, pairs of values and offsets, and lists of arrays; fill values are no keys."""
+    """In arrays, matrices, pairs of values and offsets, and lists of arrays; fill values are not keys."""
     kind = pa.array(expected).type
     feature = tc.Feature(name="a", key="string") if kind == pa.string() else tc.Feature(name="a")
     assert one(value, feature=RAGGED if pa.types.is_list(kind) else feature) == expected
@@ -88,7 +88,7 @@ def test_masked_fields_of_structured_arrays_are_null() -> None:
     ],
 )
 def test_big_endian_numbers_are_swapped(value: Any, expected: list[Any]) -> None:
-    """In every form in which a batch gives numbers."""
+    """In every form of numbers in a batch."""
     assert one(value, feature=RAGGED if isinstance(expected[0], list) else None) == expected
 
 
@@ -121,7 +121,7 @@ def test_structured_files_have_names_in_any_script(tmp_path: Path, names: tuple[
 
 
 def test_an_unknown_version_of_numpys_format_is_named(tmp_path: Path) -> None:
-    """And a header that is no UTF-8."""
+    """And a header that is not UTF-8."""
     np.save(tmp_path / "x.npy", np.array([(1, 0.0)], [("a", "i8"), ("键", "f4")]))
     good = (tmp_path / "x.npy").read_bytes()
     (tmp_path / "x.npy").write_bytes(good[:6] + b"\x04" + good[7:])
@@ -169,7 +169,7 @@ def test_lists_of_any_length_come_in_many_forms(value: Any, expected: list[Any])
 
 
 def test_offsets_that_fit_two_numbers_of_samples_are_refused() -> None:
-    """Offsets that end at the number of values may lack the last; another column says so."""
+    """If offsets end at the number of values, the last one may be missing; another column decides."""
     pair = np.array([1, 2, 3]), np.array([0, 2, 3])
     with pytest.raises(SourceError, match=r"batch 0: offsets of 'a' end .* how many samples there are: 2, or 3 if"):
         column([{"a": pair}], RAGGED, label=None)
@@ -195,7 +195,7 @@ def test_offsets_that_fit_two_numbers_of_samples_are_refused() -> None:
     ],
 )
 def test_offsets_that_are_none_are_refused(value: Any, message: str) -> None:
-    """Lengths in their place, decreasing ones, too large ones, and other types."""
+    """Lengths instead of offsets, decreasing or too large offsets, and other types."""
     with pytest.raises(SourceError, match=message):
         one(value, feature=RAGGED, samples=4 if "different" in message else 2)
 
@@ -234,7 +234,7 @@ def test_an_array_that_cannot_hold_keys_is_named_by_its_dtype(value: Any, messag
 
 
 def test_an_array_of_a_file_that_is_not_used_may_have_any_dtype(tmp_path: Path) -> None:
-    """One that is used is named by file, column and dtype."""
+    """A column that is used is named with file, column and dtype."""
     np.savez(tmp_path / "x.npz", a=np.array([1, 2]), y=np.zeros(2), z=np.array([1j, 2]))
     assert column(tmp_path / "x.npz") == [1, 2]
     with pytest.raises(SourceError, match=r"x\.npz, column 'z': an array of complex128"):
@@ -252,7 +252,7 @@ def test_an_array_of_a_file_that_is_not_used_may_have_any_dtype(tmp_path: Path) 
     ],
 )
 def test_a_column_that_stands_twice_is_refused_if_it_is_used(batch: Any) -> None:
-    """And does no harm otherwise."""
+    """An unused one is harmless."""
     with pytest.raises(SourceError, match="batch 0 has several columns 'a': name each column once"):
         column([batch])
     schema = plain_schema(features=(tc.Feature(name="b", columns=("y",)),), label=None, tables=())

@@ -1,4 +1,4 @@
-"""Bad input: one sentence that names file, row and column, and no dataset."""
+"""Bad input: one message that names file, row and column, and no dataset."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None
     ],
 )
 def test_a_bad_file_is_named_with_row_and_column(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    """The sentence says what was seen and what is wanted."""
+    """The message gives the value found and the values expected."""
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     refuse(tmp_path, tmp_path / "x.parquet", message)
 
@@ -72,7 +72,7 @@ def test_a_column_of_the_wrong_type_is_named_with_its_feature(
 
 
 def test_every_file_is_checked_before_the_first_is_read(tmp_path: Path) -> None:
-    """A missing column in the last file costs no hour of reading: not even a work folder is made."""
+    """A missing column in the last file is found before reading: not even a work folder is created."""
     pq.write_table(pa.table(GOOD), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [1]}), tmp_path / "b.parquet")
     refuse(tmp_path, str(tmp_path / "*.parquet"), "b.parquet has no column 'y'")
@@ -80,7 +80,7 @@ def test_every_file_is_checked_before_the_first_is_read(tmp_path: Path) -> None:
 
 
 def test_rows_are_counted_in_their_own_file(tmp_path: Path) -> None:
-    """The row of an error is 0-based in the file it names, wherever its batch began."""
+    """The row of an error is 0-based in its file, wherever its batch began."""
     pq.write_table(pa.table({"a": range(50_000), "y": [0.0] * 50_000}), tmp_path / "a.parquet", row_group_size=1000)
     data = {"a": [None if i == 43_210 else i for i in range(50_000)], "y": [0.0] * 50_000}
     pq.write_table(pa.table(data), tmp_path / "b.parquet", row_group_size=1000)
@@ -89,7 +89,7 @@ def test_rows_are_counted_in_their_own_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.csv.gz", "x.tsv.zst"])
 def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
-    """A file that is cut short, or has no bytes, is an error and not fewer samples."""
+    """A truncated or empty file is an error, not fewer samples."""
     path = tmp_path / name
     if name == "x.parquet":
         pq.write_table(pa.table(GOOD), path)
@@ -127,7 +127,7 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) ->
 
 @pytest.mark.parametrize("where", ["x.parquet/out", "x.parquet/a/b", "n" * 300, "a/" + "n" * 300, "loop/out"])
 def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, where: str) -> None:
-    """Below a file, by too long a name, through a link to itself."""
+    """Below a file, with too long a name, through a link to itself."""
     pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ExtractionError, match="may not be written to") as caught:
@@ -136,20 +136,20 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, where: str) -> Non
 
 
 def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell's empty variable does not mean everything here."""
+    """An empty shell variable does not mean the current folder."""
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table(GOOD), "x.parquet")
     refuse(tmp_path, "", "'' is no name of a file")
 
 
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
-    """Arrow's threads call no Python for them, which would print a traceback beside the sentence."""
+    """Arrow's threads must not call Python for them, which would also print a traceback."""
     (tmp_path / "x.csv").write_bytes(b"a,y\n1,0\n2\xe4\n3,0\n")
     refuse(tmp_path, tmp_path / "x.csv", "x.csv, row 1: it has 1 field, but the first line has 2")
 
 
 def test_data_without_rows_is_refused(tmp_path: Path) -> None:
-    """Files may have no rows, but not all of them."""
+    """Some files may have no rows, but not all of them."""
     empty = pa.table({"a": pa.array([], pa.int64()), "y": pa.array([], pa.float64())})
     pq.write_table(empty, tmp_path / "a.parquet")
     refuse(tmp_path, tmp_path / "a.parquet", "no row was found in .*/a.parquet: give some data")
@@ -171,7 +171,7 @@ def test_data_without_rows_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any, message: str) -> None:
-    """What was given is in the sentence."""
+    """The message contains the given path."""
     (tmp_path / "texts").mkdir()
     os.mkfifo(tmp_path / "pipe.csv")
     for name in ("notes.txt", "x.parquet.gz", "texts/a.txt"):
@@ -180,7 +180,7 @@ def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any
 
 
 def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
-    """Overlapping patterns would count samples twice, and so would links to where they are; other links are read."""
+    """Overlapping patterns would count samples twice, and so would links to the same files; other links are read."""
     (tmp_path / "days" / "1").mkdir(parents=True)
     (tmp_path / "linked").mkdir()
     pq.write_table(pa.table(GOOD), tmp_path / "days" / "1" / "x.parquet")
@@ -194,7 +194,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
-    """Passes before the bad row stay closed, but a file that was mended since is another file."""
+    """Passes before the bad row stay closed, but a repaired file counts as a different file."""
     path = tmp_path / "x.parquet"
     data = {"a": [None if i == 99_000 else i for i in range(100_000)], "y": [0.0] * 100_000}
     call: dict[str, Any] = {"split_by": "rows=20000", "batch_multiple": 1000}
@@ -221,7 +221,7 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
 def test_another_extraction_into_a_finished_dataset_says_what_differs(
     tmp_path: Path, changes: dict[str, Any], columns: dict[str, Any], message: str
 ) -> None:
-    """In the words of the schema and of Python's arguments; the dataset stays."""
+    """In the terms of the schema and of Python's arguments; the dataset stays."""
     path = tmp_path / "x.parquet"
     schema = {"tables": (table("a", 4),)}
     pq.write_table(pa.table({**GOOD, "b": [0.0, 1.0, 0.0]}), path)
@@ -234,7 +234,7 @@ def test_another_extraction_into_a_finished_dataset_says_what_differs(
 
 
 def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    """The kernel refuses to write on, as it does where a disk is full; what was closed stays."""
+    """The kernel refuses further writes, as on a full disk; closed passes stay."""
     n = 40_000
     pq.write_table(pa.table({"a": list(range(n)), "y": [0.0] * n}), tmp_path / "x.parquet")
     how: dict[str, Any] = {"split_by": f"rows={n // 4}", "batch_multiple": 100}
@@ -261,6 +261,6 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     ],
 )
 def test_what_are_no_key_sets_is_a_sentence(tmp_path: Path, passes: Any, message: str) -> None:
-    """None in the place of keys, and tensors that have no values to read."""
+    """None instead of keys, and tensors without readable values."""
     with pytest.raises(ValueError, match=message):
         tc.write_key_sets(tmp_path / "out", plain_schema().tables, passes)

@@ -1,4 +1,4 @@
-"""Blocks: the ids of lookups, their bags and weights lie in one memory as a lookup takes them."""
+"""Blocks: the ids of lookups, their bags and weights are in one buffer, in the order of the lookups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDERS = st.builds(
 def test_a_block_has_ids_weights_and_bags_in_the_order_of_each_lookup(
     num_samples: int, seed: int, picks: list[int], orders: list[IdOrder]
 ) -> None:
-    """As concatenated by hand; within the bytes of the device, at multiples of 128 bytes; a feature may be in two."""
+    """Equal to concatenation by hand; within the device's bytes, at multiples of 128 bytes; a feature may be in two."""
     samples, indices, buffers = (
         some_samples(num_samples, seed),
         np.array(picks, np.int64) % num_samples,
@@ -70,7 +70,7 @@ def test_a_block_has_ids_weights_and_bags_in_the_order_of_each_lookup(
 
 
 def test_the_layout_of_a_block_is_made_once_for_a_size_and_the_orders(tmp_path: Path) -> None:
-    """Batches of one size share it; another size or another order has its own."""
+    """Batches of one size share it; another size or another order has a different layout."""
     one, order = write(tmp_path, some_samples(50, 1)), IdOrder(("a", "b"))
     blocks = [one.read(np.arange(at, at + 10), orders=[order]).block for at in (0, 10)]
     others = [one.read(np.arange(9), orders=[order]).block, one.read(np.arange(10), orders=[IdOrder(("b", "a"))]).block]

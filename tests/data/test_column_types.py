@@ -1,4 +1,4 @@
-"""Types of columns: what is read as keys, in which spelling, and what a refusal says."""
+"""Types of columns: readable key types, their canonical form, and messages for the others."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_type_of_text_has_the_keys_of_its_bytes(tmp_path: Path, name: str)
 
 
 def test_rows_without_a_label_are_left_out_whatever_the_types() -> None:
-    """Arrow filters neither views nor runs."""
+    """Arrow cannot filter views or runs."""
     schema = plain_schema(label="y", label_null="drop", features=(tc.Feature(**STRING),))
     data = [{"a": TEXT_ARRAYS[name], "y": np.array([0, np.nan, 1])} for name in ("string view", "runs")]
     found = [row["a"] for b in Source(find_inputs(data), schema).batches() for row in b.columns.to_pylist()]
@@ -89,7 +89,7 @@ def test_rows_without_a_label_are_left_out_whatever_the_types() -> None:
 
 
 def test_bytes_of_a_fixed_size_have_the_keys_of_their_bytes(tmp_path: Path) -> None:
-    """As other bytes do."""
+    """Like other bytes."""
     array = pa.array([b"ab", None, b"cd"], pa.binary(2))
     for suffix in ("parquet", "arrow"):
         assert keys(stored(tmp_path, array, suffix), STRING) == [tc.key_of("ab"), NULL_KEY, tc.key_of("cd")]
@@ -114,12 +114,12 @@ def test_uuids_are_texts_in_their_canonical_spelling(tmp_path: Path, array: Any)
     feature = {**STRING, "hotness": "ragged"} if pa.types.is_list(array.type) else STRING
     expected = [tc.key_of(TEXTS[0]), NULL_KEY, tc.key_of(TEXTS[1])]
     assert keys([{"a": array, "y": np.zeros(len(array))}], feature) == expected
-    if not pa.types.is_dictionary(array.type):  # Arrow writes such a dictionary and cannot read it
+    if not pa.types.is_dictionary(array.type):  # Arrow writes such a dictionary but cannot read it
         assert keys(stored(tmp_path, array, "parquet"), feature) == expected
 
 
 def test_uuids_of_duckdb_and_of_python_are_texts(tmp_path: Path) -> None:
-    """DuckDB writes them to Parquet as UUIDs; Python's objects become Arrow's."""
+    """DuckDB writes them to Parquet as UUIDs; Python's objects become Arrow UUIDs."""
     path, values = tmp_path / "x.parquet", ", ".join(f"('{text.upper()}'::UUID, 0.0)" for text in TEXTS)
     duckdb.sql(f"COPY (SELECT * FROM (VALUES {values}) t(a, y)) TO '{path}' (FORMAT parquet)")
     expected = [tc.key_of(text) for text in TEXTS]
@@ -143,7 +143,7 @@ def test_uuids_of_duckdb_and_of_python_are_texts(tmp_path: Path) -> None:
     ],
 )
 def test_whole_decimals_are_integer_keys(tmp_path: Path, array: Any, expected: list[int]) -> None:
-    """Of any precision and scale; beyond int64 they keep their 64 bits, as uint64 does."""
+    """Any precision and scale; beyond int64 they keep their 64 bits, like uint64."""
     feature = {**EMBED, "hotness": "ragged"} if pa.types.is_list(array.type) else EMBED
     assert keys(stored(tmp_path, array, "arrow"), feature) == expected
 
@@ -158,7 +158,7 @@ def test_whole_decimals_are_integer_keys(tmp_path: Path, array: Any, expected: l
     ],
 )
 def test_a_decimal_that_is_no_integer_of_64_bits_is_named_by_its_row(tmp_path: Path, array: Any, message: str) -> None:
-    """Nothing is rounded or cut."""
+    """Values are not rounded or truncated."""
     feature = {**EMBED, "hotness": "ragged"} if pa.types.is_list(array.type) else EMBED
     with pytest.raises(SourceError, match=message):
         keys(stored(tmp_path, array, "parquet"), feature)
@@ -214,7 +214,7 @@ LISTS: dict[str, Any] = {"hotness": "ragged"}
 def test_a_refusal_names_the_type_and_the_change(
     tmp_path: Path, array: Any, feature: dict[str, Any], message: str
 ) -> None:
-    """The line of the schema that would take the column, or what to make of the column."""
+    """The schema line that would accept the column, or a way to convert the column."""
     schema = plain_schema(features=(tc.Feature(name="a", **feature),))
     with pytest.raises(SourceError, match=r"x\.arrow, column 'a': .*" + message) as caught:
         extracted(stored(tmp_path, array, "arrow"), schema, tmp_path / "out")
@@ -222,14 +222,14 @@ def test_a_refusal_names_the_type_and_the_change(
 
 
 def test_a_column_of_nothing_but_nulls_has_any_type(tmp_path: Path) -> None:
-    """As writers give them to columns that are all null."""
+    """Some tools write them for columns that are all null."""
     assert keys(stored(tmp_path, pa.nulls(2), "arrow"), STRING) == [NULL_KEY] * 2
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", ["u.id", "u.id.x", "u."])
 def test_a_column_is_not_the_field_of_a_struct_that_is_spelled_like_it(tmp_path: Path, suffix: str, name: str) -> None:
-    """A file may have both."""
+    """A file can have both."""
     table = pa.table({name: [1, 2], "u": pa.array([{"id": 8}, {"id": 9}]), "y": [0.0, 1.0]})
     path = tmp_path / f"x.{suffix}"
     if suffix == "parquet":

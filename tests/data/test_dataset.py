@@ -1,4 +1,4 @@
-"""Datasets: what they hold, and how they notice that they are not whole."""
+"""Datasets: their content, and detection of incomplete ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_key_sets_are_in_hash_order_with_counts(small: PassDataset) -> None:
 
 
 def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None:
-    """The same samples have the same digest anywhere; another sample, pass cut or meaning changes it."""
+    """The same samples have the same digest everywhere; another sample, pass boundary or meaning changes it."""
     schema, columns = rich_schema(), rich_columns(300)
     assert reference(tmp_path / "same", schema, columns, [0, 100, 300]).digest == small.digest
     assert reference(tmp_path / "cut", schema, columns, [0, 101, 300]).digest != small.digest
@@ -62,7 +62,7 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
 
 
 def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
-    """Close lets go of the maps; arrays that look into them stay valid, and the next use opens them again."""
+    """Close releases the maps; arrays that refer to them stay valid, and the next use opens them again."""
     p = small.passes[0]
     keys, before = p.keys("a"), p.read(np.arange(5)).ids["a"].ids.copy()
     p.close()
@@ -72,7 +72,7 @@ def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
 
 
 def test_a_whole_dataset_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
-    """Verify reads everything, says how far it is, and names the sub-dataset whose content changed."""
+    """Verify reads everything, reports progress, and names the sub-dataset with changed content."""
     told: list[tuple[int, int]] = []
     small.verify(lambda done, total: told.append((done, total)))
     assert told[-1] == (small.num_bytes, small.num_bytes)
@@ -83,7 +83,7 @@ def test_a_whole_dataset_verifies_and_a_changed_byte_is_found(small: PassDataset
 
 
 def forged(small: PassDataset, array: str, at: int, value: int) -> PassDataset:
-    """Write a number into an array of the first sub-dataset, with checksums and digests that fit it."""
+    """Write a number into an array of the first sub-dataset, with matching checksums and digests."""
     small = PassDataset.open(small.path)
     one = small.passes[0]
     layout = SampleLayout(small.schema).file(one.samples, one._record.rows, one._record.values)
@@ -101,7 +101,9 @@ def forged(small: PassDataset, array: str, at: int, value: int) -> PassDataset:
 
 
 def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> None:
-    """Rows and samples of a sub-dataset decide where its arrays lie: others are no file of this size."""
+    """Rows and samples of a sub-dataset determine the offsets of its arrays: other numbers do not match the file
+    size.
+    """
     path = small.path / "dataset.json"
     record = json.loads(path.read_text())
 
@@ -129,7 +131,7 @@ def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> N
     [("ids", 1, "b", "b"), ("ids.pair", 0, "pair", "b"), ("ids.tags", 0, "tags", "a")],
 )
 def test_an_id_outside_its_key_set_is_named(small: PassDataset, array: str, at: int, feature: str, name: str) -> None:
-    """Where a damaged machine wrote it with the right checksum; others are read without the feature."""
+    """Written by a faulty machine with correct checksums; other features can be read."""
     rows = small.passes[0].rows(name)
     for bad in (-1, rows, (1 << 31) - 1):
         one = forged(small, array, at, bad).passes[0]
@@ -141,7 +143,7 @@ def test_an_id_outside_its_key_set_is_named(small: PassDataset, array: str, at: 
 
 
 def test_a_list_outside_its_values_is_named(small: PassDataset) -> None:
-    """One that ends before it begins, begins below 0 or ends behind the values; samples beside it are read."""
+    """An end before the begin, a begin below 0, or an end after the values; other samples can be read."""
     samples = small.passes[0].read(np.arange(100)).ids["tags"]
     assert samples.offsets is not None
     offsets, size = samples.offsets.copy(), samples.num_ids
@@ -169,7 +171,7 @@ def test_a_truncated_or_missing_file_is_named_on_open(small: PassDataset, name: 
 
 
 def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> None:
-    """A directory without a manifest, or with one that was edited, is named with what to do."""
+    """A directory without a manifest, or with an edited one, is named with a remedy."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "passes.json").touch()
     with pytest.raises(DatasetError, match="has the format of an older tiercache: delete it and extract it again"):
@@ -189,7 +191,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
     with pytest.raises(DatasetError, match="version 99, this tiercache reads 2"):
         PassDataset.open(small.path)
     record["passes"][0]["digest"] = small.passes[0].digest
-    record["schema"]["tables"][0]["seed"] ^= 1  # no part of the digest
+    record["schema"]["tables"][0]["seed"] ^= 1  # not part of the digest
     manifest.write_text(json.dumps(record))
     with pytest.raises(DatasetError, match="does not match its own checksum: delete the dataset"):
         PassDataset.open(small.path)
@@ -203,7 +205,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
 
 
 def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
-    """check_schema accepts other training parameters and names what else differs."""
+    """check_schema accepts other training parameters and names other differences."""
     schema = rich_schema()
     small.check_schema(replace(schema, tables=tuple(replace(t, dim=7) for t in schema.tables)))
     otherwise = replace(schema.features[0], null="embed"), *schema.features[1:]
@@ -219,7 +221,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
 
 
 def test_a_hand_made_set_is_never_overwritten(tmp_path: Path, small: PassDataset) -> None:
-    """Writing where a dataset is already is refused."""
+    """Writing to an existing dataset is refused."""
     batch = RawBatch.of(plain_schema(), {"a": [1, 2]}, label=[0, 1])
     with pytest.raises(DatasetError, match="holds a dataset already"):
         write_dataset(small.path, plain_schema(), [batch])

@@ -1,4 +1,4 @@
-"""Keys: integers as they are, strings and crosses by their hash, nulls by the feature's rule."""
+"""Keys: integers unchanged, strings and crosses by their hash, nulls by the feature's rule."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_strings_are_hashed_the_same_in_every_arrow_type(texts: list[str], skip:
 @given(st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.text(max_size=9), st.integers(0, 255)), min_size=1))
 @settings(deadline=None, max_examples=40)
 def test_crosses_hash_the_words_of_their_columns(rows: list[tuple[int, str, int]]) -> None:
-    """The key is XXH64 over each column's 8 bytes: an integer itself, a string's own hash."""
+    """The key is XXH64 over each column's 8 bytes: an integer's value, a string's hash."""
     rows = [(i, t.encode("utf-8", "ignore").decode(), b) for i, t, b in rows]
     first, second, third = zip(*rows, strict=True)
     columns = {"i": pa.array(first, pa.int64()), "t": pa.array(second, pa.string()), "b": pa.array(third, pa.uint8())}
@@ -78,7 +78,7 @@ def test_crosses_hash_the_words_of_their_columns(rows: list[tuple[int, str, int]
 
 
 def test_a_hash_never_is_a_reserved_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash that hits a reserved key is moved by 2; no known string does, so the hash is replaced here."""
+    """A hash that hits a reserved key is moved by 2; no known string has one, so the hash is replaced here."""
     hashes = np.array([1 << 63, (1 << 63) + 1, (1 << 63) + 2, 7], np.uint64)
     monkeypatch.setattr("tiercache.data.encode.xxh64_strings", lambda *_: hashes.copy())
     keys = encoded({"s": ["a", "b", "c", "d"]}, tc.Feature(name="s", key="string")).features["s"].keys
@@ -106,7 +106,7 @@ def test_a_null_inside_a_dictionary_is_null() -> None:
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 2)])
 def test_lists_keep_their_order_and_slices(kind: Any) -> None:
-    """Fixed and ragged features read every Arrow list type, cut anywhere."""
+    """Fixed and ragged features read every Arrow list type, sliced anywhere."""
     array = pa.array([[9, 9], [1, 2], [3, 4]], kind).slice(1)
     for hotness, length in (("ragged", None), ("multi_hot", 2)):
         entry = encoded({"l": array}, tc.Feature(name="l", hotness=hotness, length=length)).features["l"]  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_lists_keep_their_order_and_slices(kind: Any) -> None:
 
 
 def test_ragged_lists_may_be_empty_and_null_lists_are_null_rows() -> None:
-    """An empty list has no keys; a null list has one null key (as many as its length where that is fixed)."""
+    """An empty list has no keys; a null list has one null key (as many as its length if that is fixed)."""
     columns = {
         "r": pa.array([[1], [], None, [2, None]], pa.list_(pa.int64())),
         "w": pa.array([[0.5], [], None, [1.5, 2.5]], pa.list_(pa.float64())),
@@ -140,7 +140,7 @@ def test_ragged_lists_may_be_empty_and_null_lists_are_null_rows() -> None:
 
 
 def test_hexadecimal_text_is_its_number() -> None:
-    """Of up to 64 bits, in either case, in lists and dictionaries too."""
+    """Up to 64 bits, in either case, also in lists and dictionaries."""
     texts, keys = ["0", "68fd1e64", "FFffFFffFFffFFff", "a"], [0, 0x68FD1E64, -1, 10]
     for array in (pa.array(texts), pa.array(texts).dictionary_encode(), pa.array(["x", *texts])[1:]):
         assert encoded({"h": array}, tc.Feature(name="h", key="hex")).features["h"].keys.tolist() == keys
@@ -149,7 +149,7 @@ def test_hexadecimal_text_is_its_number() -> None:
 
 
 def test_a_number_falls_into_a_bucket() -> None:
-    """The key counts the boundaries that are at most the number; NaN and null have a row of their own."""
+    """The key is the number of boundaries less than or equal to the number; NaN and null have their own row."""
     feature = tc.Feature(name="x", buckets=(-1.5, 0, 10), null="embed")
     columns: dict[str, Any] = {"x": [-2.0, -1.5, -0.1, 0.0, 9.9, 10.0, 1e300, float("-inf"), float("nan"), None]}
     keys = encoded(columns, feature).features["x"].keys.tolist()
@@ -185,7 +185,7 @@ def test_a_longer_list_keeps_its_last_keys() -> None:
 
 
 def test_dense_features_may_be_logarithms() -> None:
-    """log(1 + x), of nothing below 0; null is a number before."""
+    """log(1 + x), with negative values as 0; null becomes a number first."""
     dense = (tc.DenseFeature(column="d", null=1.0, transform="log"),)
     batch = encoded({"a": [1, 2, 3, 4], "d": [0.0, -5.0, 6.5, None]}, tc.Feature(name="a"), dense=dense)
     np.testing.assert_allclose(batch.dense[:, 0], np.log([1, 1, 7.5, 2]), rtol=1e-6)
@@ -252,7 +252,7 @@ LISTS = pa.list_(pa.int64())
     ],
 )  # fmt: skip
 def test_a_bad_value_names_file_row_and_column(columns: dict[str, Any], feature: tc.Feature, message: str) -> None:
-    """Rows are counted from 0 in their file, whatever batch they were read in; ``e`` has a number for null."""
+    """Rows are counted from 0 in their file, regardless of the batch; ``e`` has a number for null."""
     dense = (tc.DenseFeature(column="d"), tc.DenseFeature(column="e", null=0.0))
     label = "y" if "y" in columns else None
     with pytest.raises(SourceError, match=message) as caught:

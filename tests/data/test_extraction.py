@@ -51,7 +51,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 def interrupt_at(passes: int) -> Callable[[ExtractionProgress], None]:
-    """Return a progress function that stops an extraction when so many passes are handed over."""
+    """Return a progress function that stops an extraction after a number of passes."""
 
     def stop(event: ExtractionProgress) -> None:
         if event.passes == passes:
@@ -61,7 +61,7 @@ def interrupt_at(passes: int) -> Callable[[ExtractionProgress], None]:
 
 
 def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_multiple: int) -> list[int]:
-    """Return where passes must begin: each takes aligned units while the rows of all passes so far fit."""
+    """Return the expected starts of passes: each takes aligned units while the rows of all passes so far fit."""
     num_samples, limit, bounds = len(columns["a"]), RowBudget(schema.tables, budget), [0]
     keys: list[set[int]] = [set() for _ in schema.tables]
     for low in range(0, num_samples, batch_multiple):
@@ -80,7 +80,7 @@ def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_mu
 
 
 def assert_same_files(one: PassDataset, other: PassDataset) -> None:
-    """Compare all files but the manifest, and the digest."""
+    """Compare all files except the manifest, and the digest."""
     mine, theirs = (
         {name: data for name, data in files_of(p.path).items() if name != "dataset.json"} for p in (one, other)
     )
@@ -99,7 +99,7 @@ def assert_same_files(one: PassDataset, other: PassDataset) -> None:
 def test_passes_close_before_the_unit_that_exceeds_the_budget(
     cuts: list[int], batch_multiple: int, slack: float, seed: int, chunk: int
 ) -> None:
-    """Bounds are the greedy ones and files the obvious ones, whatever the files and chunks the samples came in."""
+    """Bounds are the greedy ones and files the obvious ones, for any files and chunks of the samples."""
     schema, columns = rich_schema(), rich_columns(3000, seed)
     budget = int(slack * 105_000)
     bounds = greedy_bounds(schema, columns, budget, batch_multiple)
@@ -124,7 +124,7 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
     ],
 )
 def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_by: str, bounds: list[int]) -> None:
-    """Rows are counted over files, and a value that goes on into the next file does not begin a pass."""
+    """Rows are counted over files, and a value that continues in the next file does not begin a pass."""
     schema, columns = rich_schema(), rich_columns(3500)
     days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff([0, 300, 1500, 1501, 3500]))
     data = {**columns, "day": [day or None for day in days.tolist()]}
@@ -135,7 +135,7 @@ def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_
 
 
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
-    """The same call reads nothing and writes nothing; only training parameters of tables are taken over."""
+    """The same call reads nothing and writes nothing; only training parameters of tables are updated."""
     schema, out = plain_schema(), tmp_path / "out"
     first = extract(paths, out=out, **SMALL)
     before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
@@ -163,14 +163,14 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) 
 def test_a_finished_set_of_other_options_is_refused(
     tmp_path: Path, paths: list[Path], changes: dict[str, Any], message: str
 ) -> None:
-    """Nothing is overwritten; the sentence names the option with both values."""
+    """Nothing is overwritten; the message names the option with both values."""
     extract(paths, out=tmp_path / "out", **SMALL)
     with pytest.raises(ExtractionError, match=message):
         extract(paths, out=tmp_path / "out", **{**SMALL, **changes})
 
 
 def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:
-    """Files are told from changed ones by size and time of change."""
+    """Changed files are detected by size and modification time."""
     extract(paths, out=tmp_path / "out", **SMALL)
     with pytest.raises(ExtractionError, match="it had 2 files and has 1 now"):
         extract(paths[:1], out=tmp_path / "out", **SMALL)
@@ -188,7 +188,7 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path, paths: list[Pat
 
 
 def test_two_extractions_into_one_directory_are_refused(tmp_path: Path, paths: list[Path]) -> None:
-    """The second is told, the first goes on undisturbed."""
+    """The second raises an error, and the first continues undisturbed."""
     seen: list[object] = []
 
     def progress(event: ExtractionProgress) -> None:
@@ -217,7 +217,7 @@ def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> N
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: list[Path]) -> None:
-    """The result would be of neither the old nor the new file."""
+    """The result would match neither the old nor the new file."""
 
     def touch(event: ExtractionProgress) -> None:
         if event.stage == "close":
@@ -257,7 +257,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
 def test_what_cannot_be_done_says_the_numbers(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """Budgets that are too small and options that make no sense are one sentence, and leave no dataset."""
+    """Budgets that are too small and invalid options raise one message, and leave no dataset."""
     paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
     call: dict[str, Any] = {"data": paths, "schema": plain_schema(), "out": tmp_path / "out", **options}
     with pytest.raises(error, match=message):
@@ -273,7 +273,7 @@ def test_what_cannot_be_done_says_the_numbers(
     ],
 )
 def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_multiple: int, message: str) -> None:
-    """The keys of a pass, and an aligned unit, which is numbered whole."""
+    """The keys of a pass, and an aligned unit, which is numbered as a whole."""
     paths = write_parquet(tmp_path, {"a": np.arange(600_000), "y": np.zeros(600_000)}, [0, 600_000])
     how: dict[str, Any] = {"batch_multiple": batch_multiple, "memory_limit": "16MiB"}
     with pytest.raises(BudgetError, match=message):
@@ -281,7 +281,7 @@ def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_mult
 
 
 def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A function sees every stage with growing numbers; True leaves one line where there is no terminal."""
+    """A function sees every stage with growing numbers; without a terminal, True leaves one line."""
     columns = rich_columns(6000)
     paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
     events: list[ExtractionProgress] = []
@@ -298,7 +298,7 @@ def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.
 
 
 def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> None:
-    """Text files and Parquet of the same values give the same passes, strings and crosses included."""
+    """Text files and Parquet with the same values give the same passes, including strings and crosses."""
     text, cross = (
         tc.Feature(name="s", key="string", null="embed"),
         tc.Feature(name="x", columns=("s", "i"), null="embed"),
@@ -338,7 +338,9 @@ def test_workers_and_memory_change_no_byte(tmp_path: Path, split_by: str) -> Non
 
 
 def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
-    """What is there stays, byte for byte; a stop on the way leaves the old dataset, and the same call goes on."""
+    """Existing sub-datasets do not change by a byte; an interruption leaves the old dataset, and the same call
+    resumes.
+    """
     paths = write_parquet(tmp_path, rich_columns(9000), [0, 4000, 6000, 9000])
     call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "memory_limit": "16MiB"}
     first = extract(paths[:1], rich_schema(), tmp_path / "out", progress=False, append=True, **call)
@@ -363,14 +365,14 @@ def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
 
 
 def test_passes_of_one_batch_multiple_are_told(tmp_path: Path) -> None:
-    """They cost a switch each: the warning says what makes them larger."""
+    """Each costs a switch: the warning says how to make them larger."""
     paths = write_parquet(tmp_path, {"a": np.arange(2000), "y": np.zeros(2000)}, [0, 2000])
     with pytest.warns(UserWarning, match="19 of 19 sub-datasets hold one batch multiple of 100 samples"):
         extracted(paths, plain_schema(), tmp_path / "out", device_budget=150 * ROW_BYTES, batch_multiple=100)
 
 
 def test_key_sets_alone_are_those_of_the_dataset(tmp_path: Path) -> None:
-    """Without samples, sub-datasets end where they would with them and have the same keys and counts."""
+    """Without samples, sub-datasets end at the same places and have the same keys and counts."""
     paths = write_parquet(tmp_path, rich_columns(6000), [0, 3000, 6000])
     call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64}
     whole = extracted(paths, rich_schema(), tmp_path / "whole", **call)

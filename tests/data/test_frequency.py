@@ -1,4 +1,4 @@
-"""min_count: rare keys share one row, and counts go on from earlier datasets."""
+"""min_count: rare keys share one row, and counts continue from earlier datasets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def keys_by_table(columns: dict[str, Any]) -> dict[str, Counter[int]]:
 
 
 def without_rare(columns: dict[str, Any], counts: dict[str, Counter[int]], least: int) -> dict[str, Any]:
-    """Replace the keys that occur less often than ``least``."""
+    """Replace the keys with fewer than ``least`` occurrences."""
     keep = {name: {key for key, n in counter.items() if n >= least} for name, counter in counts.items()}
 
     def kept(values: Any, name: str) -> Any:
@@ -109,7 +109,7 @@ def test_merging_works_one_hash_range_at_a_time(tmp_path: Path, monkeypatch: pyt
 
 
 def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
-    """A key is kept when all sets together saw it often enough; what was too rare before counts too."""
+    """A key is kept if it was frequent enough in all sets together; earlier counts of rare keys count too."""
     columns = [
         {"a": np.array(values), "y": np.zeros(len(values))} for values in ([1, 1, 2, 3], [2, 4, 5, 5], [3, 4, 6])
     ]
@@ -125,7 +125,7 @@ def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
 
 
 def chained(folder: Path, days: list[list[int]], least: int) -> tuple[list[list[int]], list[dict[int, int]]]:
-    """Extract a set each day, whose counts go on from those before; return its keys, and its rare ones with counts."""
+    """Extract a set each day with the counts of earlier ones; return its keys, and its rare ones with counts."""
     sets: list[tc.PassDataset] = []
     for day, keys in enumerate(days):
         at = folder / str(day)
@@ -156,7 +156,7 @@ CHAINS: dict[str, tuple[int, list[list[int]]]] = {
         for seed in range(3)
     },
 }
-"""How many occurrences a key needs, and the keys of each day."""
+"""The required number of occurrences, and the keys of each day."""
 
 
 @pytest.mark.parametrize("ranges", ["one", "many"])
@@ -164,7 +164,7 @@ CHAINS: dict[str, tuple[int, list[list[int]]]] = {
 def test_chained_counts_count_each_occurrence_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: str, ranges: str
 ) -> None:
-    """Whatever sets a key was rare in, absent from, or admitted to; rare keys are counted in their own set alone."""
+    """In whatever sets a key was rare, absent, or admitted; rare keys are counted in their set only."""
     if ranges == "many":
         monkeypatch.setattr("tiercache.data.frequency._MERGE_BYTES", 96 * 300_000)
     least, days = CHAINS[chain]
@@ -188,7 +188,9 @@ def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
 
 
 def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped while counting, the same call does not begin with the first file again and ends with the same bits."""
+    """After a stop while counting, the same call does not start with the first file again and ends with the same
+    bits.
+    """
     from tiercache.data import frequency
 
     monkeypatch.setattr(
@@ -215,7 +217,7 @@ def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_earlier_sets_must_mean_the_same(tmp_path: Path) -> None:
-    """Counts of another schema say nothing, and without min_count there is nothing to count on."""
+    """Counts of another schema are meaningless, and without min_count they have no use."""
     paths = write_parquet(tmp_path, {"a": np.arange(4), "y": np.zeros(4)}, [0, 4])
     first = extracted(paths, plain_schema(), tmp_path / "first")
     other = replace(plain_schema(), label=None)

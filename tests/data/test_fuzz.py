@@ -1,4 +1,4 @@
-"""Whatever bytes a dataset or a schema is made of: a sentence, or what was written; nothing else happens."""
+"""Datasets and schemas made of any bytes: an error, or the written content, and no other effect."""
 
 from __future__ import annotations
 
@@ -45,13 +45,11 @@ types = { a = "string" }
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished dataset."""
     return reference(tmp_path_factory.mktemp("passes") / "passes", rich_schema(), rich_columns(60), [0, 30, 60]).path
 
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """A dataset to damage."""
     return shutil.copytree(whole, tmp_path / "inside" / "passes")
 
 
@@ -66,7 +64,9 @@ def read_all(path: Path) -> None:
 
 
 def test_a_manifest_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
-    """Random damage, any value replaced by a lie, and JSON that is too deep; nothing outside the folder is touched."""
+    """Random damage, any value replaced by a wrong one, and JSON that is too deep; files outside the folder do not
+    change.
+    """
     path = copy / "dataset.json"
     written = path.read_bytes()
     for seed in range(600):
@@ -74,7 +74,7 @@ def test_a_manifest_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
         record: Any = json.loads(written)
         lie(record, generator)
         sealed = seed % 4 == 3 and isinstance(record, dict)
-        if sealed:  # by somebody who knows how
+        if sealed:  # by an attacker who can compute checksums
             record["checksum"] = checksum_of(record)
         data = DEEP if seed == 0 else json.dumps(record).encode() if seed % 2 else damaged(written, generator)
         path.write_bytes(data)
@@ -88,7 +88,7 @@ def test_a_manifest_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
 
 
 def test_a_sub_dataset_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
-    """Damage of its file, to the same length as the manifest says, too."""
+    """Damage of its file, also to the same length as in the manifest."""
     path = next(copy.glob("*.safetensors"))
     written = path.read_bytes()
     for seed in range(600):
@@ -106,7 +106,7 @@ def test_a_sub_dataset_of_any_bytes_is_refused_or_read_right(copy: Path) -> None
 
 
 def test_a_schema_of_any_text_is_refused_or_read(tmp_path: Path) -> None:
-    """Damaged TOML, words in each other's place, and TOML that is too deep."""
+    """Damaged TOML, swapped words, and TOML that is too deep."""
     path, words = tmp_path / "schema.toml", TOML.split()
     path.write_text(TOML)
     assert tc.Schema.load(path).label == "y"
@@ -124,7 +124,7 @@ def test_a_schema_of_any_text_is_refused_or_read(tmp_path: Path) -> None:
 
 
 VALUES = st.recursive(
-    st.sampled_from([lie for lie in LIES if isinstance(lie, int | float)])
+    st.sampled_from([value for value in LIES if isinstance(value, int | float)])
     | st.sampled_from(["sgd", "adam", "uniform", "normal", "none", "error", "ragged", "bfloat16", "string"])
     | st.text(max_size=6),
     lambda inner: (
@@ -136,7 +136,7 @@ VALUES = st.recursive(
 
 
 def as_toml(value: Any) -> str:
-    """Return a value as TOML writes it within a line."""
+    """Return a value in TOML's inline spelling."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -153,7 +153,7 @@ RATE = list(places(tomllib.loads(TOML))).index(["tables", "user", "optimizer", "
 def test_a_schema_with_any_value_is_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, which: int, value: Any, raw: bytes | None
 ) -> None:
-    """TOML that is well formed, with one value in the place of another; and any bytes."""
+    """Well-formed TOML with one value in place of another; and any bytes."""
     path, record = tmp_path_factory.getbasetemp() / "schema.toml", tomllib.loads(TOML)
     found = list(places(record))
     *way, key = found[which % len(found)]

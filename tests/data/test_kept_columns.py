@@ -1,4 +1,4 @@
-"""Kept columns and several labels: stored with the samples in their own dtype, shuffled and checked with them."""
+"""Kept columns and several labels: stored with the samples in their dtype, shuffled and checked with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES = 500
 
 
 def values_of(dtype: str, samples: int = SAMPLES) -> np.ndarray[Any, Any]:
-    """Return values of a dtype, its extremes among them."""
+    """Return values of a dtype, including its extremes."""
     chance, kind = np.random.default_rng(len(dtype)), np.dtype(dtype)
     if kind.kind == "b":
         return chance.random(samples) < 0.5
@@ -86,7 +86,7 @@ def test_kept_columns_are_stored_in_their_own_dtype(tmp_path: Path) -> None:
 
 
 def test_each_array_of_a_file_is_aligned(tmp_path: Path) -> None:
-    """Wider numbers come first, whatever is kept."""
+    """Wider numbers come first, for any kept columns."""
     dataset = extracted(
         write_parquet(tmp_path, columns_of(), [0, 333]), keeping("k_int8", "k_float64", "k_bool", "k_uint16"),
         tmp_path / "out",
@@ -99,7 +99,7 @@ def test_each_array_of_a_file_is_aligned(tmp_path: Path) -> None:
 
 
 def test_a_dataset_without_kept_columns_has_the_bits_that_it_had(tmp_path: Path) -> None:
-    """Its schema's digest does not know of them, so older datasets still open."""
+    """Its schema's digest does not include them, so older datasets still open."""
     schema = plain_schema()
     assert not {"keep", "labels"} & schema.to_record().keys()
     batch = RawBatch.of(schema, {"a": np.arange(5)}, label=np.zeros(5))
@@ -117,7 +117,6 @@ def wrote(name: str) -> Any:
 
 @wrote("ipc")
 def write_ipc(folder: Path, columns: dict[str, Any]) -> Any:
-    """Write an Arrow file."""
     with pa.OSFile(str(folder / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, pa.table(columns).schema) as writer:
         writer.write_table(pa.table(columns))
     return folder / "x.arrow"
@@ -125,21 +124,18 @@ def write_ipc(folder: Path, columns: dict[str, Any]) -> Any:
 
 @wrote("numpy")
 def write_npz(folder: Path, columns: dict[str, Any]) -> Any:
-    """Write NumPy's archive."""
     np.savez(folder / "x.npz", **columns)
     return folder / "x.npz"
 
 
 @wrote("csv")
 def write_csv(folder: Path, columns: dict[str, Any]) -> Any:
-    """Write text."""
     pd.DataFrame(columns).to_csv(folder / "x.csv", index=False)
     return folder / "x.csv"
 
 
 @wrote("python")
 def write_python(_: Path, columns: dict[str, Any]) -> Any:
-    """Return batches."""
     return [{name: values[low : low + 70] for name, values in columns.items()} for low in range(0, SAMPLES, 70)]
 
 
@@ -170,7 +166,7 @@ def test_every_reader_gives_kept_columns(tmp_path: Path, format_: str) -> None:
 
 
 def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
-    """There is no ``label`` then, and rows without one of them are dropped if the schema says so."""
+    """Then ``label`` does not exist, and rows that lack one of them are dropped if the schema says so."""
     chance = np.random.default_rng(3)
     click, seconds = chance.random(SAMPLES) < 0.5, chance.random(SAMPLES)
     seconds[[3, 77]] = np.nan
@@ -209,7 +205,7 @@ def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_dtype_cannot_hold_is_refused(tmp_path: Path, values: Any, dtype: Any, message: str) -> None:
-    """The error names file, row and column; a dataset is not made."""
+    """The error names file, row and column; no dataset is created."""
     pq.write_table(pa.table({"a": [1, 2, 3], "y": [0, 1, 0], "k": values}), tmp_path / "x.parquet")
     schema = plain_schema(keep=(tc.KeptColumn(column="k", dtype=dtype),))
     with pytest.raises(SourceError, match=message):
@@ -217,7 +213,7 @@ def test_what_a_dtype_cannot_hold_is_refused(tmp_path: Path, values: Any, dtype:
 
 
 def test_a_null_of_floats_is_nan(tmp_path: Path) -> None:
-    """Also of integers that are kept as floats."""
+    """Also for integers that are kept as floats."""
     columns = {"a": [1, 2, 3], "y": [0, 1, 0], "k": pa.array([1.5, None, 3]), "n": pa.array([None, 2, 3])}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     schema = plain_schema(keep=(tc.KeptColumn(column="k"), tc.KeptColumn(column="n", dtype="float32")))
@@ -227,7 +223,7 @@ def test_a_null_of_floats_is_nan(tmp_path: Path) -> None:
 
 
 def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> None:
-    """The error shows the line; with it, each value has to fit."""
+    """The error shows the line; with it, each value must fit."""
     for name, dtype in (("x", np.int32), ("z", np.int64)):
         pq.write_table(pa.table({"a": [1, 2], "y": [0, 1], "k": np.array([1, 2], dtype)}), tmp_path / f"{name}.parquet")
     with pytest.raises(SourceError, match=r"it holds int64 here and int32 in other files: say which in the schema"):
@@ -249,7 +245,7 @@ def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> Non
     ],
 )  # fmt: skip
 def test_what_a_schema_cannot_keep_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    """With the key and what to change."""
+    """The error names the key and the change."""
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(SchemaError, match=message):
         Schema.load(tmp_path / "x.toml")
@@ -283,7 +279,7 @@ def test_a_damaged_kept_column_is_never_read(tmp_path: Path) -> None:
 
 
 def test_the_same_extraction_again_goes_on_or_is_done(tmp_path: Path) -> None:
-    """Dtypes come from the dataset then; other dtypes are another dataset; new files are appended in its dtypes."""
+    """Then dtypes come from the dataset; other dtypes are another dataset; new files are appended in its dtypes."""
     columns = columns_of()
     first, second = write_parquet(tmp_path, columns, [0, 300, SAMPLES])
     schema = keeping("k_int16", "k_float16")
@@ -310,7 +306,6 @@ def test_kept_columns_follow_their_samples_through_rare_keys_and_repartition(tmp
 
 
 def test_the_reference_writer_makes_the_same_files(tmp_path: Path) -> None:
-    """Byte for byte."""
     columns = columns_of()
     dataset = extracted(
         write_parquet(tmp_path, columns, [0, SAMPLES]), keeping("k_uint8", "k_int64"), tmp_path / "out",
@@ -329,7 +324,7 @@ def test_the_reference_writer_makes_the_same_files(tmp_path: Path) -> None:
 
 
 def test_several_tables_and_a_shared_name_of_a_dense_column_keep_working() -> None:
-    """Names of features and dense columns may be the same, as they could before."""
+    """Names of features and dense columns can be equal, as before."""
     schema = Schema(
         label="y", dense=(tc.DenseFeature(column="a"),), features=(tc.Feature(name="a"),), tables=(table("a"),)
     )

@@ -39,7 +39,7 @@ def merged(chosen: list[dict[str, Any]], name: str) -> Any:
 
 
 def test_sub_datasets_have_as_many_blocks_as_fit(tmp_path: Path) -> None:
-    """With the keys and counts of these blocks; one more block would not have fitted."""
+    """Each has the keys and counts of its blocks; one more block would not have fit."""
     given = blocks()
     data = tc.write_key_sets(tmp_path / "keys", TABLES, iter(given), device_budget=BUDGET)
     assert [one for chosen in data.blocks for one in chosen] == list(range(len(given)))
@@ -64,7 +64,7 @@ def test_sub_datasets_have_as_many_blocks_as_fit(tmp_path: Path) -> None:
 
 
 def test_a_block_may_be_an_iterator_of_arrays(tmp_path: Path) -> None:
-    """Read once, although a block may be tried in two sub-datasets."""
+    """It is read once, although a block may be tried in two sub-datasets."""
 
     def pieces(keys: Any) -> Iterator[Any]:
         yield from np.array_split(np.reshape(keys, -1), 4)
@@ -81,14 +81,14 @@ def test_without_a_budget_each_block_is_a_sub_dataset(tmp_path: Path) -> None:
 
 
 def test_several_devices_hold_more(tmp_path: Path) -> None:
-    """The budget is that of each."""
+    """The budget is per device."""
     one = tc.write_key_sets(tmp_path / "one", TABLES, blocks(), device_budget=BUDGET)
     two = tc.write_key_sets(tmp_path / "two", TABLES, blocks(), device_budget=BUDGET, devices=2)
     assert len(two) < len(one)
 
 
 def test_a_block_that_no_budget_holds_is_refused(tmp_path: Path) -> None:
-    """With its number, and what to do."""
+    """The error has its number and a remedy."""
     with one_sentence(BudgetError, "block 0 needs", "device budget is 4 KiB: raise device_budget, or give smaller"):
         tc.write_key_sets(tmp_path / "keys", TABLES, blocks(), device_budget="4KiB")
     assert not (tmp_path / "keys" / "dataset.json").exists()
@@ -96,13 +96,12 @@ def test_a_block_that_no_budget_holds_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [{"c": [1]}, {"a": [-(1 << 63)]}, [1, 2]])
 def test_bad_blocks_are_named(tmp_path: Path, keys: Any) -> None:
-    """Like bad sub-datasets."""
     with one_sentence(DatasetError, "block 1"):
         tc.write_key_sets(tmp_path / "keys", TABLES, [blocks(1)[0], keys], device_budget=BUDGET)
 
 
 def test_a_training_with_a_smaller_budget_says_how_to_make_the_key_sets_smaller(tmp_path: Path) -> None:
-    """Not to extract again, as nothing was extracted."""
+    """The advice is not to extract again, because nothing was extracted."""
     data = tc.write_key_sets(tmp_path / "keys", TABLES, blocks(), device_budget=BUDGET)
     with pytest.raises(BudgetError) as caught:
         tc.TierCache(tmp_path / "store", data, device_budget="8KiB", host_budget="64MiB")

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the same call goes on and ends with the same files, bit for bit."""
+"""kill -9 at any moment: the same call resumes and ends with the same files, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def extraction(folder: Path, name: str, fatal_event: int = -1) -> ForkServerProcess:
-    """Start an extraction in a process of its own; it dies at an event."""
+    """Start an extraction in a child process that dies at an event."""
     return start(run, folder, OPTIONS[name], fatal_event)
 
 
@@ -77,13 +77,13 @@ def test_killed_at_any_event_it_ends_with_the_same_files(
 def test_killed_at_any_time_it_ends_with_the_same_files(
     folder: Path, whole: dict[str, tuple[dict[str, bytes], int]]
 ) -> None:
-    """Deaths fall anywhere: in the middle of a write, between two renames."""
+    """Kills come at any time: in the middle of a write, between two renames."""
     rng = random.Random(1)
     deaths = 0
     while deaths < 20:
         process = extraction(folder, "budget")
         while not (folder / "out" / "unfinished").exists() and process.is_alive():
-            time.sleep(0.002)  # a death before the first file is no test
+            time.sleep(0.002)  # a kill before the first file tests nothing
         time.sleep(rng.random() * 0.15)
         process.kill()
         if finish(process) == 0:
@@ -97,7 +97,7 @@ def test_killed_at_any_time_it_ends_with_the_same_files(
 def test_a_death_after_the_last_step_leaves_a_finished_set(
     folder: Path, whole: dict[str, tuple[dict[str, bytes], int]]
 ) -> None:
-    """Where the manifest was written and the work folder not yet deleted, the next call only tidies up."""
+    """If the manifest was written but the work folder not yet deleted, the next call only cleans up."""
     assert finish(extraction(folder, "budget")) == 0
     work = folder / "out" / "unfinished"
     work.mkdir()

@@ -28,7 +28,7 @@ SCHEMA = Schema(label="y", features=tuple(tc.Feature(name=n) for n in NAMES), ta
 
 
 def limited(folder: Path) -> None:
-    """Extract something small, then the large file, with no more memory than the limit and a tenth beside it."""
+    """Extract something small, then the large file, within the memory limit plus a tenth."""
 
     def run(name: str) -> None:
         path, out = folder / f"{name}.parquet", folder / name
@@ -53,7 +53,7 @@ def write(path: Path, num_samples: int) -> None:
 
 
 def test_a_file_of_ten_times_the_memory_limit_is_extracted_within_it(tmp_path: Path) -> None:
-    """The kernel refuses every byte beyond: Python, its libraries and compiled kernels were there before."""
+    """The kernel refuses every further byte; Python, its libraries and compiled kernels were loaded before."""
     write(tmp_path / "small.parquet", 5000)
     write(tmp_path / "large.parquet", 17_000_000)
     assert (tmp_path / "large.parquet").stat().st_size > 10 * LIMIT

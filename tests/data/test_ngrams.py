@@ -1,4 +1,4 @@
-"""N-gram keys: the published numbers, the obvious loop, torch's operators, and what is refused."""
+"""N-gram keys: the published numbers, the obvious loop, torch's operators, and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def obvious(grams: tc.NGrams, sequence: list[int]) -> list[list[int]]:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_keys_are_those_of_the_obvious_loop(name: str, data: st.DataObject) -> None:
-    """Of NumPy and of torch, and by torch's operators as on a GPU."""
+    """With NumPy and with torch, and with torch's operators as on a GPU."""
     grams, length = MADE[name], data.draw(st.integers(1, 12))
     token = st.integers(0, VOCAB - 1)
     rows = data.draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=1, max_size=3))
@@ -64,7 +64,7 @@ def test_keys_are_those_of_the_obvious_loop(name: str, data: st.DataObject) -> N
 
 
 def test_exact_keys_are_those_of_one_ngram_alone() -> None:
-    """Of either order, also where tokens are missing at the beginning."""
+    """For either order, also if tokens are missing at the beginning."""
     grams = tc.ngrams("exact", vocab_size=3, orders=(2, 3))
     sequences = np.stack(np.meshgrid(*[np.arange(3)] * 4, indexing="ij"), -1).reshape(-1, 4)
     keys, seen = grams(sequences), dict[int, tuple[int, ...]]()
@@ -77,7 +77,7 @@ def test_exact_keys_are_those_of_one_ngram_alone() -> None:
 
 
 def test_published_tables_have_their_sizes_and_factors() -> None:
-    """Qwen3.8-Flash-Next's 320,001,536 rows, and those of both layers of DeepSeek-V4.1-Flash."""
+    """Qwen3.8-Flash-Next's 320,001,536 rows, and both layers of DeepSeek-V4.1-Flash."""
     grams = tc.ngrams("qwen4_exp", vocab_size=248_320, rows_per_head=20_000_000, border=0)
     assert (grams.num_embeddings, grams.num_heads) == (320_001_536, 16)
     options: dict[str, Any] = {
@@ -116,6 +116,6 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
     ],
 )  # fmt: skip
 def test_what_makes_no_keys_is_refused(error: type[Exception], words: str, call: Any) -> None:
-    """The error says what was found, and what to give."""
+    """The error has the value found, and a remedy."""
     with pytest.raises(error, match=words):
         call()

@@ -1,4 +1,4 @@
-"""What stands in the place of a small file of a dataset and is none: a sentence, and at once."""
+"""FIFOs, folders and the like in place of a small file of a dataset: an error, and at once."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_dataset_says_what_is_there(tmp_path: Path, name: str, what: str) -> N
     with at_once():
         with pytest.raises(DatasetError, match=": "):
             tc.PassDataset.open(passes.path)
-        if what != "a link to itself":  # which is not there, for whoever looks
+        if what != "a link to itself":  # which does not exist, according to stat
             with pytest.raises(TierCacheError, match=": "):
                 CASE.extract(tmp_path)
 
@@ -56,7 +56,7 @@ def test_rates_that_are_no_file_are_none(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("what", [*NO_FILES])
 @pytest.mark.parametrize("place", ["the file", "its draft", "the folder"])
 def test_a_schedule_says_what_is_there(tmp_path: Path, what: str, place: str) -> None:
-    """Or writes over it: a training goes on, or ends with a sentence."""
+    """Or overwrites it: a training continues, or ends with an error."""
     passes = write_dataset(tmp_path / "passes", CASE.schema, [CASE.samples()])
     path = tmp_path / "model.tc"
     tiered(path, passes).close()

@@ -49,7 +49,7 @@ def flip(path: Path, column: str, group: int) -> None:
     ],
 )
 def test_a_flipped_bit_is_named_with_column_and_rows(tmp_path: Path, how: dict[str, Any], column: str) -> None:
-    """Whatever the encoding; files without checksums are read as before."""
+    """For every encoding; files without checksums are read as before."""
     path, keys = tmp_path / "x.parquet", np.arange(ROWS) % 3000
     data = pa.table({"a": keys, "b": pa.array(keys.reshape(-1, 1).tolist()), "y": np.arange(ROWS) / 7})
     pq.write_table(data, path, row_group_size=GROUP, write_page_checksum=True, **how)

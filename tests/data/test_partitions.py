@@ -1,4 +1,4 @@
-"""Folders named ``name=value``: which values they give, and what is refused."""
+"""Folders named ``name=value``: their values, and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_hives_name_for_null_and_an_empty_value_are_null(tmp_path: Path, folder:
 
 
 def test_null_is_null_for_buckets_crosses_numbers_and_cuts(tmp_path: Path) -> None:
-    """Dense features fill it, crosses embed it, and a cut stands where it begins."""
+    """Dense features fill it, crosses embed it, and a cut is made at its begin."""
     for value in ("1", NULL, "3"):
         place(tmp_path, f"p={value}")
     features = (
@@ -85,7 +85,7 @@ def test_null_is_null_for_buckets_crosses_numbers_and_cuts(tmp_path: Path) -> No
     ],
 )
 def test_integers_keep_64_bits(tmp_path: Path, text: str, key: int) -> None:
-    """Up to 2^64 - 1; as other columns of uint64 they may hit a reserved key."""
+    """Up to 2^64 - 1; like other columns of uint64 they can hit a reserved key."""
     place(tmp_path, f"p={text}")
     if key < NULL_KEY:
         with pytest.raises(SourceError, match="is reserved"):
@@ -98,7 +98,7 @@ def test_integers_keep_64_bits(tmp_path: Path, text: str, key: int) -> None:
     "text", [str(1 << 64), str(-(1 << 63) - 1), "x", "1.5", "+1", "1_0", " 1", "٣", "0x1", "9" * 200]
 )
 def test_a_value_that_is_no_integer_is_named(tmp_path: Path, text: str) -> None:
-    """With file, column and the feature that needs it."""
+    """The error names file, column and the feature that needs it."""
     place(tmp_path, f"p={text}")
     with pytest.raises(
         SourceError, match=r"x\.parquet, column 'p': its folder says .*, but feature 'p' needs integers"
@@ -120,7 +120,7 @@ def test_percent_encoded_values_are_decoded(tmp_path: Path, folder: str, text: s
 
 @pytest.mark.parametrize("folder", ["p=%E4", "p=a%FF", "p=%C3%28"])
 def test_a_value_that_is_no_utf8_is_refused_if_it_is_used(tmp_path: Path, folder: str) -> None:
-    """No other text takes its place."""
+    """It is not replaced by other text."""
     place(tmp_path, folder)
     with pytest.raises(SourceError, match=r"column 'p': its folder says .* needs text in UTF-8: rename the folder"):
         keys(tmp_path, STRING)
@@ -141,14 +141,14 @@ def test_numbers_of_folders_are_labels_and_dense_features(tmp_path: Path, text: 
 
 @pytest.mark.parametrize("text", ["x", "1,5", "inf?", "--1", "1e", "."])
 def test_a_value_that_is_no_number_is_named(tmp_path: Path, text: str) -> None:
-    """With what needs it."""
+    """The error names the feature that needs it."""
     place(tmp_path, f"p={text}")
     with pytest.raises(SourceError, match=r"column 'p': its folder says .*, but the label needs numbers"):
         list(Source(find_inputs(tmp_path), plain_schema(label="p")).batches())
 
 
 def test_two_folders_of_one_name_must_agree(tmp_path: Path) -> None:
-    """If somebody reads the column."""
+    """If the column is read."""
     place(tmp_path, "p=1/q=2/p=1")
     assert keys(tmp_path, INTEGER) == [1, 1]
     place(tmp_path, "p=1/q=3/p=2")
@@ -176,7 +176,7 @@ def test_two_folders_of_one_name_must_agree(tmp_path: Path) -> None:
 def test_a_column_that_the_file_has_too_must_agree_with_its_folder(
     tmp_path: Path, values: Any, text: str, feature: tc.Feature, row: int | None
 ) -> None:
-    """Writers may repeat it; one of two values that differ would be wrong."""
+    """Writers may repeat it; if the two values differ, one is wrong."""
     place(tmp_path, f"p={text}", p=values)
     if row is None:
         assert len(keys(tmp_path, feature)) == 2

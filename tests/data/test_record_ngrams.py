@@ -26,14 +26,14 @@ OPTIONS: dict[str, Any] = {"tables": TABLE, "device_budget": BUDGET, "progress":
 
 
 def tokens_of(count: int = 20_000) -> Any:
-    """Return tokens, of which few are frequent."""
+    """Return tokens, a few of them frequent."""
     rng = np.random.default_rng(0)
     return np.minimum(rng.zipf(1.3, count), VOCAB - 1).astype(np.uint16)
 
 
 @pytest.mark.parametrize("min_count", [1, 3])
 def test_a_sub_dataset_has_the_keys_of_its_sequences_and_their_counts(tmp_path: Path, min_count: int) -> None:
-    """As if each n-gram of each sequence were counted; keys that are too rare share a row."""
+    """Equal to counting each n-gram of each sequence; keys that are too rare share a row."""
     tokens = tc.TokenFiles(tokens_of(), LENGTH)
     data = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", min_count=min_count, **OPTIONS)
     assert len(data) > 1
@@ -58,7 +58,7 @@ def test_a_sub_dataset_has_the_keys_of_its_sequences_and_their_counts(tmp_path: 
 
 
 def test_a_stop_at_any_pass_resumes_to_the_same_files(tmp_path: Path) -> None:
-    """And other tokens or n-grams are refused there."""
+    """Other tokens or n-grams are refused there."""
     tokens = tc.TokenFiles(tokens_of(), LENGTH)
     whole = tc.record_ngrams(tokens, GRAMS, tmp_path / "whole", **OPTIONS)
     assert len(whole) > 1
@@ -128,7 +128,7 @@ def test_a_model_trains_on_the_recorded_sequences_as_in_torch(tmp_path: Path) ->
 
 
 def test_several_tables_have_ngrams_of_their_own(tmp_path: Path) -> None:
-    """As the layers of an Engram do."""
+    """Like the layers of an Engram."""
     tables = [tc.Table(name=f"layer{layer}", dim=8) for layer in (1, 4)]
     grams = {
         f"layer{layer}": tc.ngrams(
@@ -145,7 +145,7 @@ def test_several_tables_have_ngrams_of_their_own(tmp_path: Path) -> None:
 
 
 def test_budgets_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """With what was found and what to change."""
+    """The error has the value found and a remedy."""
     tokens = tc.TokenFiles(tokens_of(2000), LENGTH)
     with pytest.raises(BudgetError, match="raise device_budget"):
         tc.record_ngrams(tokens, GRAMS, tmp_path / "a", **OPTIONS | {"device_budget": "1KiB"})
@@ -157,7 +157,7 @@ def test_budgets_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:
-    """Bare tokens, NumPy's files, arrays and tensors; what is left at the end of a file makes no sequence."""
+    """Raw tokens, NumPy files, arrays and tensors; the rest at the end of a file makes no sequence."""
     rows = np.arange(50, dtype=np.int64)
     rows.astype(np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", rows[:35].astype(np.int32))
@@ -173,7 +173,7 @@ def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_texts_become_one_file(tmp_path: Path) -> None:
-    """Of Parquet, Arrow and any iterable, with a separator after each; never half written."""
+    """From Parquet, Arrow and any iterable, with a separator after each; the file is written atomically."""
     texts = [[1, 2, 3], [], [4, 5]]
     table = pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))})
     pq.write_table(table, tmp_path / "t.parquet")
@@ -205,7 +205,6 @@ def test_texts_become_one_file(tmp_path: Path) -> None:
     ],
 )
 def test_files_without_tokens_are_refused(tmp_path: Path, files: Any, options: Any, words: str) -> None:
-    """The error names the file."""
     given = [tmp_path / one if isinstance(one, str) else one for one in files]
     with pytest.raises((DatasetError, ValueError), match=words):
         tc.TokenFiles(given, 8, **options)

@@ -1,4 +1,4 @@
-"""Smaller passes from larger ones: the same samples, and no pass with more rows than fit one of several devices."""
+"""Smaller passes from larger ones: the same samples, and no pass with more rows than fit on one of several devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def batch_of(num_samples: int, seed: int = 0) -> RawBatch:
-    """Return samples of ``rich_schema``."""
     return key_batch(rich_schema(), rich_columns(num_samples, seed), 0, num_samples)
 
 
@@ -131,7 +130,7 @@ def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: P
 
 
 def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Path) -> None:
-    """As large as fits with the margin; another number of devices is another set."""
+    """They fill the devices up to the margin; another number of devices gives another set."""
     batch = RawBatch.of(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
     old = write_dataset(tmp_path / "old", plain_schema(), [batch])
     budget = 600 * device_bytes(group_tables(old.tables)[0])
@@ -145,7 +144,7 @@ def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Pa
 
 @pytest.mark.parametrize("bytes_left", [1, 100, 3000])
 def test_a_disk_that_fills_is_named_and_the_same_call_goes_on(tmp_path: Path, bytes_left: int) -> None:
-    """With the file that did not fit."""
+    """The error names the file that did not fit."""
     old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(80)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
@@ -160,7 +159,7 @@ def test_a_disk_that_fills_is_named_and_the_same_call_goes_on(tmp_path: Path, by
 
 
 def test_two_calls_do_not_write_one_folder(tmp_path: Path) -> None:
-    """The second is refused; after the first it returns what that one made."""
+    """The second is refused; after the first it returns the same dataset."""
     old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(80)])
     (tmp_path / "new").mkdir()
     handle = os.open(tmp_path / "new", os.O_RDONLY)
@@ -177,7 +176,6 @@ def test_two_calls_do_not_write_one_folder(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
-    """One sentence each."""
     old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(40)])
     with pytest.raises(
         tc.TierCacheError, match=r"a part of sub-dataset 0 of 40 samples .* has \d+ keys, but a part may have 9"
@@ -205,7 +203,7 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
 
 
 def training_case() -> Case:
-    """Unshuffled, aligned."""
+    """Return an unshuffled, aligned training case."""
     rule = tc.optim.Adagrad(learning_rate=0.05)
     return Case(
         tables=(table("item", 5, rule), table("place", 3, rule)),
@@ -230,7 +228,7 @@ def test_training_of_aligned_batches_over_parts_has_the_same_bits(tmp_path: Path
 
 @pytest.mark.parametrize(("pass_index", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
 def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_index: int, batches: int) -> None:
-    """Also from inside a pass, and from its very end: the bits of one that had the larger passes to its end."""
+    """Also from inside a pass, and from its very end: the bits of a training that keeps the larger passes."""
     from tests.train.test_entering import train_to
 
     case = training_case()
@@ -248,19 +246,19 @@ def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_
 
 
 def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) -> None:
-    """Counted in samples from the beginning; what has no such place is refused with a sentence."""
+    """Counted in samples from the beginning; a cursor without an equivalent is refused with an error."""
     old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(n, seed=n) for n in (40, 9, 33)])
     new = tc.repartition(old, tmp_path / "new", rows=60, batch_multiple=4)
     plain = {"seed": 0, "shuffle": False}
 
-    def behind(passes: tc.PassDataset, cursor: tuple[int, int]) -> int:
+    def samples_after(passes: tc.PassDataset, cursor: tuple[int, int]) -> int:
         epoch, place = divmod(cursor[0], len(passes))
         return epoch * passes.samples + sum(p.samples for p in passes.passes[:place]) + cursor[1]
 
     for pass_index in range(7):
         for sample in range(old.passes[pass_index % 3].samples + 1):
             cursor = split_cursor(new, (pass_index, sample), order=plain)
-            assert behind(new, cursor) == behind(old, (pass_index, sample))
+            assert samples_after(new, cursor) == samples_after(old, (pass_index, sample))
             assert cursor[1] < new.passes[cursor[0] % len(new)].samples or sample == old.passes[pass_index % 3].samples
     assert split_cursor(new, (4, 0)) == split_cursor(new, (4, 0), order=plain)
     for order in (None, {"seed": 0, "shuffle": True}, {"raw_batches": 2}):
@@ -277,7 +275,7 @@ A = table("a", 8)
 
 
 def rows_of(keys: NDArray[np.int64], devices: int) -> list[int]:
-    """Return how many keys fall to each device."""
+    """Return the number of keys on each device."""
     bounds = np.array(hash_bounds(devices)[1:-1], dtype=np.uint64)
     return np.bincount(np.searchsorted(bounds, hash_keys(keys, A.table_id), side="right"), minlength=devices).tolist()
 
@@ -285,13 +283,13 @@ def rows_of(keys: NDArray[np.int64], devices: int) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(rows=st.integers(0, 20_000), devices=st.integers(1, 64), seed=st.integers(0, 1 << 32))
 def test_no_device_gets_more_rows_than_are_counted_with(rows: int, devices: int, seed: int) -> None:
-    """Of random keys: one example in 10^9 / W may."""
+    """For random keys, one example in 10^9 / W may."""
     keys = np.unique(np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, rows, dtype=np.int64))
     assert max(rows_of(keys, devices)) <= max_device_rows(keys.size, devices)
 
 
 def test_an_even_share_is_too_few() -> None:
-    """Hashes do not divide evenly, and few rows may well fall to one device; of many the margin is small."""
+    """Hashes do not divide evenly, and few rows can all fall to one device; for many the margin is small."""
     keys = np.arange(10_000)
     assert max(rows_of(keys, 8)) > 10_000 // 8
     assert max_device_rows(5, 4) == 5
@@ -300,14 +298,14 @@ def test_an_even_share_is_too_few() -> None:
 
 
 def test_one_device_gets_all_rows() -> None:
-    """To the row, as ever."""
+    """To the row, as before."""
     assert all(max_device_rows(n, 1) == n for n in (0, 1, 7, 10**9))
     assert RowBudget([A], 10**6, devices=1).needed([1000]) == RowBudget([A], 10**6).needed([1000])
 
 
 @pytest.mark.parametrize("devices", [2, 8])
 def test_a_budget_of_several_devices_counts_what_each_holds(devices: int) -> None:
-    """The most that a pass gives to any of them."""
+    """The largest number of rows that a pass gives to any of them."""
     budget = RowBudget([A], 0, devices=devices)
     budget.close([5000])
     assert budget.needed([3000]) == max_device_rows(5000, devices) * device_bytes(group_tables([A])[0])

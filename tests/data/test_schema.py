@@ -1,4 +1,4 @@
-"""Schemas: what TOML says, and what it must not say."""
+"""Schemas: valid TOML, and errors for invalid TOML."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load(folder: Path, text: str) -> Schema:
 
 
 def test_a_toml_file_says_everything_that_a_schema_holds(tmp_path: Path) -> None:
-    """Defaults fill tables, features default to column and table of their own name, hotness gives lengths."""
+    """Defaults fill tables, features default to the column and table with their name, hotness sets lengths."""
     airport = tc.Table(
         name="airport",
         dim=16,
@@ -85,7 +85,7 @@ def test_a_toml_file_says_everything_that_a_schema_holds(tmp_path: Path) -> None
 
 
 def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
-    """Every feature has a table, and names of optimizers and initializers need no numbers."""
+    """Every feature has a table, and optimizers and initializers need no numbers."""
     text = """
         [features.user]
         [features.item]
@@ -114,7 +114,7 @@ def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("null", ["nan", "inf", "1e300", '"drop"', "true"])
 def test_null_of_a_dense_feature_is_a_finite_number(tmp_path: Path, null: str) -> None:
-    """What null stands for must be a float32."""
+    """The replacement of null must be a float32."""
     with pytest.raises(SchemaError, match=r"\[\[dense\]\] has null = "):
         load(tmp_path, f'[[dense]]\ncolumn = "x"\nnull = {null}\n[features.a]')
 
@@ -129,7 +129,7 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", ['"y"', '["y", "z"]', '{ column = ["y", "z"] }'])
 def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, label: str) -> None:
-    """One label or several, spelled as the schema spells it."""
+    """One label or several, as in the schema."""
     with pytest.raises(
         SchemaError, match=r'write label = \{ column = "click" \}, or of several .* columns = \["click"'
     ):
@@ -190,7 +190,7 @@ def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, labe
     ],
 )
 def test_a_wrong_schema_names_file_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
-    """Everything a schema must not say is refused with one sentence that names the file."""
+    """Every invalid setting is refused with one message that names the file."""
     assert old in FULL
     with pytest.raises(SchemaError, match=message) as caught:
         load(tmp_path, FULL.replace(old, new, 1))
@@ -226,7 +226,7 @@ def test_the_digest_is_about_meaning_and_not_about_training() -> None:
 
 
 def test_tables_stand_in_the_order_of_their_ids() -> None:
-    """The order of key sets is that of unsigned table ids, whatever the order in the schema."""
+    """The order of key sets is by unsigned table ids, whatever the order in the schema."""
     schema = rich_schema()
     ids = [t.table_id for t in schema.ordered_tables]
     assert ids == sorted(ids)
@@ -234,6 +234,6 @@ def test_tables_stand_in_the_order_of_their_ids() -> None:
 
 
 def test_a_schema_needs_a_feature() -> None:
-    """Data without sparse features has no use for tables."""
+    """Data without sparse features needs no tables."""
     with pytest.raises(SchemaError, match="no features"):
         plain_schema(features=())

@@ -1,4 +1,4 @@
-"""Sources: every format gives the same rows, from any row on; bad rows are left out, filled, counted or named."""
+"""Sources: every format gives the same rows, from any row on; bad rows are dropped, filled, counted or named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def schema(**changes: Any) -> Schema:
 
 
 def rows(num_rows: int = ROWS, first: int = 0) -> pa.Table:
-    """Return rows with nulls, quotes, newlines and a column that nobody reads."""
+    """Return rows with nulls, quotes, newlines and an unused column."""
     numbers = range(first, first + num_rows)
     return pa.table(
         {
@@ -51,7 +51,7 @@ def rows(num_rows: int = ROWS, first: int = 0) -> pa.Table:
 
 
 def write(path: Path, data: pa.Table) -> Path:
-    """Write a table in the format that the suffix names."""
+    """Write a table in the format of the suffix."""
     name = path.name
     if name.endswith("parquet"):
         pq.write_table(data, path, row_group_size=611)
@@ -72,7 +72,7 @@ def write(path: Path, data: pa.Table) -> Path:
 
 
 def read(paths: list[Path], file_index: int = 0, row: int = 0, batch_bytes: int = 4096) -> list[Any]:
-    """Return (file, row in the file, values) of every row that a source gives."""
+    """Return (file, row in the file, values) of every row of a source."""
     source = Source(find_inputs(paths), schema())
     out = []
     for batch in source.batches(file_index, row, batch_bytes=batch_bytes):
@@ -103,7 +103,7 @@ def test_every_format_gives_the_same_rows_from_any_row_on(tmp_path: Path, suffix
 
 
 def test_patterns_are_sorted_and_named_files_keep_their_order(tmp_path: Path) -> None:
-    """A folder or pattern gives its files by name; files one by one come as they are given."""
+    """A folder or pattern yields its files by name; individual files keep their order."""
     paths = [write(tmp_path / f"{name}.parquet", rows(1)) for name in "bca"]
     (tmp_path / "notes.txt").write_text("not data")
     assert [f.path.name for f in find_inputs(paths)] == ["b.parquet", "c.parquet", "a.parquet"]
@@ -123,7 +123,9 @@ def test_text_without_a_header_has_numbered_columns(tmp_path: Path) -> None:
 
 
 def test_text_columns_of_crosses_have_the_type_that_the_schema_gives(tmp_path: Path) -> None:
-    """A column that begins with digits is integers unless [csv] types says strings; then later letters are no error."""
+    """A column that begins with digits is integers unless [csv] types says strings; then later letters are not an
+    error.
+    """
     path = tmp_path / "x.csv"
     path.write_text("y,a,s,t\n" + "1,1,s,10\n" * 3 + "0,2,s,N9\n")
     guessed = Source(find_inputs(path), schema())
@@ -155,7 +157,7 @@ def spec_of(bad_rows: str, **changes: Any) -> Schema:
 
 
 def read_all(source: Source, file_index: int = 0, row: int = 0, batch_bytes: int = 1 << 20) -> list[tuple[Any, ...]]:
-    """Return (file, cursor, row that an error would name, values) of every row."""
+    """Return (file, cursor, row number for errors, values) of every row."""
     found = []
     for batch in source.batches(file_index, row, batch_bytes=batch_bytes):
         names = [str(batch.error(i, "a", "")).split("row ")[1].split(",")[0] for i in range(batch.columns.num_rows)]
@@ -181,7 +183,7 @@ def read_all(source: Source, file_index: int = 0, row: int = 0, batch_bytes: int
 def test_bad_rows_are_skipped_or_padded_and_counted(
     tmp_path: Path, bad_rows: str, rows: list[Any], counts: BadRows
 ) -> None:
-    """Rows keep the number that they have in the file; the cursor counts those that are kept."""
+    """Rows keep their number in the file; the cursor counts the kept ones."""
     (tmp_path / "x.csv").write_text(RAGGED)
     source = Source(find_inputs(tmp_path), spec_of(bad_rows))
     assert read_all(source) == [(0, cursor, *row) for cursor, row in enumerate(rows)]
@@ -189,7 +191,7 @@ def test_bad_rows_are_skipped_or_padded_and_counted(
 
 
 def test_an_error_names_the_first_bad_row(tmp_path: Path) -> None:
-    """The row, its fields, and what decides about it."""
+    """The row, its fields, and the setting that decides."""
     (tmp_path / "x.csv").write_text(RAGGED)
     words = r'x.csv, row 1: it has 2 fields, but the first line has 3: .* "skip" or "pad"'
     with pytest.raises(SourceError, match=words):
@@ -208,7 +210,7 @@ def test_an_error_names_the_first_bad_row(tmp_path: Path) -> None:
 def test_reading_goes_on_behind_any_cursor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rows: str, label_null: str
 ) -> None:
-    """Whatever is left out before or behind it, in files of many blocks, with floats among the integers."""
+    """With rows dropped before or after it, in files of many blocks, with floats among the integers."""
     monkeypatch.setattr(text_reader, "_BLOCK_BYTES", 512)
     random = np.random.default_rng(0)
     for name in "pq":
@@ -228,7 +230,7 @@ def test_reading_goes_on_behind_any_cursor(
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.csv"])
 def test_rows_without_a_label_are_dropped_and_counted(tmp_path: Path, name: str) -> None:
-    """Null and NaN; the rows of errors stay those of the file, and batches end anywhere."""
+    """Null and NaN; the rows of errors are those in the file, and batches end anywhere."""
     random = np.random.default_rng(1)
     labels = [[0.0, 1.0, None, float("nan")][i] for i in random.choice(4, 5000)]
     kept = [i for i, label in enumerate(labels) if label in {0.0, 1.0}]
@@ -247,7 +249,7 @@ def test_rows_without_a_label_are_dropped_and_counted(tmp_path: Path, name: str)
 
 
 def test_the_extraction_says_how_many_rows_were_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the line that stays."""
+    """In the line that remains."""
     (tmp_path / "x.csv").write_text(RAGGED)
     found = extract(tmp_path / "x.csv", spec_of("pad", label_null="drop"), tmp_path / "out", device_budget="1GiB")
     assert found.samples == 4
@@ -257,7 +259,7 @@ def test_the_extraction_says_how_many_rows_were_bad(tmp_path: Path, capsys: pyte
 def test_a_stopped_extraction_goes_on_among_bad_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the row behind the last closed pass, to the same bits and the same counts of its file."""
+    """From the row after the last closed pass, to the same bits and the same counts of its file."""
     monkeypatch.setattr(text_reader, "_BLOCK_BYTES", 1 << 10)
     lines = [f"{i},{'' if i % 7 == 0 else 1},s{i % 50}"[: None if i % 5 else -4] for i in range(20_000)]
     (tmp_path / "x.csv").write_text("a,y,b\n" + "\n".join(lines))
@@ -279,7 +281,7 @@ def test_a_stopped_extraction_goes_on_among_bad_rows(
 
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
-    """What pandas writes for nullable integers, in text and in Parquet; large ones are not rounded silently."""
+    """Nullable integers of pandas are written so, in text and in Parquet; large ones are not rounded silently."""
     (tmp_path / "x.csv").write_text("a,y,b\n1,0,x\n5.0,1,y\n-3.0,1,\n")
     spec = spec_of("error")
     expected = extracted(tmp_path / "x.csv", spec, tmp_path / "csv")
@@ -297,7 +299,7 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
 
 
 def test_first_rows_are_checked_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad first row is an error within a second, not after half a minute of compiling; nothing is written."""
+    """A bad first row is an error within a second, before half a minute of compiling; nothing is written."""
     (tmp_path / "x.csv").write_text("a,y,b\n1,0,x\n,1,y\n")
     monkeypatch.setattr("tiercache.data.extract.is_cached", lambda: False)
     monkeypatch.setattr("tiercache.data.extract.prepare", lambda: pytest.fail("kernels were compiled first"))
@@ -308,7 +310,9 @@ def test_first_rows_are_checked_before_anything_is_compiled(tmp_path: Path, monk
 
 
 def test_lists_stand_in_text_behind_a_separator(tmp_path: Path) -> None:
-    """Of integers, strings and weights; an empty field is an empty list, and a bad value is named with its row."""
+    """Lists of integers, strings and weights; an empty field is an empty list, and a bad value is named with its
+    row.
+    """
     (tmp_path / "x.csv").write_text('y,h,w,t\n1,3 4,0.5 1,a b\n0,,,\n2,1,1\n1, 5.0 ,2,"c"\n')
     numbers, texts = (
         tc.Feature(name="h", hotness="ragged", weights="w"),
@@ -336,7 +340,7 @@ def test_lists_stand_in_text_behind_a_separator(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_among_bad_rows_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """By its row in the file, in whole rows and in those that were padded."""
+    """By its row in the file, in complete rows and in padded ones."""
     (tmp_path / "x.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=message):
         list(Source(find_inputs(tmp_path), spec_of("pad")).batches())

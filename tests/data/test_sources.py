@@ -1,4 +1,4 @@
-"""Sources beside plain files: folders of partitions, URLs, Criteo, split-binary, NumPy and Python iterables."""
+"""Sources besides plain files: folders of partitions, URLs, Criteo, split-binary, NumPy and Python iterables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLUMNS = rich_columns(ROWS)
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Return what passes hold: the files of a dataset but its manifest, which names inputs and times."""
+    """Return the content of passes: the files of a dataset except its manifest, which names inputs and times."""
     return {name: data for name, data in files_of(out).items() if name.startswith("pass-")}
 
 
@@ -52,25 +52,24 @@ def run(data: Any, schema: Schema, out: Path, **options: Any) -> tc.PassDataset:
 
 
 def rows_of(data: Any, schema: Schema, row: int = 0) -> list[dict[str, Any]]:
-    """Return the rows that a source gives from a row of its first file on."""
+    """Return the rows of a source, from a row of its first file on."""
     source = Source(find_inputs(data, schema.source.format), schema)
     return [r for batch in source.batches(0, row, batch_bytes=4096) for r in batch.columns.to_pylist()]
 
 
 def lists(values: list[list[Any]]) -> tuple[Any, Any]:
-    """Return values and offsets."""
     return np.concatenate([np.asarray(v) for v in values]), np.cumsum([0, *map(len, values)])
 
 
 def batches(size: int = 700) -> Iterator[dict[str, Any]]:
-    """Give the columns as dicts: arrays, matrices, and pairs of values and offsets."""
+    """Yield the columns as dicts: arrays, matrices, and pairs of values and offsets."""
     for low in range(0, ROWS, size):
         part = {name: values[low : low + size] for name, values in COLUMNS.items()}
         yield part | {name: lists(part[name]) for name in ("tags", "tags_w")}
 
 
 class Again:
-    """An iterable that begins anew each time."""
+    """A re-iterable object."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
         self.make = make
@@ -80,12 +79,12 @@ class Again:
 
 
 def tuples() -> Iterator[Any]:
-    """Give tuples in the order of the columns."""
+    """Yield tuples in the order of the columns."""
     return (tuple(batch.values()) for batch in batches())
 
 
 def tensors() -> Iterator[Any]:
-    """Give named tuples of tensors."""
+    """Yield named tuples of tensors."""
     kind = namedtuple("Batch", COLUMNS)
     for batch in batches(512):
         yield kind(
@@ -102,7 +101,7 @@ def tensors() -> Iterator[Any]:
     ids=["a generator", "dicts", "tuples", "tensors", "an Arrow table", "data frames"],
 )  # fmt: skip
 def test_a_python_iterable_gives_the_bits_of_a_file(tmp_path: Path, data: Any) -> None:
-    """Whatever its batches are, and however large."""
+    """For any kind and size of batches."""
     schema = rich_schema()
     run(write_parquet(tmp_path, COLUMNS, [0, ROWS]), schema, tmp_path / "file")
     run(data, replace(schema, source=SourceFormat(columns=tuple(COLUMNS))), tmp_path / "python")
@@ -129,7 +128,7 @@ def test_an_iterable_goes_on_behind_the_last_closed_pass(tmp_path: Path) -> None
 
 
 def test_a_data_loader_is_read_as_it_is(tmp_path: Path) -> None:
-    """Its tuples have the names of [source] columns; a matrix of dense features is the schema's dense columns."""
+    """Its tuples have the names in [source] columns; a matrix of dense features is the schema's dense columns."""
     keys, labels = torch.arange(100) % 7, torch.ones(100)
     loader = DataLoader(TensorDataset(torch.rand(100, 2), keys, labels), batch_size=32)
     dense = tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")
@@ -140,7 +139,7 @@ def test_a_data_loader_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_keyed_jagged_tensor_is_its_features() -> None:
-    """Known by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
+    """Recognized by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
     keyed = KeyedJagged(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))
     features = tc.Feature(name="u", hotness="ragged", weights="w"), tc.Feature(name="v", hotness="ragged")
     schema = Schema(label="y", dense=(tc.DenseFeature(column="d"),), features=features)
@@ -171,13 +170,13 @@ def test_a_bad_batch_is_named(tmp_path: Path, data: Any, message: str) -> None:
 
 
 def test_an_iterator_that_must_be_read_twice_is_refused(tmp_path: Path) -> None:
-    """Counting keys takes a reading of its own."""
+    """Counting keys takes a separate pass over the data."""
     with pytest.raises(SourceError, match="can be read once, and it must be read again"):
         run(batches(), rich_schema(), tmp_path / "out", min_count=2)
 
 
 def test_folders_named_by_values_are_columns(tmp_path: Path) -> None:
-    """Those of hive partitions, integers or strings as the schema wants them; hidden files are left out."""
+    """Hive partitions, as integers or strings according to the schema; hidden files are skipped."""
     for day, country, key in ((1, "at", 10), (2, "de%2Fx", 20), (3, "__HIVE_DEFAULT_PARTITION__", 30)):
         folder = tmp_path / f"day={day}" / f"country={country}"
         folder.mkdir(parents=True)
@@ -193,7 +192,7 @@ def test_folders_named_by_values_are_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.csv", "x.csv.gz", "x.npz"])
 def test_urls_are_read_through_fsspec(tmp_path: Path, name: str) -> None:
-    """A file, a folder and a pattern of another file system; the same rows as of a local file."""
+    """A file, a folder and a pattern of another file system; the same rows as from a local file."""
     import fsspec
 
     from tests.data.test_source import write
@@ -217,7 +216,7 @@ def test_urls_are_read_through_fsspec(tmp_path: Path, name: str) -> None:
 
 
 def test_a_url_that_cannot_be_opened_says_what_to_install() -> None:
-    """Or that nothing is there."""
+    """Or that the path does not exist."""
     with pytest.raises(SourceError, match=r"s3://bucket/x\.parquet cannot be opened: Install s3fs"):
         find_inputs("s3://bucket/x.parquet")
     with pytest.raises(SourceError, match="zz://x cannot be opened: Protocol not known"):
@@ -267,7 +266,7 @@ source_spec:
 
 
 def write_split_binary(folder: Path, rows: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a data set, and return its columns."""
+    """Write a split-binary dataset, and return its columns."""
     random = np.random.default_rng(0)
     columns = {
         "label": random.integers(0, 2, rows).astype(bool),
@@ -365,7 +364,7 @@ def test_numpy_arrays_are_columns(tmp_path: Path, form: str) -> None:
     ],
 )
 def test_numpy_files_that_are_none_are_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
-    """One sentence that names the file; nothing is unpickled."""
+    """One message that names the file; nothing is unpickled."""
     np.save(tmp_path / "a.npy", np.arange(3))
     np.save(tmp_path / "y.npy", np.zeros(3))
     make(tmp_path)
@@ -375,7 +374,7 @@ def test_numpy_files_that_are_none_are_refused(tmp_path: Path, make: Callable[[P
 
 @pytest.mark.parametrize("name", ["x.npz", "y.npz", "x.npy", "x.arrow", "x.parquet"])
 def test_damaged_files_are_sentences(tmp_path: Path, name: str) -> None:
-    """Flips in what describes the arrays, whichever of the libraries below raises what; 60 of each format."""
+    """Flips in the metadata of the arrays, whichever library raises; 60 of each format."""
     columns = {"a": np.arange(300), "y": np.zeros(300)}
     path, random = tmp_path / name, np.random.default_rng(0)
     if name.endswith("npz"):
@@ -401,7 +400,7 @@ def test_damaged_files_are_sentences(tmp_path: Path, name: str) -> None:
 
 
 def test_an_iterable_is_read_on_the_thread_of_its_owner(tmp_path: Path) -> None:
-    """What it opens may belong to one thread, as a connection of SQLite does."""
+    """Its resources may belong to one thread, such as an SQLite connection."""
     connection = sqlite3.connect(tmp_path / "clicks.db")
     connection.execute("CREATE TABLE clicks (a INTEGER, y REAL)")
     connection.executemany("INSERT INTO clicks VALUES (?, ?)", [(i % 7, 0.0) for i in range(100)])

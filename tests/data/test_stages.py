@@ -60,7 +60,7 @@ def job(schema: Schema, split_by: str, unit: int, budget: int) -> Job:
 def test_passes_are_placed_where_one_machine_ends_them(
     cuts: list[int], unit: int, slack: float, split_by: str, seed: int
 ) -> None:
-    """Also where units, and values of the column that cuts, go on into the next file."""
+    """Also if units, and values of the column that cuts, continue in the next file."""
     schema, columns = rich_schema(), rich_columns(3000, seed)
     days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff(DAYS))
     data = {**columns, "day": [day or None for day in days.tolist()]}
@@ -83,7 +83,7 @@ def test_passes_are_placed_where_one_machine_ends_them(
 
 
 def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> None:
-    """With the same words; a budget of one unit fits each, though units begin inside the stretches of a file."""
+    """With the same message; a budget of one unit fits each, though units begin inside the stretches of a file."""
     paths = write_parquet(tmp_path, {"a": np.arange(600) // 2, "y": np.zeros(600)}, [0, 130, 600])
     row_bytes = RowBudget(plain_schema().tables, 0).needed([1])
     one = job(plain_schema(), "budget", 100, 50 * row_bytes)
@@ -97,7 +97,7 @@ def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> 
 
 
 def test_a_stage_says_which_pass_does_not_fit_and_which_directory_it_lacks(tmp_path: Path) -> None:
-    """It knows how many passes others write."""
+    """It knows how many passes other tasks write."""
     paths = write_parquet(tmp_path, {"a": np.arange(400_000), "y": np.zeros(400_000)}, [0, 400_000])
     one = replace(job(plain_schema(), "file", 100, 1 << 30), memory_bytes=10 << 20)
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_a_stage_says_which_pass_does_not_fit_and_which_directory_it_lacks(tmp_p
 
 
 class Stages(SchedulerPlugin):
-    """Knows which worker ended which stage, and has a worker killed when both have ended some."""
+    """Records which worker ended which stage, and kills a worker when both have ended some."""
 
     def __init__(self) -> None:
         self.by_worker: dict[str, set[str]] = defaultdict(set)
@@ -116,7 +116,7 @@ class Stages(SchedulerPlugin):
         self.lost: list[str] = []
 
     def begin(self, order: Path) -> None:
-        """Forget what was, and wait to give an order to die: see ``shared_files``."""
+        """Reset, and wait to request a death: see ``shared_files``."""
         self.by_worker.clear()
         self.lost.clear()
         self.order = order
@@ -131,13 +131,13 @@ class Stages(SchedulerPlugin):
             self.order = None
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """Note that a worker is gone."""
+        """Note the removal of a worker."""
         self.lost.append(worker)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Stages, Path]]:
-    """Two worker processes, what is known of them, and the folder of orders to die."""
+    """Two worker processes, a record of their stages, and the folder of requested deaths."""
     orders, environment = tmp_path_factory.mktemp("orders"), dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FATAL, str(orders))
@@ -147,7 +147,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Sta
             stages = Stages()
             made.scheduler.add_plugin(stages)
             yield made, stages, orders
-    os.environ.clear()  # a nanny leaves the threads that its workers may use in this process's environment
+    os.environ.clear()  # a nanny sets thread limits for its workers in this process's environment
     os.environ.update(environment)
 
 
@@ -177,7 +177,7 @@ def test_a_cluster_whose_worker_dies_in_a_stage_writes_the_files_of_one_machine(
 def test_an_extraction_goes_from_a_cluster_to_one_machine_and_back(
     cluster: tuple[Any, Stages, Path], tmp_path: Path
 ) -> None:
-    """What a stopped one has closed stays, and a finished dataset is appended to, wherever it goes on."""
+    """Closed passes of a stopped one stay, and a finished dataset can be appended to, in either place."""
     paths = write_parquet(tmp_path, rich_columns(6000), [0, 1000, 4000, 6000])
     options: dict[str, Any] = {"device_budget": 1500 * ROW_BYTES, "batch_multiple": 100, "devices": 2, "samples": False}
 
@@ -197,7 +197,7 @@ def test_an_extraction_goes_from_a_cluster_to_one_machine_and_back(
 def test_a_dataset_is_finished_while_a_stage_of_a_stopped_one_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stage that still runs on a cluster makes and deletes files of its own in the folder that goes."""
+    """The running stage on a cluster creates and deletes its own files in the folder that is removed."""
     work, unlink = WorkFolder(tmp_path), os.unlink
     stage = work.path / "stage-1"
     stage.mkdir()
@@ -215,7 +215,7 @@ def test_a_dataset_is_finished_while_a_stage_of_a_stopped_one_cleans_up(
 
 
 def test_the_command_counts_the_rows_that_a_cluster_left_out(cluster: tuple[Any, Stages, Path], tmp_path: Path) -> None:
-    """Of all files, each counted once."""
+    """From all files, each counted once."""
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("y,a\n0,1\n0\n1,2\n")
     (tmp_path / "schema.toml").write_text('[label]\ncolumn = "y"\n[csv]\nbad_rows = "skip"\n[features.a]\n')
@@ -245,7 +245,7 @@ def test_what_a_cluster_cannot_do_is_one_sentence(
     cluster: tuple[Any, Stages, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
     expected: str,
 ) -> None:  # fmt: skip
-    """Wherever it is found; nothing is finished then."""
+    """Wherever it is detected; the dataset stays unfinished."""
     monkeypatch.chdir(tmp_path)
     keys = np.concatenate([np.zeros(400), np.arange(200)]).astype(np.int64)
     for name, labels in (("good", [0.0] * 600), ("bad", [0.0] * 599 + [None])):

@@ -1,4 +1,4 @@
-"""Sub-datasets: samples in any order, or key sets alone, are what was written; damage is found before it is used."""
+"""Sub-datasets: samples in any order, or key sets alone, equal the written ones; damage is found before use."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write(folder: Path, samples: RawBatch, schema: Schema = RICH) -> SubDataset:
 
 
 def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indices: Any, schema: Schema = RICH) -> None:
-    """Compare what was read at ``indices`` with the samples that were written, one sample at a time."""
+    """Compare the samples read at ``indices`` with the written ones, one at a time."""
     assert (samples.label is None) == (wanted.label is None)
     if samples.label is not None and wanted.label is not None:
         np.testing.assert_array_equal(samples.label, wanted.label[indices])
@@ -93,7 +93,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
 )
 @settings(deadline=None, max_examples=40)
 def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list[int], block: int) -> None:
-    """Every feature, label, weight and offset of any indices, repeated or not, whatever blocks they lie in."""
+    """Every feature, label, weight and offset of any indices, repeated or not, in any blocks."""
     samples = some_samples(num_samples, seed)
     indices = np.array(picks, dtype=np.int64) % num_samples
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list
 
 
 def test_some_features_come_back_alone(tmp_path: Path) -> None:
-    """Those that were asked for, in the schema's order, as when all are read; label and dense too."""
+    """The requested ones, in the schema's order, as when all are read; also label and dense."""
     samples, indices = some_samples(50, 3), np.array([7, 0, 49, 7])
     one = write(tmp_path, samples)
     names = [feature.name for feature in RICH.features]
@@ -114,7 +114,7 @@ def test_some_features_come_back_alone(tmp_path: Path) -> None:
 
 
 def test_buffers_are_filled_again(tmp_path: Path) -> None:
-    """A second read into the same buffers uses the same memory, a larger one grows it, and both are right."""
+    """A second read into the same buffers reuses the memory, a larger one grows it, and both are right."""
     samples, buffers = some_samples(1000, 4), SampleBuffers()
     one = write(tmp_path, samples)
     first = one.read(np.arange(64), buffers)
@@ -133,7 +133,7 @@ def test_indices_outside_the_sub_dataset_are_refused(tmp_path: Path, indices: li
 
 
 def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
-    """The format's own rules find every array: a header of JSON, then one array behind another without a hole."""
+    """The rules of the format find every array: a header of JSON, then contiguous arrays."""
     samples = some_samples(10, 7)
     data = write(tmp_path, samples).path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -161,7 +161,7 @@ def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_found_before_it_is_used(
     tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading everything and verifying name the file; what is read beside the damaged block is as it was."""
+    """Reading everything and verifying name the file; data outside the damaged block can still be read."""
     monkeypatch.setattr(array_file, "BLOCK_BYTES", block)
     samples, indices = some_samples(60, 8), np.arange(60)
     one = write(tmp_path, samples)
@@ -187,7 +187,7 @@ def test_every_flipped_bit_is_found_before_it_is_used(
 
 
 def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are checked when something of them is first read, and never again; verify checks all."""
+    """Blocks are checked when they are first read, and never again; verify checks all."""
     monkeypatch.setattr(array_file, "BLOCK_BYTES", 1 << 10)
     checked: list[int] = []
     checksum = array_file._checksum
@@ -210,7 +210,7 @@ USER_KEYS = st.lists(st.one_of(st.integers(-(1 << 63) + 2, (1 << 63) - 1), st.in
 
 
 def forms(keys: list[int]) -> list[Any]:
-    """Return the same keys in every form that is taken."""
+    """Return the same keys in every accepted form."""
     array = np.array(keys, np.int64)
     return [array, keys, torch.from_numpy(array.copy()), iter([array[:3], array[3:3], torch.from_numpy(array[3:])])]
 
@@ -220,7 +220,7 @@ def forms(keys: list[int]) -> list[Any]:
 def test_key_sets_are_the_unique_keys_in_hash_order_with_counts(
     passes: list[tuple[list[int], list[int]]], form: int, chunk: int
 ) -> None:
-    """Whatever their order and form and however they come in stretches; the digest follows from nothing else."""
+    """In any order and form, in any stretches; the digest depends on nothing else."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_writer, "_CHUNK_KEYS", chunk)
         given = ({"user": forms(user)[form], "item": forms(item)[form]} for user, item in passes)
@@ -251,7 +251,7 @@ def test_key_set_files_of_hugectr_are_taken_as_they_are_mapped(tmp_path: Path) -
 
 
 def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
-    """Verification reads key sets where there are no samples."""
+    """Verification also reads key sets of datasets without samples."""
     written = tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1, 2, 3]}, {"item": [5]}])
     path = tmp_path / "passes" / "pass-00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -275,7 +275,7 @@ def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_what_are_no_keys_is_refused_and_no_set_is_left(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    """By a sentence that names table and pass; the directory can be written to again."""
+    """The message names table and pass; the directory can be written to again."""
     with pytest.raises(ValueError, match=message):
         tc.write_key_sets(tmp_path / "passes", USERS, [{}, keys])
     with pytest.raises(DatasetError, match="no dataset"):

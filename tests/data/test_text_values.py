@@ -50,21 +50,20 @@ def keys_of(path: Path, feature: tc.Feature, csv_format: CsvFormat | None = None
 
 
 def written(tmp_path: Path, text: str, name: str = "x.csv") -> Path:
-    """Write a file."""
     path = tmp_path / name
     path.write_bytes(text.encode())
     return path
 
 
 def feature(key: str, **more: Any) -> tc.Feature:
-    """Return a feature of column u, whose null has a key."""
+    """Return a feature of column u with a key for null."""
     return tc.Feature(name="u", key=key, **{"null": "embed", **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["integer", "string", "hex"])
 @pytest.mark.parametrize("word", ["", *WORDS])
 def test_a_null_word_is_null_unless_it_is_the_quoted_text_of_a_string(tmp_path: Path, key: str, word: str) -> None:
-    """Quotes make a difference for strings only: writers that quote everything quote missing numbers too."""
+    """Quotes matter for strings only: writers that quote everything also quote missing numbers."""
     path = written(tmp_path, f'u,y\n{word},0\n"{word}",1\n12,2\n')
     text = {"integer": 12, "string": tc.key_of("12"), "hex": 0x12}[key]
     quoted = tc.key_of(word) if key == "string" else NULL_KEY
@@ -98,7 +97,7 @@ def test_a_label_or_dense_column_follows_the_same_rule(tmp_path: Path, word: str
 def test_an_empty_field_is_an_empty_list_and_an_empty_element_is_null(
     tmp_path: Path, key: str, field: str, keys: list[int | None]
 ) -> None:
-    """A separator at the end ends the last element; null words are null in lists of every type."""
+    """A trailing separator ends the last element; null words are null in lists of every type."""
     path = written(tmp_path, f"u,y\n1|2,0\n{field},1\n7,0\n")
 
     def key_of(value: int | None) -> int:
@@ -160,7 +159,7 @@ def test_integers_in_text_keep_all_their_bits(tmp_path: Path, values: list[str],
     ],
 )
 def test_text_that_is_no_integer_is_refused_by_row_and_column(tmp_path: Path, value: str, said: str) -> None:
-    """With what else the schema could say; in a list too."""
+    """The error suggests other settings; also in a list."""
     path = written(tmp_path, f'u,y\n1,0\n"{value}",1\n')
     with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{said}.*say key = \"string\""):
         keys_of(path, feature("integer"))
@@ -171,7 +170,7 @@ def test_text_that_is_no_integer_is_refused_by_row_and_column(tmp_path: Path, va
 
 
 def test_a_column_of_negative_numbers_and_numbers_above_2_63_is_refused(tmp_path: Path) -> None:
-    """As 64 bits -1 and 2^64 - 1 are one key."""
+    """In 64 bits, -1 and 2^64 - 1 are one key."""
     path = written(tmp_path, "u,y\n-1,0\n18446744073709551615,1\n")
     with pytest.raises(SourceError, match=r"row 1, column 'u' .*no integer above 2"):
         keys_of(path, feature("integer"))
@@ -189,14 +188,14 @@ def test_a_list_that_python_printed_is_refused(tmp_path: Path, printed: str) -> 
 
 
 def test_a_bracket_in_the_text_of_a_list_is_text(tmp_path: Path) -> None:
-    """Unless all of the field is a printed list."""
+    """Unless the whole field is a printed list."""
     path = written(tmp_path, "u,y\n[a]|[b],0\n[x|y],1\n")
     found = keys_of(path, feature("string", hotness="ragged"), LISTS)
     assert found == [[tc.key_of("[a]"), tc.key_of("[b]")], [tc.key_of("[x"), tc.key_of("y]")]]
 
 
 def test_null_words_of_the_schema_replace_the_usual_ones(tmp_path: Path) -> None:
-    """Namibia's code is a text where the schema says so, and other words are null."""
+    """Namibia's code is a string if the schema says so, and other words are null."""
     path = written(tmp_path, "u,y\nNA,0\n-,1\n,2\n")
     own = CsvFormat(null_words=("", "-"))
     assert keys_of(path, feature("string"), own) == [tc.key_of("NA"), NULL_KEY, NULL_KEY]
@@ -206,7 +205,7 @@ def test_null_words_of_the_schema_replace_the_usual_ones(tmp_path: Path) -> None
 
 
 def test_quotes_in_tab_separated_text_are_characters_unless_the_schema_says_so(tmp_path: Path) -> None:
-    """As in dumps of knowledge graphs."""
+    """Dumps of knowledge graphs contain such quotes."""
     path = written(tmp_path, 'u\ty\n"Oh\t0\n12" record\t1\n"No"\t2\n', "x.tsv")
     assert keys_of(path, feature("string")) == [tc.key_of(text) for text in ('"Oh', '12" record', '"No"')]
     quoted = written(tmp_path, 'u\ty\n"a\tb"\t0\n"c\nd"\t1\n', "q.tsv")
@@ -218,7 +217,7 @@ def test_quotes_in_tab_separated_text_are_characters_unless_the_schema_says_so(t
 @pytest.mark.parametrize("lines", [0, 1, 3, 60_000])
 @pytest.mark.parametrize("end", ['"No,1', 'x,"y"z', '"a""b,1'])
 def test_a_lone_quote_that_swallows_lines_is_refused(tmp_path: Path, lines: int, end: str) -> None:
-    """Also over blocks of the parser; the error says where the field began."""
+    """Also across blocks of the parser; the error says where the field began."""
     text = "u,y\na,0\n" + '"Oh,0\n' + "b,1\n" * lines + f"{end}\nc,1\n"
     path = written(tmp_path, text)
     with pytest.raises(
@@ -234,7 +233,7 @@ def test_a_lone_quote_that_swallows_lines_is_refused(tmp_path: Path, lines: int,
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_text_that_a_csv_writer_quotes_is_never_refused(tmp_path: Path, data: st.DataObject) -> None:
-    """Quotes, delimiters and line breaks within fields, in blocks of any size; quotes within plain fields too."""
+    """Quotes, delimiters and line breaks within fields, in blocks of any size; also quotes within plain fields."""
     alphabet = st.sampled_from(["a", '"', ",", "\n", '""', '",', '\n"', " ", "é"])
     rows = data.draw(st.lists(st.lists(alphabet, max_size=6).map("".join), min_size=1, max_size=30))
     every = data.draw(st.booleans())
@@ -256,7 +255,7 @@ def test_text_that_a_csv_writer_quotes_is_never_refused(tmp_path: Path, data: st
 def test_a_delimiter_of_the_schema_is_read_and_one_that_is_not_named_is_told(
     tmp_path: Path, delimiter: str, quote: str
 ) -> None:
-    """With a header, without one, and with one of several characters."""
+    """With a header, without one, and with a delimiter of several characters."""
     text = delimiter.join("uvy") + "\n" + "".join(delimiter.join((f"k{i}", "x", "1")) + "\n" for i in range(2000))
     path = written(tmp_path, text)
     found = keys_of(path, feature("string"), CsvFormat(delimiter=delimiter, quote=quote))
@@ -269,7 +268,7 @@ def test_a_delimiter_of_the_schema_is_read_and_one_that_is_not_named_is_told(
 
 
 def test_a_field_longer_than_a_block_of_the_parser_is_read(tmp_path: Path) -> None:
-    """Blocks grow to the row."""
+    """Blocks grow to the size of the row."""
     long = "|".join(map(str, range(400_000)))
     path = written(tmp_path, "u,y\n" + "1|2,0\n" * 10 + f"{long},1\n3,0\n")
     found = keys_of(path, feature("integer", hotness="ragged"), LISTS)
@@ -285,7 +284,7 @@ def test_text_in_another_encoding_is_named(tmp_path: Path, encoding: str) -> Non
 
 
 def test_rows_with_empty_fields_behind_the_last_are_padded_rows(tmp_path: Path) -> None:
-    """The advice of the error leads somewhere."""
+    """The advice of the error works."""
     path = written(tmp_path, "u,y\n1,0,\n2,1,,\n3,0,x\n4,1\n")
     with pytest.raises(SourceError, match=r'row 0: it has 3 fields, .*bad_rows = "skip" or "pad"'):
         keys_of(path, feature("integer"))
@@ -341,7 +340,7 @@ def _polars(table: pa.Table, path: Path) -> None:
 @given(texts=st.lists(TEXTS, min_size=1, max_size=20))
 @pytest.mark.parametrize("write", [_pyarrow, _duckdb, _polars])
 def test_texts_that_other_programs_quote_come_back(tmp_path: Path, write: Any, texts: list[str | None]) -> None:
-    """Null is null and the empty text is a text, or the file is refused."""
+    """Null is null and the empty string is a string, or the file is refused."""
     path = tmp_path / "x.csv"
     write(pa.table({"u": pa.array(texts, pa.string()), "y": [0] * len(texts)}), path)
     assert keys_of(path, feature("string")) == [NULL_KEY if text is None else tc.key_of(text) for text in texts]
@@ -374,7 +373,7 @@ def test_integers_that_other_programs_write_come_back(
 def test_texts_and_lists_of_parquet_files_that_other_programs_write_come_back(
     tmp_path: Path, write: Any, texts: list[str | None], lists: list[list[int]]
 ) -> None:
-    """Whatever a text is, as Parquet says where a value is null."""
+    """For any string, because Parquet marks null values."""
     path = tmp_path / "x.parquet"
     write(pa.table({"u": pa.array(texts, pa.string()), "y": [0] * len(texts)}), path)
     assert keys_of(path, feature("string")) == [NULL_KEY if text is None else tc.key_of(text) for text in texts]
@@ -384,7 +383,7 @@ def test_texts_and_lists_of_parquet_files_that_other_programs_write_come_back(
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_dataset_of_older_rules_trains_on_and_takes_no_new_files(tmp_path: Path, version: int) -> None:
-    """It says which rules made it; running its extraction again is no error."""
+    """The error says which rules made it; running its extraction again is not an error."""
     first = written(tmp_path, "u,y\n1,0\n2,1\n", "a.csv")
     more = written(tmp_path, "u,y\n3,0\n", "b.csv")
     schema = plain_schema(label="y", features=(tc.Feature(name="u"),), tables=())

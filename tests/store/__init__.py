@@ -1,1 +1,1 @@
-"""The store against a dict, on every engine."""
+"""Tests of the store against a dict, on every engine."""

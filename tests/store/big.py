@@ -1,4 +1,4 @@
-"""Rows of 2 KiB in blocks of many pages: dumps, loads, and where their bytes are."""
+"""Rows of 2 KiB in blocks of many pages: dumps, loads, and the places of their bytes."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ def append(store: Store, pass_index: int, layout: SegmentLayout, data: NDArray[n
 
 
 def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
-    """Append rows of made-up bits, counted by next use; return the bytes of each range."""
+    """Append random rows, counted by next use; return the bytes of each range."""
     layout = SegmentLayout.of(
         row_bytes=BIG.row_bytes,
         page_rows=8,
@@ -58,6 +58,6 @@ def load(store: Store, pass_index: int) -> dict[int, bytes]:
 
 
 def needed_blobs(path: Path) -> dict[str, BlobNeed]:
-    """Return how much of each blob a store needs, by name."""
+    """Return the bytes of each blob that a store needs, by name."""
     with Store.open(path, mode="r") as store:
         return {need.name: need for need in store.history.needed.blobs()}

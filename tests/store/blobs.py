@@ -1,4 +1,4 @@
-"""Made-up blobs of segments, states and commits: put, published, compared and dropped."""
+"""Random blobs of segments, states and commits: put, published, compared and dropped."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ OPTIMIZERS = (SGD(learning_rate=0.1), RowWiseAdagrad(learning_rate=0.1), Adam())
 
 
 def some_bytes(size: int, seed: int = 0) -> Bytes:
-    """Return made-up bytes."""
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
 class Content(NamedTuple):
-    """A blob, and what is put into it: bytes by the byte where they begin, in whole pages but for what ends there."""
+    """A blob and its content: bytes by their offset, in whole pages except at ends."""
 
     blob: Blob
     pieces: dict[int, Bytes]
@@ -45,7 +44,7 @@ def plain(name: str, data: Bytes, cut: int = 1 << 40) -> Content:
 
 
 def layout_of(rows: Sequence[int], *, page_rows: int = 3, block_rows: int = 7, **of_table: Any) -> BlobRows:
-    """Return the rows of one table with so many rows in each range."""
+    """Return the layout of one table with the given number of rows in each range."""
     usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
     group = group_tables([Table(**usual | of_table)])[0]
     ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
@@ -56,7 +55,7 @@ def layout_of(rows: Sequence[int], *, page_rows: int = 3, block_rows: int = 7, *
 
 
 def segment(of: BlobRows, number: int = 0, *, seed: int = 0, changed: bool = True) -> list[Content]:
-    """Return made-up blobs of a whole segment: rows, keys, last changes and what describes them."""
+    """Return random blobs of a whole segment: rows, keys, last changes and metadata."""
     layout, name = of.layout, f"segments/0.{number}"
     found = [plain(f"{name}/meta", some_bytes(5000, 10 * number + seed))]
     for kind, item in (("rows", layout.row_bytes), ("keys", 8), ("changed", 4))[: 3 if changed else 2]:
@@ -70,12 +69,11 @@ def segment(of: BlobRows, number: int = 0, *, seed: int = 0, changed: bool = Tru
 
 
 def parts_of(contents: Iterable[Content]) -> list[Part]:
-    """Return the parts of blobs."""
     return [(index, at, data) for index, one in enumerate(contents) for at, data in one.pieces.items()]
 
 
 def put(engine: Engine, contents: Sequence[Content], *, stable: bool = False, order: Any = None) -> list[Content]:
-    """Put blobs, their parts in a random ``order`` where one is given; returns copies of what was put."""
+    """Put blobs, their parts in a random ``order`` if one is given; return copies of their content."""
     copies = [one._replace(pieces={at: data.copy() for at, data in one.pieces.items()}) for one in contents]
     parts = parts_of(contents)
     if order is not None:
@@ -85,7 +83,7 @@ def put(engine: Engine, contents: Sequence[Content], *, stable: bool = False, or
 
 
 def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> list[Content]:
-    """Put blobs, and publish a commit; returns those with the commit's."""
+    """Put blobs, and publish a commit; return them together with the commit's blob."""
     data = f"commit {number}".encode() * 9
     contents = put(engine, [*contents, plain(f"commits/{number}", np.frombuffer(data, np.uint8))])
     engine.publish(head_of(number), head_of(number - 1) if number else None)
@@ -93,7 +91,7 @@ def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> li
 
 
 def head_of(number: int) -> Head:
-    """Return what ``publish`` made of a number."""
+    """Return the head that ``publish`` creates for a number."""
     data = f"commit {number}".encode() * 9
     return Head(f"commits/{number}", len(data), hashlib.sha256(data).hexdigest())
 
@@ -106,7 +104,7 @@ def bytes_of(engine: Engine, blob: Blob, low: int, high: int) -> bytes:
 
 
 def check(engine: Engine, contents: Iterable[Content]) -> None:
-    """Compare blobs with what was put."""
+    """Compare blobs with their original content."""
     stored = engine.list()
     for blob, pieces in contents:
         assert stored[blob.name].size == blob.size
@@ -116,12 +114,11 @@ def check(engine: Engine, contents: Iterable[Content]) -> None:
 
 
 def drop_all(engine: Engine, contents: Iterable[Content], **how: Any) -> None:
-    """Drop whole blobs."""
     engine.drop([(one.blob.name, None) for one in contents], **how)
 
 
 def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> list[Content]:
-    """Drop the first blocks of a segment's blobs, and whole ones that have no more; returns what is left."""
+    """Drop the first blocks of a segment's blobs, and whole ones without further blocks; return the rest."""
     rest, gone = list[Content](), list[tuple[str, int | None]]()
     for one in contents:
         if one.blob.of is not None and blocks:
@@ -135,7 +132,7 @@ def drop_fronts(engine: Engine, contents: Iterable[Content], blocks: int) -> lis
 
 
 def serve(open_reader: Callable[[Path], Engine], path: Path, pipe: Connection[Any, Any]) -> None:
-    """Open an engine for reading; each time that blobs are sent answer with its head, and what is wrong with them."""
+    """Open an engine for reading; for each message with blobs answer with its head, and differences from them."""
     engine = open_reader(path)
     while (contents := pipe.recv()) is not None:
         head, problem = engine.newest(), ""

@@ -1,4 +1,4 @@
-"""Tables, and the two engines behind one way to open a store."""
+"""Tables, and the two engines with a common way to open a store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def small_tables() -> list[Table]:
 
 
 def narrow_tables() -> list[Table]:
-    """Six tables in five groups, five of them of 16-bit vectors, with even and odd dims."""
+    """Six tables in five groups, five of them with 16-bit vectors, with even and odd dims."""
     start = Uniform(low=-0.1, high=0.1)
     adagrad = Adagrad(learning_rate=0.1)
     return [
@@ -51,13 +51,13 @@ def narrow_tables() -> list[Table]:
 
 
 def stored_bytes(store: Store, prefix: str = "") -> dict[str, int]:
-    """Return how many bytes the engine of a store has of each blob whose name begins with ``prefix``, by name."""
+    """Return the stored bytes of each blob whose name begins with ``prefix``, by name."""
     stored = store._opened.engine.list()
     return {name: one.size - one.dropped for name, one in stored.items() if name.startswith(prefix)}
 
 
 def needed_bytes(store: Store) -> dict[str, int]:
-    """Return how many bytes of each blob the commits need that a store keeps, counted block by block."""
+    """Return the bytes of each blob that the kept commits of a store need, counted block by block."""
     found: dict[str, int] = {}
     for commit in store.commits:
         assert commit.head is not None
@@ -78,7 +78,7 @@ def needed_bytes(store: Store) -> dict[str, int]:
 
 
 def held_blocks(store: Store) -> dict[tuple[str, int], int]:
-    """Return the bytes of each block that a store keeps, by the name of its blob and its number there."""
+    """Return the bytes of each block that a store keeps, by the name of its blob and its number in it."""
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
     found = {(name, 0): size for name, size in needed.whole.items()}
     for need in needed.segments.values():
@@ -92,7 +92,7 @@ def held_blocks(store: Store) -> dict[tuple[str, int], int]:
 
 
 def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:
-    """Return an empty engine, or the one that is there."""
+    """Return an empty engine, or the existing one."""
     if kind == "memory":
         return MemoryEngine()
     path.mkdir(parents=True, exist_ok=True)
@@ -100,10 +100,10 @@ def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:
 
 
 class Careless(World):
-    """Dumps a key of table ``day`` again and again: what no checksum sees."""
+    """Dumps a key of table ``day`` twice, which checksums cannot detect."""
 
     def layout(self, group, *, within):  # type: ignore[no-untyped-def]
-        """Lay out two rows more, of one key."""
+        """Lay out two more rows, of the same key."""
         layout, keys = super().layout(group, within=within)
         self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
         return layout, [("day", 7) if key[0] == "day" else key for key in keys]
@@ -118,7 +118,7 @@ class Home:
         self.opened: list[Store] = []
 
     def open(self, tables: list[Table] | None = None, **options: Any) -> Store:
-        """Open the store; the one opened before is closed."""
+        """Open the store, after closing a store opened before."""
         self.close()
         engine: Any = self.engine if self.kind == "memory" else self.kind
         store = Store.open(self.path, tables=tables, engine=engine, **options)
@@ -126,7 +126,6 @@ class Home:
         return store
 
     def close(self) -> None:
-        """Close what is open."""
         while self.opened:
             self.opened.pop().close()
 

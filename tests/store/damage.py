@@ -1,4 +1,4 @@
-"""Bytes that no store wrote: real ones that were flipped, cut, lengthened and mixed up, and headers that lie."""
+"""Damaged data: real bytes flipped, cut, lengthened and mixed up, and headers with wrong values."""
 
 import json
 import struct
@@ -20,9 +20,9 @@ LIES: tuple[Any, ...] = (
     float("nan"), "", "x", "../x", "/x", "a/b", ".", "\0", "\ud800", "ü" * 99, [], [[]], [[[]]], [0], [1 << 70, 2],
     [["a", "<u4", 1]], {}, {"": {}}, {"kind": "sgd"},
 )  # fmt: skip
-"""What may stand in a header in place of any value."""
+"""Replacements of any value in a header."""
 DEEP = b"[" * 100_000
-"""JSON that is deeper than any reader goes."""
+"""JSON nested deeper than parsers can handle."""
 
 
 def damaged(data: bytes, generator: Generator) -> bytes:
@@ -49,19 +49,19 @@ def damaged(data: bytes, generator: Generator) -> bytes:
 
 
 def sealed(header: bytes, arrays: bytes = b"", header_bytes: int | None = None) -> bytes:
-    """Return a record with a right checksum and, unless another is given, the right length of its header."""
+    """Return a record with a correct checksum and, by default, the correct length of its header."""
     body = b"TCR1" + struct.pack("<I", len(header) if header_bytes is None else header_bytes) + header + arrays
     return body + struct.pack("<I", google_crc32c.value(body))
 
 
 def opened(record: bytes) -> tuple[Any, bytes]:
-    """Return the header and the arrays of a record that a store wrote."""
+    """Return the header and the arrays of a record written by a store."""
     (size,) = struct.unpack("<I", record[4:8])
     return json.loads(record[8 : 8 + size]), record[8 + size : -4]
 
 
 def lying(record: bytes, generator: Generator) -> bytes:
-    """Return a record whose header says something else, with a right checksum; sometimes with other arrays too."""
+    """Return a record with a wrong value in its header and a correct checksum; sometimes also with other arrays."""
     end = front_of(record)
     header, arrays = opened(record[:end])
     for _ in range(int(generator.integers(1, 3))):
@@ -72,13 +72,13 @@ def lying(record: bytes, generator: Generator) -> bytes:
 
 
 def resealed(record: bytes, generator: Generator) -> bytes:
-    """Return a damaged record whose last four bytes are the checksum of those before."""
+    """Return a damaged record whose last four bytes are the correct checksum."""
     body = damaged(record[:-4], generator)
     return body + struct.pack("<I", google_crc32c.value(body))
 
 
 def miscounting(record: bytes, generator: Generator) -> bytes:
-    """Return a record with other numbers in its arrays, and a right checksum."""
+    """Return a record with other numbers in its arrays, and a correct checksum."""
     end = front_of(record)
     header, arrays = opened(record[:end])
     numbers = [
@@ -97,7 +97,7 @@ def miscounting(record: bytes, generator: Generator) -> bytes:
 
 
 def _starts(described: Sequence[Any]) -> list[int]:
-    """Return where each array of a record begins."""
+    """Return the offset of each array of a record."""
     return [0, *accumulate(length * np.dtype(dtype).itemsize for _, dtype, length in described)][:-1]
 
 
@@ -132,7 +132,7 @@ def places(value: Any, path: Sequence[Any] = ()) -> Iterator[list[Any]]:
 
 
 def assert_sentence(error: Exception) -> None:
-    """A message is one line that says what to do behind a colon."""
+    """Assert that a message is one line with a remedy after a colon."""
     assert "\n" not in str(error)
     assert ": " in str(error)
 
@@ -142,11 +142,11 @@ def generator_of(seed: int) -> Generator:
     return np.random.default_rng([seed, 20])
 
 
-# -- records of an engine that are replaced, and all that names them signed again ------------------------------
+# -- records of an engine that are replaced, with the digests of everything that names them updated ---------------
 
 
 def records_of(engine: Engine) -> dict[str, bytes]:
-    """Return the records of an engine by name: commits, what their ranks list, what describes segments and tables."""
+    """Return the records of an engine by name: commits, rank lists, metadata of segments, and tables."""
     kinds = "commits/", "ranks/", "tables"
     names = {name: one for name, one in engine.list().items() if name.startswith(kinds) or name.endswith("/meta")}
     found = {}
@@ -158,7 +158,7 @@ def records_of(engine: Engine) -> dict[str, bytes]:
 
 
 def front_of(blob: bytes) -> int:
-    """Return how many bytes of a blob are the record with which it begins."""
+    """Return the number of bytes of the record at the front of a blob."""
     size = int(struct.unpack("<I", blob[4:8])[0])
     header: dict[str, Any] = json.loads(blob[8 : 8 + size])
     arrays: int = sum(int(length) * np.dtype(dtype).itemsize for _, dtype, length in header["arrays"])
@@ -166,7 +166,7 @@ def front_of(blob: bytes) -> int:
 
 
 def mismapped(meta: bytes, generator: Generator) -> bytes:
-    """Return what describes a segment with other numbers in the arrays that are read in place, and right checksums."""
+    """Return metadata of a segment with other numbers in the arrays that are read in place, and correct checksums."""
     end = front_of(meta)
     header, small = opened(meta[:end])
     places_ = places_of(header["values"]["arrays"])
@@ -188,15 +188,15 @@ def mismapped(meta: bytes, generator: Generator) -> bytes:
 def signed(
     records: Mapping[str, bytes], head: Head | None, name: str, data: bytes
 ) -> tuple[dict[str, bytes], Head | None]:
-    """Return what a writer would have written that had written ``data`` as a record: all that changes, and the head.
+    """Return the records that a writer of ``data`` would have written: all that change, and the head.
 
-    Sizes and digests are right from that record up to the head, so that only what it says can be refused.
+    Sizes and digests are correct from that record up to the head, so only its content can be refused.
     """
     changed, waiting = {name: data}, [name]
     while waiting:
         one = waiting.pop(0)
         old, new = records[one], changed[one]
-        if one.endswith("/meta"):  # its list names the digest of its front
+        if one.endswith("/meta"):  # its list contains the digest of its front
             old, new = old[: front_of(old)], new[: _front_or_all(new)]
         old_head, new_head = head_of(one, old), head_of(one, new)
         if head == old_head:
@@ -212,7 +212,7 @@ def signed(
 
 
 def _front_or_all(blob: bytes) -> int:
-    """Return how many bytes are the record with which a blob begins; all, if that cannot be told."""
+    """Return the number of bytes of the record at the front of a blob; all bytes if it cannot be determined."""
     try:
         return min(len(blob), front_of(blob))
     except (ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError):
@@ -220,7 +220,7 @@ def _front_or_all(blob: bytes) -> int:
 
 
 def plant(engine: Engine, name: str, data: bytes) -> None:
-    """Replace a record, sign all that names it again, and publish."""
+    """Replace a record, update the digests that name it, and publish."""
     before = engine.newest()
     assert before is not None
     changed, head = signed(records_of(engine), before, name, data)
@@ -232,7 +232,7 @@ def plant(engine: Engine, name: str, data: bytes) -> None:
 
 
 def _sign(value: Any, old: Head, new: Head, num_bytes: int) -> None:
-    """Replace the size and digest of a blob wherever they stand in a header; ``num_bytes``: with what is behind it."""
+    """Replace the size and digest of a blob everywhere in a header; ``num_bytes``: including the bytes after it."""
     for path in [*places(value)]:
         *way, key = path
         part = value

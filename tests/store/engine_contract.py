@@ -1,4 +1,4 @@
-"""The contract of ``Engine``, promise by promise, as tests that every engine inherits."""
+"""The contract of ``Engine`` as tests that every engine inherits."""
 
 from __future__ import annotations
 
@@ -43,41 +43,42 @@ HYPOTHESIS = {"deadline": None, "suppress_health_check": [HealthCheck.differing_
 
 
 class EngineContract:
-    """The tests. Inherit, and say how the engine is made, opened after a crash, and opened by a reader."""
+    """The tests. Inherit, and implement creation, opening after a crash, and opening by a reader."""
 
     outlives = True
-    """Whether what was published, and only that, is there when another process opens the engine."""
+    """True if exactly the published data exists when another process opens the engine."""
     compression: str | None = None
-    """Of the tables whose rows are put."""
+    """The compression of the tables whose rows are put."""
 
     def layout(self, rows: Sequence[int], **how: Any) -> BlobRows:
-        """Return the rows of such a table."""
+        """Return the row layout of such a table."""
         return layout_of(rows, compression=self.compression, **how)
 
     @classmethod
     def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
-        """Make an empty engine in a folder that is empty; ``store_budget`` bounds its blobs."""
+        """Create an empty engine in an empty folder; ``store_budget`` bounds its blobs."""
         raise NotImplementedError
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
-        """Open for writing what a process that died left; ``engine`` is what it had, and is closed."""
+        """Open for writing the data of a dead process; ``engine`` is its closed engine."""
         raise NotImplementedError
 
     @classmethod
     def open_reader(cls, path: Path) -> Engine:
-        """Open the engine for reading, in a process that has nothing else of it open."""
+        """Open the engine for reading, in a process that does not have it open otherwise."""
         raise NotImplementedError
 
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[Engine]:
-        """An empty engine."""
         engine = self.make(tmp_path)
         yield engine
         engine.close()
 
     def crashed(self, path: Path, engine: Engine, needed: Iterable[Content]) -> Engine:
-        """Return what is there after the process died, opened as a store opens it: with the same fronts dropped."""
+        """Return the engine after the death of the process, opened as a store opens it: with the same fronts
+        dropped.
+        """
         engine.close()
         engine = self.open(path, engine)
         kept = {blob.name: min(pieces, default=blob.size) for blob, pieces in needed}
@@ -89,7 +90,7 @@ class EngineContract:
     # -- blobs -------------------------------------------------------------------------------------------
 
     def test_blobs_come_back_from_any_byte_on(self, engine: Engine) -> None:
-        """Whatever their length, wherever they lie in memory, before and after they are published."""
+        """For any length, at any memory address, before and after they are published."""
         contents = put(engine, [plain(f"states/0.{i}", some_bytes(n + 1, i)[1:]) for i, n in enumerate(SIZES)])
         for _ in range(2):
             for blob, pieces in contents:
@@ -108,7 +109,7 @@ class EngineContract:
     def test_parts_come_in_any_order(
         self, tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cut: int, order: Any, *, stable: bool
     ) -> None:
-        """Of several blobs in turn, each of them in parts of any number of pages."""
+        """Parts of several blobs alternate, each with any number of pages."""
         engine = self.make(tmp_path_factory.mktemp("engine"))
         contents = [plain(f"states/0.{i}", some_bytes(size, i), cut) for i, size in enumerate(sizes)]
         contents = put(engine, contents, stable=stable, order=order)
@@ -142,7 +143,7 @@ class EngineContract:
         *,
         changed: bool,
     ) -> None:
-        """Any run of pages of any block, and any keys, are what was put, in whatever order blocks came."""
+        """Any run of pages of any block, and any keys, equal the data put, in any order of blocks."""
         of = self.layout(rows, page_rows=page_rows, block_rows=block_rows, optimizer=optimizer)
         engine = self.make(tmp_path_factory.mktemp("engine"))
         contents = put(engine, segment(of, 5, changed=changed), order=order)
@@ -163,7 +164,7 @@ class EngineContract:
         engine.close()
 
     def test_bytes_beyond_the_end_are_an_error_in_words(self, engine: Engine) -> None:
-        """And so is a blob that is not there."""
+        """And so is a missing blob."""
         for blob, _ in put(engine, [plain("states/0.1", some_bytes(10_000)), *segment(self.layout((10,)))]):
             with pytest.raises(BlockReadError, match="ends at byte") as caught:
                 engine.read(ReadRequest(blob, 0, np.empty(blob.size + 16, np.uint8)))
@@ -173,7 +174,7 @@ class EngineContract:
                 engine.read(ReadRequest(Blob(name, 10), 0, np.empty(10, np.uint8)))
 
     def test_each_part_is_taken_before_the_next_is_asked_for(self, engine: Engine) -> None:
-        """A source may give all of them in the same memory."""
+        """A source may yield all of them in the same memory."""
         memory, step = np.empty(300_000, np.uint8), paged(300_000)
 
         def parts() -> Iterator[Part]:
@@ -189,7 +190,7 @@ class EngineContract:
             assert set(bytes_of(engine, blobs[i % 2], low, low + memory.size)) == {i}
 
     def test_stable_parts_are_taken_before_put_returns(self, engine: Engine) -> None:
-        """Their memory may be used again from then on."""
+        """Their memory can be reused from then on."""
         contents = [plain(f"states/0.{i}", np.full(300_000, i, np.uint8)) for i in range(6)]
         contents += segment(self.layout((40,)), 1)
         copies = put(engine, contents, stable=True)
@@ -199,7 +200,7 @@ class EngineContract:
         check(engine, copies)
 
     def test_parts_may_be_read_from_the_engine_that_they_are_put_into(self, engine: Engine) -> None:
-        """As those of a compaction are: from blobs that are published, and from those that wait."""
+        """Like a compaction: from published blobs, and from pending ones."""
         sources = put(engine, segment(self.layout((40,)), 1))
         publish(engine, 0)
         sources += put(engine, [plain("states/0.0", some_bytes(300_000))])
@@ -214,7 +215,7 @@ class EngineContract:
         check(engine, [*sources, *copies])
 
     def test_a_put_whose_source_fails_changes_nothing(self, tmp_path: Path) -> None:
-        """The error is the source's own, what was there stays, no room is lost, and the put can be done again."""
+        """The source's error is raised, existing data stays, no space is lost, and the put can be repeated."""
         layout = self.layout((10,))
         engine = self.make(tmp_path, store_budget=1 << 20)
         kept = put(engine, [plain("states/0.0", some_bytes(9000)), *segment(layout, 1)])
@@ -235,7 +236,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("wrong", ["gap", "twice", "no page", "too long", "no blob", "none"])
     def test_parts_that_are_not_what_the_blobs_say_are_refused(self, engine: Engine, wrong: str) -> None:
-        """And change nothing."""
+        """And nothing changes."""
         kept = put(engine, [plain("states/0.0", some_bytes(9000))])
         added = plain("states/0.1", some_bytes(50_000), PAGE_BYTES)
         parts = parts_of([added])
@@ -255,7 +256,7 @@ class EngineContract:
     # -- room --------------------------------------------------------------------------------------------
 
     def test_a_name_that_was_dropped_may_be_put_again(self, engine: Engine, tmp_path: Path) -> None:
-        """Even at once, and through a crash."""
+        """Even at once, and after a crash."""
         layout, commits = self.layout((10, 20)), list[Content]()
         for i in range(4):
             contents = put(engine, segment(layout, seed=i))
@@ -273,7 +274,7 @@ class EngineContract:
         engine.close()
 
     def test_the_front_that_is_dropped_leaves_the_rest(self, engine: Engine, tmp_path: Path) -> None:
-        """Of rows, keys and last changes, block by block; through crashes and for what is put where it was."""
+        """For rows, keys and last changes, block by block; through crashes, and for new data in the same place."""
         contents = put(engine, segment(self.layout((10, 20, 15)), 1))
         rest = publish(engine, 0)
         for blocks in range(1, 7):
@@ -289,7 +290,7 @@ class EngineContract:
         engine.close()
 
     def test_a_byte_within_a_page_drops_what_ends_before_it(self, engine: Engine) -> None:
-        """And bytes from it on stay; what was dropped before is not there again."""
+        """Bytes from it on stay; bytes dropped before do not return."""
         data = some_bytes(50_000)
         contents = plain("states/0.1", data)
         put(engine, [contents])
@@ -303,7 +304,7 @@ class EngineContract:
                 assert bytes_of(engine, contents.blob, upto, 50_000) == data[upto:].tobytes()
 
     def test_what_is_dropped_is_room(self, tmp_path: Path) -> None:
-        """And so is what was never published."""
+        """And so are unpublished blobs."""
         engine, commits = self.make(tmp_path, store_budget=1 << 20), list[Content]()
         contents: list[Content] = []
         for i in range(8):
@@ -320,7 +321,7 @@ class EngineContract:
         engine.close()
 
     def test_a_full_engine_says_so_and_changes_nothing(self, tmp_path: Path) -> None:
-        """With the bytes that were needed."""
+        """The error has the number of bytes needed."""
         engine = self.make(tmp_path, store_budget=1 << 20)
         kept = publish(engine, 0, [plain("states/0.0", some_bytes(700_000))])
         added = [plain(f"states/0.{i}", some_bytes(200_000, i)) for i in range(1, 6)]
@@ -339,7 +340,7 @@ class EngineContract:
     # -- the head ----------------------------------------------------------------------------------------
 
     def test_the_head_is_what_was_published_last(self, engine: Engine, tmp_path: Path) -> None:
-        """For whoever opens the engine next too; None before."""
+        """Also for the next process that opens the engine; None before."""
         assert engine.newest() is None
         kept = put(engine, [plain("states/0.0", some_bytes(10)), *segment(self.layout((10,)))])
         assert engine.newest() is None
@@ -351,10 +352,10 @@ class EngineContract:
                 assert engine.newest() == head_of(i)
             check(engine, kept)
         engine.close()
-        engine.close()  # does nothing
+        engine.close()  # no effect
 
     def test_a_head_that_follows_another_one_is_refused(self, engine: Engine, tmp_path: Path) -> None:
-        """As another writer came meanwhile; nothing changed."""
+        """Another writer was faster; nothing changes."""
         with pytest.raises(StoreError, match=r": .*open it again"):
             engine.publish(head_of(1), head_of(0))
         assert engine.newest() is None
@@ -372,7 +373,7 @@ class EngineContract:
         engine.close()
 
     def test_what_was_not_published_does_not_survive_a_crash(self, engine: Engine, tmp_path: Path) -> None:
-        """What was published is there as it was, and the names of what is gone are free."""
+        """Published data is intact, and the names of lost data are free."""
         if not self.outlives:
             pytest.skip("nothing of this engine outlives its process")
         kept = put(engine, [plain("states/0.0", some_bytes(9000)), *segment(self.layout((10,)), 3)])
@@ -398,7 +399,7 @@ class EngineContract:
     def test_through_any_order_of_calls_an_engine_is_a_dict(
         self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
     ) -> None:
-        """Nothing is dropped that the newest commit, or the one before, needs; a crash loses what came after it."""
+        """Nothing is dropped that the newest commit, or the previous one, needs; a crash loses later data."""
         path = tmp_path_factory.mktemp("engine")
         engine, number, commits = self.make(path), 0, 0
         there, published = dict[str, Content](), dict[str, Content]()
@@ -428,7 +429,7 @@ class EngineContract:
                 for name in [one.blob.name for one in found]:
                     del there[name]
                     if published.pop(name, None) is not None and name in left:
-                        published[name] = left[name]  # no commit needs what is gone
+                        published[name] = left[name]  # no commit needs the lost ones
                 there |= left
             check(engine, there.values())
             assert engine.list().keys() == there.keys()
@@ -438,7 +439,7 @@ class EngineContract:
     # -- threads and processes ---------------------------------------------------------------------------
 
     def test_reads_of_other_threads_see_whole_blobs_while_one_writes(self, engine: Engine) -> None:
-        """Blobs that stay are what they were while others are put, published and dropped."""
+        """Remaining blobs do not change while others are put, published and dropped."""
         layout = self.layout((40,))
         kept = put(engine, segment(layout, 0))
         publish(engine, 0)
@@ -450,7 +451,7 @@ class EngineContract:
                 while not done.is_set():
                     check(engine, kept)
                     assert engine.newest() is not None
-            except BaseException as error:  # shown in the main thread
+            except BaseException as error:  # raised in the main thread
                 failures.append(error)
 
         readers = [threading.Thread(target=read) for _ in range(2)]
@@ -468,7 +469,7 @@ class EngineContract:
         assert not failures, failures
 
     def test_a_reader_in_another_process_sees_the_newest_commit(self, engine: Engine, tmp_path: Path) -> None:
-        """Each time that it asks, and what the writer keeps is there for it, through a crash of that."""
+        """On each request, and the writer's kept data exists for it, even after a crash of the writer."""
         if not self.outlives:
             pytest.skip("nothing of this engine is seen by another process")
         layout = self.layout((10, 20))

@@ -1,4 +1,4 @@
-"""Engines that pass calls on to another: they fail when told to, are late, or have things happen between calls."""
+"""Engines that wrap another: they fail on request, delay calls, or run code between calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def disk_full() -> StoreError:
 
 
 class KilledError(Exception):
-    """Stands for the death of the process: nothing that the engine is asked for afterward happens."""
+    """Simulates the death of the process: later calls of the engine have no effect."""
 
 
 class PassingEngine:
-    """Passes all calls to ``engine``."""
+    """Forwards all calls to ``engine``."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -40,10 +40,10 @@ class PassingEngine:
 
 
 class FailingEngine(PassingEngine):
-    """Passes calls to ``engine`` until a chosen one, which raises instead and changes nothing.
+    """Forwards calls to ``engine`` until a chosen one, which raises instead and changes nothing.
 
-    Calls of ``put``, ``read`` and ``publish`` count from 1 since ``fail_in`` was last called, in whatever thread.
-    It can also tear a put, as a process that dies in the middle of it does.
+    Calls of ``put``, ``read`` and ``publish`` count from 1 since the last ``fail_in``, in any thread.
+    It can also tear a put, like a process that dies in the middle of it.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class FailingEngine(PassingEngine):
         self._lock = threading.Lock()
 
     def fail_in(self, calls: int | None) -> None:
-        """Let the ``calls``-th counted call from now fail; None lets none fail."""
+        """Make the ``calls``-th counted call from now fail; None: none fails."""
         with self._lock:
             self.calls, self.fail_at = 0, calls
 
     def tear(self, parts: int, num_bytes: int = 0) -> None:
-        """Let the next put end after some parts, and so many bytes of the one after them, and raise KilledError.
+        """Make the next put end after some parts, and some bytes of the following one, and raise KilledError.
 
-        Blobs are left cut short, or not at all. Every later call raises KilledError too. Close the engine, open it
+        Blobs are left truncated, or missing. Every later call also raises KilledError. Close the engine, open it
         again as after a crash, and wrap that.
         """
         self._tear = parts, num_bytes
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
-        """Put blobs and, where it is time, fail as a disk does: at the end."""
+        """Put blobs and, if it is time, fail like a disk: at the end."""
         if self._due("put"):
             for _ in parts:
                 pass
@@ -90,13 +90,11 @@ class FailingEngine(PassingEngine):
         self.engine.put(blobs, parts, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
-        """Read, or fail."""
         if self._due("read"):
             raise self.error()
         self.engine.read(request)
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Publish, or fail."""
         if self._due("publish"):
             raise self.error()
         self.engine.publish(head, before)
@@ -125,39 +123,38 @@ class FailingEngine(PassingEngine):
 
 
 class HitchingEngine(PassingEngine):
-    """Passes calls to ``engine``; the next "read", "put" or "publish" after its ``seconds`` were set is late once."""
+    """Forwards calls to ``engine``; after its ``seconds`` were set, the next "read", "put" or "publish" is delayed
+    once.
+    """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.seconds: dict[str, float] = {}
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
-        """Wait, then put."""
         time.sleep(self.seconds.pop("put", 0.0))
         self.engine.put(blobs, parts, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
-        """Wait, then read."""
         time.sleep(self.seconds.pop("read", 0.0))
         self.engine.read(request)
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Wait, then publish."""
         time.sleep(self.seconds.pop("publish", 0.0))
         self.engine.publish(head, before)
 
 
 class Between(PassingEngine):
-    """Passes calls to ``engine``: ``before_read`` is called once, before the read that ``in_reads`` counts to."""
+    """Forwards calls to ``engine``: ``before_read`` is called once, before the read that ``in_reads`` selects."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.before_publish: Callable[[], None] | None = None
-        """Called once, when all that a commit needs is put."""
+        """Called once, when all data of a commit is put."""
         self.after_publish: Callable[[], None] | None = None
-        """Called once, when the engine has published and the store does not know it yet."""
+        """Called once, after the engine has published and before the store knows it."""
         self.reading = 0
-        """Reads that have begun and not ended."""
+        """Number of reads in progress."""
         self._lock = threading.Lock()
         self._before_read: Callable[[], None] | None = None
         self._reads_left = 0
@@ -168,11 +165,11 @@ class Between(PassingEngine):
 
     @property
     def reached(self) -> bool:
-        """Whether the read that was counted to has come."""
+        """True once the selected read has happened."""
         return self._before_read is None
 
     def read(self, request: ReadRequest) -> None:
-        """Do what is to be done first."""
+        """Call ``before_read`` if it is due, then read."""
         with self._lock:
             self.reading += 1
             self._reads_left -= 1
@@ -187,7 +184,7 @@ class Between(PassingEngine):
                 self.reading -= 1
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Do what is to be done first, publish, and do what is to be done then."""
+        """Call ``before_publish``, publish, and call ``after_publish``."""
         call, self.before_publish = self.before_publish, None
         if call is not None:
             call()
@@ -200,7 +197,7 @@ class Between(PassingEngine):
 def _torn(
     blobs: Sequence[Blob], parts: Iterable[Part], whole: int, num_bytes: int
 ) -> Iterator[tuple[Blob, NDArray[np.uint8]]]:
-    """Yield blobs as far as ``whole`` parts, and a part of the next, fill them from their first byte on."""
+    """Yield blobs up to ``whole`` parts, and a part of the next, filled from their first byte on."""
     arrived: list[dict[int, NDArray[np.uint8]]] = [{} for _ in blobs]
     for i, (index, offset, data) in enumerate(parts):
         if i < whole or num_bytes:

@@ -1,4 +1,4 @@
-"""Blobs and heads of stores of both engines, from docs/format alone: no code of tiercache, and none of Zarr."""
+"""Blobs and heads of stores of both engines, from docs/format alone: without tiercache code or Zarr."""
 
 import json
 import struct
@@ -13,12 +13,12 @@ import numpy as np
 from tests.store.independent_format import PAGE_BYTES, Layout, field_bytes, paged, read_record
 
 CHUNK_BYTES = 64 << 20
-"""The most bytes of a Zarr chunk with more than one block, and of an object with a part of another blob."""
+"""The maximum bytes of a Zarr chunk with more than one block, and of an object with a part of another blob."""
 NUMBERS = {"keys": "<i8", "changed": "<u4"}
 
 
 def read_entry(name: bytes, entry: bytes) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return the size of a blob in LMDB's map, the bytes that were dropped, and its extents (offset, bytes)."""
+    """Return the size of a blob in LMDB's map, its dropped bytes, and its extents (offset, bytes)."""
     assert google_crc32c.value(name + entry[:-4]) == struct.unpack("<I", entry[-4:])[0]
     size, dropped, *numbers = struct.unpack(f"<{len(entry) // 8}q", entry[:-4])
     extents = list(zip(numbers[::2], numbers[1::2], strict=True))
@@ -33,7 +33,7 @@ class Files(Protocol):
     """Name, bytes and digest of the newest commit's blob."""
 
     def blob(self, name: str, size: int) -> bytes:
-        """Return a whole blob that is not one of rows, keys or last changes."""
+        """Return a whole blob other than rows, keys or last changes."""
 
     def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
         """Return the field-major pages of a block."""
@@ -62,7 +62,6 @@ class LmdbFiles:
         self._data = (path / "blocks.bin").read_bytes()
 
     def blob(self, name: str, size: int) -> bytes:
-        """Return a whole blob."""
         assert self._map[name][0] == size
         return self._read(name, 0, size)
 
@@ -93,7 +92,7 @@ class LmdbFiles:
 
 
 class ZarrFiles:
-    """A store in Zarr arrays, not compressed."""
+    """A store in uncompressed Zarr arrays."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,14 +102,14 @@ class ZarrFiles:
         self.head = values["name"], values["size"], values["digest"]
 
     def blob(self, name: str, size: int) -> bytes:
-        """Return a whole blob, of one object or of several."""
+        """Return a whole blob, from one object or several."""
         parts = range(max(1, -(-size // CHUNK_BYTES)))
         data = b"".join((self._path / (f"{name}.{part}" if part else name)).read_bytes() for part in parts)
         assert len(data) == size
         return data
 
     def rows(self, segment: str, group: int, layout: Layout, block: int) -> bytes:
-        """Return the field-major pages of a block, put together from its fields."""
+        """Return the field-major pages of a block, assembled from its fields."""
         fields = [
             (self._rows(f"{segment}/{group}/{name}", ".0", layout, block, field_bytes(width, dtype)), width, dtype)
             for name, width, dtype in layout.fields

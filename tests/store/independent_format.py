@@ -1,4 +1,4 @@
-"""Records, layouts, maps and hashes, from docs/format alone: no code of tiercache."""
+"""Records, layouts, maps and hashes, from docs/format alone: without tiercache code."""
 
 import json
 import struct
@@ -11,27 +11,27 @@ import numpy as np
 PAGE_BYTES = 4096
 KEY_PAGE_ROWS = 1024
 META_CHUNK_BYTES = 16 << 10
-"""Of an array after the head of a segment's metadata: one checksum for each."""
+"""Chunk size of an array after the head of a segment's metadata, with one checksum each."""
 DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 ALL = (1 << 64) - 1
 PRIMES = (
     0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5,
 )  # fmt: skip
-"""Of XXH64."""
+"""Constants of XXH64."""
 
 Values = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 
 
 class Layout(NamedTuple):
-    """How the rows of a group are laid out in a segment."""
+    """The layout of the rows of a group in a segment."""
 
     rows: int
     block_rows: int
     page_rows: int
     row_bytes: int
     counts: np.ndarray
-    """(ranges, tables)."""
+    """Rows by range and table, (ranges, tables)."""
     next_use: np.ndarray
     tables: list[str]
     fields: list[tuple[str, int, str]]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, values: Values, arrays: Arrays, group: int) -> "Layout":
-        """Return that of a group, from the record of a segment."""
+        """Return the layout of a group, from the record of a segment."""
         tables = values["tables"]
         counts = arrays[f"table_rows/{group}"].astype(np.int64).reshape(-1, len(tables))
         fields = [(name, width, DTYPES[dtype]) for name, dtype, width in values["fields"]]
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
 
 def cuts(runs: Iterable[int], most: int, block_rows: int) -> list[int]:
-    """Cut runs of rows every ``most`` rows and at the ends of blocks; return where, from 0 to all rows."""
+    """Cut runs of rows every ``most`` rows and at the ends of blocks; return the cuts, from 0 to all rows."""
     found, row = [0], 0
     for count in runs:
         end = row + count
@@ -154,7 +154,7 @@ def altered(key: int, fields: tuple[bytes, ...], before: Values, after: Values) 
 
 
 def state_of(table: Values) -> tuple[str, list[int]]:
-    """Return the kind of a table's state, and the numbers of each state in a row."""
+    """Return the kind of a table's state, and the numbers per row of each state."""
     dim, optimizer = table["dim"], table["optimizer"]
     kind = "momentum" if optimizer.get("momentum") else optimizer["kind"]
     return kind, {
@@ -164,7 +164,7 @@ def state_of(table: Values) -> tuple[str, list[int]]:
 
 
 def initial_vector(key: int, table: Values) -> bytes:
-    """Return the initial vector of a key of a float32 table: of zeros, a constant or uniform numbers."""
+    """Return the initial vector of a key of a float32 table: zeros, a constant or uniform numbers."""
     start, dim = table["initializer"], table["dim"]
     if start["kind"] != "uniform":
         return np.full(dim, start.get("value", 0.0), np.float32).tobytes()

@@ -1,4 +1,4 @@
-"""Reads stores of both engines from docs/format alone: no code of tiercache, and none of Zarr."""
+"""A reader of stores of both engines, from docs/format alone: without tiercache code or Zarr."""
 
 import hashlib
 import json
@@ -43,18 +43,18 @@ class Contents(NamedTuple):
     tables: dict[str, dict[int, Row]]
     """By name of the table and key."""
     states: list[bytes]
-    """By rank."""
+    """Dense state by rank."""
 
 
 def named(files: Files, kind: str, name: str, size: int, digest: str) -> tuple[Values, Arrays]:
-    """Return a record that its digest names."""
+    """Return a record, checked against its digest."""
     data = files.blob(name, size)
     assert hashlib.sha256(data).hexdigest() == digest, name
     return read_record(kind, data)
 
 
 def read_commit(files: Files, id_: int | None = None) -> tuple[str, Values]:
-    """Return the digest and the values of the newest commit, or of one that it keeps."""
+    """Return the digest and the values of the newest commit, or of a kept one."""
     name, size, digest = files.head
     values, _ = named(files, "commit", name, size, digest)
     if id_ is None or id_ == values["id"]:
@@ -66,9 +66,9 @@ def read_commit(files: Files, id_: int | None = None) -> tuple[str, Values]:
 
 
 def read_store(path: Path, commit: int | None = None) -> Contents:
-    """Return everything in a store at its newest commit, or at one that it keeps; every digest is checked.
+    """Return the whole content of a store at its newest commit, or at a kept one; every digest is checked.
 
-    Of several ranks rows have the columns of all slices.
+    With several ranks rows have the columns of all slices.
     """
     files = files_of(path)
     _, values = read_commit(files, commit)
@@ -94,7 +94,7 @@ def read_store(path: Path, commit: int | None = None) -> Contents:
 
 
 def read_rank(files: Files, head: list[Any], tables: list[Values]) -> tuple[dict[str, dict[int, Row]], bytes]:
-    """Return the rows and the dense state that one list names."""
+    """Return the rows and the dense state of one list."""
     rows: dict[str, dict[int, Row]] = {table["name"]: {} for table in tables}
     counted = dict.fromkeys(rows, 0)
     listed, arrays = named(files, "rank", *head)
@@ -121,7 +121,7 @@ def read_rank(files: Files, head: list[Any], tables: list[Values]) -> tuple[dict
 
 
 def tables_of_rank(tables: list[Values], sharding: Values | None, rank: int) -> list[Values]:
-    """Return the tables as a rank has them: some are a slice of columns."""
+    """Return the tables of a rank: some are a slice of columns."""
     found: list[Values] = []
     for count, table in enumerate(tables):
         slices = [] if sharding is None else sharding["tables"][table["name"]].get("slices", [])
@@ -135,7 +135,7 @@ def tables_of_rank(tables: list[Values], sharding: Values | None, rank: int) -> 
 def join_ranks(
     found: list[dict[str, dict[int, Row]]], tables: list[Values], sharding: Values
 ) -> dict[str, dict[int, Row]]:
-    """Return the rows of all ranks; assert that each rank has those that the sharding gives to it."""
+    """Return the rows of all ranks; assert that each rank has the rows that the sharding assigns to it."""
     joined: dict[str, dict[int, Row]] = {}
     for table in tables:
         rows = joined[table["name"]] = {}
@@ -155,7 +155,7 @@ def join_ranks(
 
 
 def side_by_side(left: Row, right: Row, table: Values) -> Row:
-    """Return a row of more columns; the last state of a row-wise optimizer is one number, the same in all slices."""
+    """Return a row with the columns of all slices; a row-wise optimizer's one number is the same in all of them."""
     pairs = zip(left.fields, right.fields, strict=True)
     alone = table["optimizer"]["kind"].startswith("rowwise_")
     assert not alone or left.fields[-1] == right.fields[-1]
@@ -165,7 +165,7 @@ def side_by_side(left: Row, right: Row, table: Values) -> Row:
 
 
 def read_meta(files: Files, name: str, size: int, head_bytes: int, digest: str) -> tuple[Values, Arrays]:
-    """Return what describes a segment: the values of its head, and the arrays in the head and after it."""
+    """Return the metadata of a segment: the values of its head, and the arrays in the head and after it."""
     data = files.blob(name, size)
     assert hashlib.sha256(data[:head_bytes]).hexdigest() == digest, name
     values, arrays = read_record("segment", data[:head_bytes])
@@ -173,7 +173,7 @@ def read_meta(files: Files, name: str, size: int, head_bytes: int, digest: str) 
 
 
 def names_in_order(tables: list[Values]) -> list[str]:
-    """Return the names of tables, given by unsigned id, group after group."""
+    """Return the names of tables, given by unsigned id, group by group."""
     groups: dict[str, list[str]] = {}
     for table in tables:
         alone = "whole_dim" in table and table["optimizer"]["kind"].startswith("rowwise_")
@@ -192,7 +192,7 @@ def read_state(files: Files, state: list[Any], sums: np.ndarray) -> bytes:
 
 
 def check_list(arrays: Arrays, index: int, groups: int, group: int, layout: Layout) -> int:
-    """Return the first live range of a group, and assert that what is listed of it is what its segment says."""
+    """Return the first live range of a group, and assert that its listing matches its segment."""
     names = ("first_ranges", "next_uses", "rows", "block_rows", "row_bytes")
     first, use, rows, block_rows, row_bytes = (int(arrays[name][index * groups + group]) for name in names)
     assert use == (layout.next_use[first] if first < len(layout.next_use) else NEVER)
@@ -203,7 +203,7 @@ def check_list(arrays: Arrays, index: int, groups: int, group: int, layout: Layo
 def live_rows(
     files: Files, segment: str, arrays: Arrays, group: int, layout: Layout, first_range: int, first_commit: int
 ) -> Iterable[tuple[str, int, Row, int]]:
-    """Yield (table, key, row, range) of the live ranges of a group; every page that has one is checked."""
+    """Yield (table, key, row, range) of the live ranges of a group; each of their pages is checked."""
     first_row = int(layout.counts[:first_range].sum())
     of_table = np.repeat(np.tile(np.arange(len(layout.tables)), len(layout.counts)), layout.counts.reshape(-1))
     of_range = np.repeat(np.arange(len(layout.counts)), layout.counts.sum(axis=1))

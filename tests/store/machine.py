@@ -1,4 +1,4 @@
-"""A store against a dict, through any order of dumps, commits, failures and crashes: what engines are tried with.
+"""A store against a dict, through any order of dumps, commits, failures and crashes: a test of engines.
 
 class TestMyEngine(EngineContract): ...
 test_store = StoreMachine.on(TestMyEngine).TestCase
@@ -38,21 +38,21 @@ TABLES = (
 
 
 class Kept(NamedTuple):
-    """What the store must hold at a commit."""
+    """The expected content of the store at a commit."""
 
     world: World
     cursor: Cursor
     scheduled: bool
-    """Whether rows wait for passes; not after it was compacted."""
+    """True if rows wait for passes; not after a compaction."""
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Writes, commits, crashes, reopens, reads, compacts and rolls back a store as it likes; its model is a dict.
+    """Randomly writes, commits, crashes, reopens, reads, compacts and rolls back a store; its model is a dict.
 
-    After every step each row that the dict has is found, with its bits, and no other. Inherit and say how the engine
-    is made and opened, or take the machine ``on`` an engine's contract, which says so already. Run it by
-    ``run_state_machine_as_test``, or as its ``TestCase``. Each example works in a folder of its own. A crash is what
-    ``open`` finds after ``close`` of the engine; what a kill or a loss of power leaves takes a harness of processes.
+    After every step exactly the rows of the dict are found, with their bits. Inherit and implement creation and opening
+    of the engine, or run the machine ``on`` an engine's contract, which implements them. Run it by
+    ``run_state_machine_as_test``, or as its ``TestCase``. Each example works in a separate folder. A crash is the state
+    that ``open`` finds after ``close`` of the engine; real kills and losses of power need a harness of processes.
     """
 
     def __init__(self) -> None:
@@ -63,17 +63,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     @classmethod
     def make(cls, path: Path) -> Engine:
-        """Make an empty engine in a folder that is empty."""
+        """Create an empty engine in an empty folder."""
         raise NotImplementedError
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
-        """Open what a process that died left behind; ``engine`` is what it had, and is closed."""
+        """Open the data of a dead process; ``engine`` is its closed engine."""
         raise NotImplementedError
 
     @classmethod
     def on(cls, contract: type[EngineContract]) -> type[Self]:
-        """Return the machine on the engine that keeps ``contract``."""
+        """Return the machine on the engine of ``contract``."""
 
         class Machine(cls):  # type: ignore[valid-type, misc]
             make, open = contract.make, contract.open
@@ -91,7 +91,6 @@ class StoreMachine(RuleBasedStateMachine):
         retention=st.integers(1, 3),
     )
     def begin(self, seed: int, num_passes: int, page_rows: int, block_rows: int, retention: int) -> None:
-        """Make a store."""
         self.world = World(
             TABLES,
             seed=seed,
@@ -104,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.fresh = copy.deepcopy(self.world)
         self.scheduled = True
         self.kept: dict[int, Kept] = {}
-        """By id of the commit, the oldest first."""
+        """By id of the commit, oldest first."""
         self.pins: dict[str, int] = {}
         self.retention = retention
         self.inner = self.make(self.path)
@@ -114,21 +113,19 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduled)
     @rule()
     def write(self) -> None:
-        """A pass is dumped."""
         self._dump()
         self.world.pass_index += 1
 
     @precondition(lambda self: self._may_commit(0))
     @rule()
     def commit(self) -> None:
-        """What was dumped is committed."""
         self.world.publish(self.store)
         self._keep(Cursor(self.world.pass_index))
 
     @precondition(lambda self: self._may_commit(3))
     @rule(sample=st.integers(1, 3))
     def commit_within(self, sample: int) -> None:
-        """A commit inside the pass, with all its rows."""
+        """Commit inside the pass, with all its rows."""
         if self._may_commit(sample):
             self._dump(within=True, part=sample)
             self.world.publish(self.store, sample=sample)
@@ -136,14 +133,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """What was dumped since the commit is dropped."""
+        """Discard the dumps since the commit."""
         self.store.discard_uncommitted()
         self._step_back()
 
     @precondition(lambda self: self._between_passes())
     @rule()
     def compact(self) -> None:
-        """All rows in hash order: training does not go on from here, everything else does."""
+        """Put all rows in hash order: training cannot continue from here, everything else can."""
         self._step_back()
         self.world.compact(self.store)
         self.scheduled = False
@@ -152,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._between_passes())
     @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
     def reorganize(self, seed: int, keys: int) -> None:
-        """A schedule of other passes begins; segments are retained where it does not use most of their rows."""
+        """Begin a schedule of other passes; segments of which it uses few rows are retained."""
         self._step_back()
         self.world.keys_per_pass = keys
         self.world.follow(self.store, self.world.draw(seed))
@@ -162,7 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(0, 3))
     def roll_back(self, back: int) -> None:
-        """An older commit is the newest again, under a new id; those between are gone."""
+        """Make an older commit the newest again, under a new id; later ones are gone."""
         to = sorted(self.kept)[-1 - back % len(self.kept)]
         newest, kept = max(self.kept), self.kept[to]
         assert self.store.rollback(to).id == newest + 1
@@ -174,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(name=st.sampled_from("ab"), back=st.integers(0, 3))
     def pin(self, name: str, back: int) -> None:
-        """A commit is kept by name; what was dumped since the newest waits."""
+        """Pin a commit; dumps since the newest one wait."""
         to = sorted(self.kept)[-1 - back % len(self.kept)]
         self.pins[name] = to
         assert self.store.pin(name, to).pins == self.pins
@@ -183,7 +180,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(back=st.integers(0, 1))
     def unpin(self, back: int) -> None:
-        """A name keeps its commit no longer."""
         name = sorted(self.pins)[back % len(self.pins)]
         del self.pins[name]
         assert self.store.unpin(name).pins == self.pins
@@ -193,20 +189,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """The process dies and another opens the store."""
+        """Kill the process, and open the store in another."""
         self.engine.close()
         self._open_again()
 
     @rule(retention=st.none() | st.integers(1, 3))
     def reopen(self, retention: int | None) -> None:
-        """The store is closed and opened; from now on it may keep more commits, or fewer."""
+        """Close and open the store; from now on it may keep more commits, or fewer."""
         self.store.close()
         self._open_again(retention)
 
     @precondition(lambda self: self.scheduled)
     @rule(blocks=st.integers(0, 4), num_bytes=st.sampled_from([0, 1, 30]))
     def die_writing(self, blocks: int, num_bytes: int) -> None:
-        """The process dies in the middle of a write, and another opens the store."""
+        """Kill the process in the middle of a write, and open the store in another."""
         self.engine.tear(blocks, num_bytes)
         try:
             self._dump()
@@ -218,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._may_commit(0))
     @rule(call=st.integers(1, 6))
     def fill_disk(self, call: int) -> None:
-        """The disk is full at the next, or a later, call; training goes back to the commit."""
+        """Fill the disk at the next, or a later, call; training returns to the commit."""
         self.engine.fail_in(call)
         try:
             self._dump()
@@ -232,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._between_passes())
     @rule(call=st.integers(1, 12))
     def fail_compacting(self, call: int) -> None:
-        """The disk is full, or a block cannot be read, at some call of a compaction: the store stands where it was."""
+        """Fill the disk, or fail a read, at some call of a compaction: the store does not change."""
         self._step_back()
         world = copy.deepcopy(self.world)
         self.engine.fail_in(call)
@@ -253,7 +249,7 @@ class StoreMachine(RuleBasedStateMachine):
         missing=st.sampled_from(["zeros", "initial"]),
     )
     def read(self, keys: list[int], table: Table, missing: str) -> None:
-        """Rows by key, repeated or not, as of now; zeros, or the first row, for keys without one."""
+        """Look up rows by key, repeated or not; zeros, or the initial row, for keys without one."""
         asked = np.array(keys, np.int64)
         found, first = self.store.lookup(table.name, asked, missing=missing), initial_rows(table, asked)
         for i, key in enumerate(keys):
@@ -264,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(back=st.integers(0, 3))
     def read_older(self, back: int) -> None:
-        """A commit that is kept has the rows and the state that it had."""
+        """Check that a kept commit has its rows and state."""
         id_ = sorted(self.kept)[-1 - back % len(self.kept)]
         kept = self.kept[id_]
         with self.store.at(id_) as older:
@@ -274,7 +270,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     @rule(since=st.integers(0, 6))
     def follow_changes(self, since: int) -> None:
-        """What changed since any commit, of those that were not given up, is what was written since, moved or not."""
+        """Check that changes since any commit that was not given up are the rows written since, moved or not."""
         self._step_back()
         store = self.store
         store.discard_uncommitted()
@@ -282,7 +278,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def verify(self) -> None:
-        """Everything that is kept is what was written."""
+        """Check that all kept data equals the data written."""
         self._step_back()
         self.store.discard_uncommitted()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -290,7 +286,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_those_of_the_dict(self) -> None:
-        """Every live row is found, with its bits, and nothing else; the newest commits are kept, and no other."""
+        """Check that exactly the live rows are found, with their bits, and that exactly the newest commits are kept."""
         if self.store is None:
             return
         assert [commit.id for commit in self.store.commits] == list(self.kept)
@@ -306,11 +302,11 @@ class StoreMachine(RuleBasedStateMachine):
     # -- inside ------------------------------------------------------------------------------------------
 
     def _cursor(self) -> Cursor | None:
-        """Return where the newest commit stands."""
+        """Return the cursor of the newest commit."""
         return self.kept[max(self.kept)].cursor if self.kept else None
 
     def _may_commit(self, sample: int) -> bool:
-        """Whether a commit at a sample of the present pass would not go back."""
+        """Return True if a commit at a sample of the present pass would not go back."""
         cursor = self._cursor()
         return self.scheduled and (cursor is None or cursor <= (self.world.pass_index, sample))
 
@@ -323,13 +319,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.append(self.store, within=within)
 
     def _keep(self, cursor: Cursor, *, id_: int | None = None) -> None:
-        """Note a commit; from now on a crash leads here."""
+        """Record a commit; from now on a crash returns to it."""
         newest = max(self.kept, default=-1) + 1 if id_ is None else id_
         self.kept[newest] = Kept(copy.deepcopy(self.world), cursor, self.scheduled)
         self._give_up()
 
     def _keep_again(self) -> None:
-        """Note a commit that takes the place of the newest."""
+        """Record a commit that replaces the newest."""
         newest = max(self.kept)
         self.kept[newest + 1] = self.kept[newest]
         if newest not in self.pins.values():
@@ -337,12 +333,12 @@ class StoreMachine(RuleBasedStateMachine):
         self._give_up(more=newest in self.pins.values())
 
     def _give_up(self, *, more: bool = False) -> None:
-        """Note which commits are kept: the newest, one ``more`` where one says what another does, and those by name."""
+        """Record the kept commits: the newest, one ``more`` if one pins another, and the pinned ones."""
         kept = {*list(self.kept)[-self.retention - more :], *self.pins.values()}
         self.kept = {id_: commit for id_, commit in self.kept.items() if id_ in kept}
 
     def _step_back(self) -> None:
-        """Be where the last commit was."""
+        """Return to the last commit."""
         if self.kept:
             kept = self.kept[max(self.kept)]
             self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
@@ -350,18 +346,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.world = copy.deepcopy(self.fresh)
 
     def _open_again(self, retention: int | None = None) -> None:
-        """Open what is there, and be at its last commit."""
+        """Open the existing store, and be at its last commit."""
         self.inner = self.open(self.path, self.inner)
         self.engine = FailingEngine(self.inner)
         if retention is None and not self.kept:
-            retention = self.retention  # no commit says yet how many are kept
+            retention = self.retention  # no commit records yet how many are kept
         self.store = Store.open(None, tables=TABLES, engine=self.engine, retention=retention)
         self.retention = retention or (self.retention if self.store.commit is None else self.store.commit.retention)
         self._step_back()
 
 
 def _check(store: Store, world: World, cursor: Cursor | None, *, scheduled: bool) -> None:
-    """Assert that a store, which stands at ``cursor`` and has what was dumped since, holds the rows of a world."""
+    """Assert that a store at ``cursor``, with the dumps since, holds the rows of a world."""
     if store.commit is not None:
         assert store.state() == world.state
     world.check(store, after=world.pass_index)

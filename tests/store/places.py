@@ -1,4 +1,4 @@
-"""Where a store's files have the bytes of its blobs."""
+"""Places of the bytes of a store's blobs in its files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +21,9 @@ class Place(NamedTuple):
 
 
 def places(path: Path) -> dict[str, list[Place]]:
-    """Return where the bytes are that the commits of a store need, by the name of each blob.
+    """Return the places of the bytes that the commits of a store need, by the name of each blob.
 
-    Of rows that Zarr stores there is a place for each field. Chunks of several blocks must be the only ones.
+    Rows in Zarr have a place for each field. Only chunks of several blocks are supported.
     """
     with Store.open(path, mode="r") as store:
         needed = store.history.needed
@@ -42,7 +42,7 @@ def places(path: Path) -> dict[str, list[Place]]:
 
 
 def byte_of(path: Path, name: str, share: float = 0.0) -> tuple[Path, int]:
-    """Return the file and place of a needed byte of a blob: after a share of its first place; blocks have padding."""
+    """Return the file and offset of a needed byte of a blob, after a share of its first place; blocks have padding."""
     file, at, size = places(path)[name][0]
     return file, at + min(size - 1, int(size * share))
 

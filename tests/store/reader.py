@@ -1,4 +1,4 @@
-"""A process that reads a store again and again while another writes it."""
+"""A process that reads a store repeatedly while another one writes it."""
 
 import hashlib
 from multiprocessing.connection import Connection
@@ -28,11 +28,11 @@ with Store.open(sys.argv[1], mode="r") as store:
         print(store.commit.id, digest(store), flush=True)
         sys.stdin.readline()
 """
-"""Code that opens a store and says twice what it sees, the second time when it is told to."""
+"""Code that opens a store and prints its content twice, the second time on request."""
 
 
 def read_on(path: Path, end: Connection) -> None:
-    """Say that this process is there; send each commit from the first on, digested twice, until told to stop."""
+    """Report that this process runs; send each commit from the first on, digested twice, until told to stop."""
     end.send("ready")
     while not end.poll():
         with Store.open(path, mode="r") as store:

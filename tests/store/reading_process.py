@@ -1,6 +1,6 @@
-"""Processes that read a store while another one writes it: every row that they see is checked.
+"""Processes that read a store while another one writes it, and check every row.
 
-``python -m tests.store.reading_process FOLDER SECONDS SEED`` reads ``FOLDER/s`` and prints what it did as JSON.
+``python -m tests.store.reading_process FOLDER SECONDS SEED`` reads ``FOLDER/s`` and prints its counts as JSON.
 """
 
 import json
@@ -20,11 +20,13 @@ NUM_PASSES, NUM_KEYS = 5, 3000
 TABLES = (Table(name="u", dim=4, optimizer=SGD()), Table(name="w", dim=4, optimizer=SGD()))
 KEYS = np.arange(NUM_KEYS, dtype=np.int64)
 IN_PASS = np.stack([(KEYS * 2654435761 + one * 40503) % 1009 % 3 != 0 for one in range(NUM_PASSES)])
-"""Whether each sub-dataset has each key."""
+"""True for each key of each sub-dataset."""
 
 
 def trained_in(cursor: int) -> NDArray[np.int64]:
-    """Return the last pass before ``cursor`` that trained each key, -1 for none: every number of its row."""
+    """Return the last pass before ``cursor`` that trained each key, -1 for none; all numbers of its row have this
+    value.
+    """
     found = np.full(NUM_KEYS, -1)
     for one in range(max(0, cursor - NUM_PASSES), cursor):
         found[IN_PASS[one % NUM_PASSES]] = one
@@ -46,7 +48,7 @@ class Uses:
         self._uses = next_uses(pass_index - 1)
 
     def counts(self, _: str) -> dict[int, int]:
-        """Return how many keys each pass is the first to use."""
+        """Return the number of keys that each pass is the first to use."""
         return dict(Counter(self._uses[self._uses >= 0].tolist()))
 
     def slices(self, name: str) -> Any:
@@ -56,12 +58,11 @@ class Uses:
 
 
 def in_order(keys: NDArray[np.int64], table: Table) -> NDArray[np.int64]:
-    """Return keys in hash order."""
     return keys[np.argsort(hash_keys(keys, table.table_id))]
 
 
 def train(store: Store, pass_index: int) -> None:
-    """Append what a pass dumps."""
+    """Append the dump of a pass."""
     (group,) = store.groups
     uses = next_uses(pass_index)
     ranges = list(range(pass_index + 1, pass_index + NUM_PASSES + 1))
@@ -92,7 +93,7 @@ def commit(store: Store, pass_index: int) -> None:
 
 
 def check(store: Store, draw: random.Random) -> str:
-    """Compare rows, in one of two ways, with what they are at the cursor; return which."""
+    """Compare rows, in one of two ways, with the expected ones at the cursor; return the way."""
     assert store.commit is not None
     cursor, table = store.commit.cursor.pass_index, draw.choice(TABLES)
     expected, at = trained_in(cursor), f"commit {store.commit.id} at pass {cursor}"
@@ -114,7 +115,7 @@ def check(store: Store, draw: random.Random) -> str:
 
 
 def read(path: Path, seconds: float, seed: int) -> Counter[str]:
-    """Open the store again and again, hold some, and check them and older commits."""
+    """Open the store repeatedly, keep some open, and check them and older commits."""
     draw, done, held = random.Random(seed), Counter[str](), list[Store]()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -126,7 +127,7 @@ def read(path: Path, seconds: float, seed: int) -> Counter[str]:
                 with store.at(draw.choice(store.commits).id) as older:
                     done["older " + check(older, draw)] += 1
         except CommitMissingError:
-            done["given up"] += 1  # of an older commit, which nobody holds
+            done["given up"] += 1  # an older commit without a lease
         if len(held) > 3:
             held.pop(draw.randrange(len(held))).close()
     for store in held:

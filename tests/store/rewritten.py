@@ -1,4 +1,4 @@
-"""Records of a store that say something else than they did, under digests that are right from there up to the head."""
+"""Records of a store with changed content, under correct digests from there up to the head."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Change = Callable[[dict[str, Any], dict[str, NDArray[Any]]], object]
 
 
 def rewritten(engine: Engine, kind: str, change: Change) -> None:
-    """Change the record of the newest commit (``kind`` "commit"), or of what it lists of its rank ("rank")."""
+    """Change the record of the newest commit (``kind`` "commit"), or its rank list ("rank")."""
     records, head = records_of(engine), engine.newest()
     assert head is not None
     name = head.name
@@ -30,7 +30,7 @@ def rewritten(engine: Engine, kind: str, change: Change) -> None:
 
 
 def described(engine: Engine, store: Store, segment: Segment, meta: Sequence[GroupMeta]) -> None:
-    """Have the newest commit name another description of one of its segments."""
+    """Change the metadata of one segment of the newest commit."""
     head, parts = meta_to_bytes(meta, segment.id, store.groups)
     data, name = np.concatenate([np.frombuffer(head, np.uint8), *parts]), segment.meta_blob.name
     engine.drop([(name, None)])

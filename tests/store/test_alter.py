@@ -1,4 +1,4 @@
-"""Schema changes: one small commit, rows as the new tables have them wherever they are read, stored by a rewrite."""
+"""Schema changes: one small commit; every read shows the rows of the new tables, and a rewrite stores them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,12 +33,12 @@ from tiercache.store.verification import Verification
 
 
 def first_row(table: Table, key: int) -> bytes:
-    """Return the words of a key's first row."""
+    """Return the words of a key's initial row."""
     return row_words(table.fields, initial_rows(table, np.array([key]))).tobytes()
 
 
 def converted(rows: dict[Key, bytes], before: Sequence[Table], after: Sequence[Table]) -> dict[Key, bytes]:
-    """Return rows as they are after an alteration, byte by byte: the slow obvious way."""
+    """Return rows after an alteration, byte by byte: the slow obvious way."""
     old, found = {table.name: table for table in before}, {}
     for table in after:
         for (name, key), row in rows.items():
@@ -55,7 +55,7 @@ def converted(rows: dict[Key, bytes], before: Sequence[Table], after: Sequence[T
 
 
 def states_of(table: Table) -> tuple[type, list[str]]:
-    """Return what decides whether state starts over; momentum and none are two kinds of SGD."""
+    """Return the values that decide if state starts over; momentum and none are two kinds of SGD."""
     return type(table.optimizer), [field.name for field in table.fields[1:]]
 
 
@@ -69,7 +69,7 @@ def in_words(table: Table, chunks: Iterable[tuple[np.ndarray, Sequence[np.ndarra
 
 
 def check(store: Store, rows: dict[Key, bytes]) -> None:
-    """Assert that all that reads rows by the tables gives these."""
+    """Assert that every way to read returns these rows."""
     for table in store.tables:
         mine = {key: row for (name, key), row in rows.items() if name == table.name}
         assert in_words(table, store.scan(table.name)) == mine
@@ -87,12 +87,12 @@ def check(store: Store, rows: dict[Key, bytes]) -> None:
 
 
 def changed(tables: Sequence[Table], name: str, **values: object) -> list[Table]:
-    """Return tables of which one has other values."""
+    """Return tables, one of them with other values."""
     return [replace(table, **values) if table.name == name else table for table in tables]
 
 
 def grown(tables: Sequence[Table]) -> list[Table]:
-    """Return tables with larger dims: two that were of one group, one of optimizer state of a number a row."""
+    """Return tables with larger dims: two from one group, one with one number of optimizer state per row."""
     return [replace(t, dim=t.dim + {"user": 2, "place": 3, "word": 1}.get(t.name, 0)) for t in tables]
 
 
@@ -122,7 +122,7 @@ CHANGES: dict[str, Callable[[list[Table]], list[Table]]] = {
 def test_rows_are_those_of_the_new_tables_at_once_and_after_a_rewrite(
     home: Home, change: str, make: Callable[[], list[Table]]
 ) -> None:
-    """Vectors stay, new columns are a first row's, other state starts over; position and dense state stay."""
+    """Vectors stay, new columns come from the initial row, other state starts over; position and dense state stay."""
     world = World(make(), keys_per_pass=25)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
@@ -151,7 +151,7 @@ def test_rows_are_those_of_the_new_tables_at_once_and_after_a_rewrite(
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_training_continues_as_in_a_store_that_was_made_of_the_converted_rows(home: Home, compact: bool) -> None:
-    """The schedule is entered where it was left; the rows that it loads are those of the new tables."""
+    """The schedule resumes at the same place; the rows that it loads are those in the new tables."""
     world, tables = World(small_tables()), CHANGES["all at once"](small_tables())
     store = home.open(world.tables)
     world.run(store, 4)
@@ -175,7 +175,7 @@ def test_training_continues_as_in_a_store_that_was_made_of_the_converted_rows(ho
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 99), steps=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4))
 def test_several_alterations_are_those_of_one_after_the_other(seed: int, steps: list[str]) -> None:
-    """State that started over does not come back, and a table that was dropped and added anew has no rows."""
+    """State that started over does not come back, and a table that was dropped and added again has no rows."""
     world, tables = World(small_tables(), seed=seed, keys_per_pass=9), small_tables()
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         world.run(store, 3)
@@ -232,7 +232,7 @@ def test_settings_alone_keep_the_schedule_and_every_segment(home: Home) -> None:
 
 
 def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
-    """Its rows wait for the rewrite; verification does not miss them, though an older commit has them."""
+    """Its rows stay until the rewrite; verification does not miss them, though an older commit has them."""
     world = World(small_tables())
     store = home.open(world.tables, retention=9)
     world.run(store, 2)
@@ -250,7 +250,7 @@ def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
 
 
 def test_a_rollback_brings_the_tables_back(home: Home) -> None:
-    """With the rows and the schedule of the commit before."""
+    """With the rows and the schedule of the earlier commit."""
     world = World(small_tables())
     store = home.open(world.tables, retention=3)
     world.run(store, 2)
@@ -266,7 +266,7 @@ def test_a_rollback_brings_the_tables_back(home: Home) -> None:
 
 
 def test_the_same_tables_make_no_commit(home: Home) -> None:
-    """A command that was killed may be run again."""
+    """A command that was killed can be run again."""
     world = World(small_tables())
     store = home.open(world.tables)
     world.run(store, 1)
@@ -275,7 +275,7 @@ def test_the_same_tables_make_no_commit(home: Home) -> None:
 
 
 def test_live_learning_rates_and_steps_stay_unless_the_record_changes() -> None:
-    """A rate in the new record wins; other rates are as the training left them; a new optimizer begins at step 0."""
+    """A rate in the new record wins; other rates keep the training's value; a new optimizer begins at step 0."""
     tables = [
         Table(name="a", dim=2, optimizer=SGD(learning_rate=0.1), initializer=Zeros()),
         Table(name="b", dim=3, optimizer=Adagrad(learning_rate=0.2, eps=0.5), initializer=Zeros()),
@@ -296,7 +296,7 @@ def test_live_learning_rates_and_steps_stay_unless_the_record_changes() -> None:
 
 
 def test_the_buffer_of_momentum_starts_over_when_momentum_comes_and_goes() -> None:
-    """With another momentum above 0 it stays; a setting of a training goes if the record changes."""
+    """With another momentum above 0 it stays; a setting of a training is dropped if the record changes."""
     first = Table(name="a", dim=2, optimizer=SGD(learning_rate=0.1, momentum=0.5), initializer=Zeros())
     with Store.open(None, tables=[first], engine=MemoryEngine()) as store:
         kept = {"steps": 3, "tables": {"a": {"momentum": 0.25, "weight_decay": 0.5}}}
@@ -356,7 +356,7 @@ def test_a_store_that_cannot_be_altered_says_why() -> None:
 
 
 def test_an_altered_store_takes_no_rows_before_a_rewrite() -> None:
-    """They would be of other groups than those that it has."""
+    """They would belong to groups that it does not have."""
     world, tables = World(small_tables()), grown(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 1)
@@ -371,7 +371,7 @@ def test_an_altered_store_takes_no_rows_before_a_rewrite() -> None:
 
 
 def test_info_says_how_many_bytes_wait(home: Home) -> None:
-    """Those of a dropped table, until the rewrite."""
+    """The bytes of a dropped table, until the rewrite."""
     if home.kind == "memory":
         pytest.skip("info takes a path")
     world = World(small_tables())

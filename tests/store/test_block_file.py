@@ -1,4 +1,4 @@
-"""The file of blobs and its free space: what is put comes back, whatever its size, place in memory and way to disk."""
+"""The file of blobs and its free space: data of any size, memory address and write path comes back."""
 
 import errno
 import mmap
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 8)), max_size=60))
 def test_free_space_is_what_a_set_of_pages_says(steps: list[tuple[bool, int, int]]) -> None:
-    """Through any order of taking, giving back, growing and cutting: no page is handed out twice, none is lost."""
+    """Through any order of taking, freeing, growing and cutting: no page is used twice, and none is lost."""
     space, free, taken = ExtentAllocator(), set[int](), list[tuple[int, int]]()
 
     def pages_of(runs: Sequence[tuple[int, int]]) -> list[int]:
@@ -59,7 +59,7 @@ def test_free_space_is_what_a_set_of_pages_says(steps: list[tuple[bool, int, int
 
 
 def test_a_blob_is_not_split_over_runs_that_are_short_beside_it() -> None:
-    """Of 100 runs of a page, and some of a mebibyte, a long blob takes these; a short one takes those."""
+    """From 100 runs of a page, and some of a mebibyte, a long blob takes the latter; a short one takes the former."""
     space = ExtentAllocator()
     space.grow(400 * MIB)
     assert space.take(400 * MIB) == [(0, 400 * MIB)]
@@ -82,7 +82,7 @@ def test_a_blob_is_not_split_over_runs_that_are_short_beside_it() -> None:
 def test_extents_are_what_a_list_of_bytes_says(
     runs: list[tuple[int, int]], less: int, drops: list[int], low: int, count: int
 ) -> None:
-    """Any bytes of a blob are where its runs have them, and a front that is dropped is whole pages of it."""
+    """Any bytes of a blob are at the places of its runs, and a dropped front is whole pages of it."""
     at, places = 0, list[tuple[int, int]]()
     for gap, pages in runs:
         places.append((at + gap * PAGE_BYTES, pages * PAGE_BYTES))
@@ -111,7 +111,7 @@ def test_extents_are_what_a_list_of_bytes_says(
 
 
 def aligned(size: int, shift: int = 0) -> NDArray[np.uint8]:
-    """Return memory that begins ``shift`` bytes into a page."""
+    """Return memory that starts ``shift`` bytes after a page boundary."""
     return np.frombuffer(mmap.mmap(-1, size + PAGE_BYTES), np.uint8)[shift : shift + size]
 
 
@@ -124,7 +124,6 @@ def put(file: BlockFile, data: Sequence[NDArray[np.uint8]], *, stable: bool = Fa
 
 
 def bytes_of(file: BlockFile, room: Extents) -> bytes:
-    """Read a whole blob."""
     out = np.empty(room.size, np.uint8)
     file.read(room, 0, out)
     return out.tobytes()
@@ -137,7 +136,7 @@ SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("stable", [True, False])
 def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct: bool, split: bool) -> None:
-    """Of all sizes, aligned or not, gathered or not, past the page cache or through it; ranges of them too."""
+    """Blobs of all sizes, aligned or not, gathered or not, past the page cache or through it; also ranges of them."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     if not direct:
         file._direct = None
@@ -155,7 +154,7 @@ def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct
             if stable:
                 held.append(data)
             else:
-                data[:] = 0  # what is not stable was taken already
+                data[:] = 0  # unstable memory was already copied
     file.flush()
     file.sync()
     assert split == any(len(room.runs) > 1 for room, _ in blobs)
@@ -174,7 +173,7 @@ def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct
 
 
 def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path) -> None:
-    """Also where the file had other bytes."""
+    """Even if the file had other bytes."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         (full,) = put(file, [np.full(3 * PAGE_BYTES, 255, np.uint8)])
         file.flush()
@@ -186,7 +185,7 @@ def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path) -> None:
 
 
 def test_blobs_of_one_put_stand_together(tmp_path: Path) -> None:
-    """In one run where there is one, and the file grows by no more than they lack."""
+    """In one run if there is one, and the file grows only by the missing bytes."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         rooms = file.take([5000, 0, 100_000, 1])
         assert [room.runs for room in rooms] == [((0, 8192),), (), ((8192, 102_400),), ((110_592, 4096),)]
@@ -198,7 +197,7 @@ def test_blobs_of_one_put_stand_together(tmp_path: Path) -> None:
 
 
 def test_free_room_at_the_end_and_what_the_file_grows_by_are_one_run(tmp_path: Path) -> None:
-    """So what is written together is read by one call."""
+    """So data written together is read by one call."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         _, last = file.take([8192, 8192])
         file.give(last.runs)
@@ -209,7 +208,7 @@ def test_free_room_at_the_end_and_what_the_file_grows_by_are_one_run(tmp_path: P
 def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may take the flag and refuse the write; and it may write a part at a time."""
+    """It may accept the flag and refuse the write; and it may write only part of the data."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     refused, write = file._direct, os.pwritev
 
@@ -228,7 +227,7 @@ def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
 
 
 def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is as long as before, and what was queued is not written later."""
+    """The file is as long as before, and queued data is not written later."""
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     (first,) = put(file, [np.full(10_000, 7, np.uint8)])
     file.flush()
@@ -251,7 +250,7 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_take_that_fails_takes_nothing(tmp_path: Path) -> None:
-    """Though a part of the room was there."""
+    """Even if there was space for a part."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=1 << 20)) as file:
         rooms = [file.take([200_000])[0] for _ in range(4)]
         file.give(run for room in rooms[::2] for run in room.runs)
@@ -283,7 +282,7 @@ def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
 
 
 def test_room_that_overlaps_is_refused(tmp_path: Path) -> None:
-    """And what is apart is taken, in any order."""
+    """Separate places are accepted, in any order."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         file.take([100_000])
         runs: list[Run] = [(49_152, 4096), (0, 4096), (8192, 8192)]

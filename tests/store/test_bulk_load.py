@@ -20,7 +20,7 @@ ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accu
 
 
 def rows_of(table: Table, keys: np.ndarray, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Return rows of any bits, NaN among them."""
+    """Return rows of random bits, including NaN."""
     generator = np.random.default_rng([seed, table.table_id & 0xFFFF])
     return tuple(
         generator.integers(0, 1 << 32, (keys.size, f.width), dtype=np.uint32).view(np.float32) for f in table.fields
@@ -37,7 +37,7 @@ def rows_of(table: Table, keys: np.ndarray, seed: int = 0) -> tuple[np.ndarray, 
 def test_a_filled_store_holds_the_rows_that_were_given(
     counts: list[int], chunk: int, memory_bytes: int, seed: int
 ) -> None:
-    """In any order of keys and tables, chunk by chunk, with any memory: every bit of every row."""
+    """For any order of keys and tables, chunk by chunk, with any memory: every bit of every row."""
     tables = small_tables()
     generator = np.random.default_rng(seed)
     keys = {t.name: np.unique(generator.integers(-(1 << 62), 1 << 62, n)) for t, n in zip(tables, counts, strict=True)}
@@ -69,7 +69,7 @@ def test_a_filled_store_holds_the_rows_that_were_given(
 
 
 def test_rows_found_by_key_are_those_that_were_filled(home: Home) -> None:
-    """Lookup needs nothing else than a filled store, and verification finds it whole."""
+    """Lookup needs nothing except a filled store, and verification finds it intact."""
     store = home.open([ONE])
     keys = np.arange(1000, dtype=np.int64)
     rows = rows_of(ONE, keys)
@@ -108,7 +108,7 @@ ROWS = rows_of(ONE, KEYS)
     ],
 )
 def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence: str) -> None:
-    """With a sentence, and the store stays empty and can be filled."""
+    """With an error; the store stays empty and can be filled."""
     store = home.open([ONE])
     with pytest.raises(ValueError, match=sentence):
         load_rows(store, [*chunks], memory_bytes=1)
@@ -119,7 +119,7 @@ def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence
 
 
 def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) -> None:
-    """The state starts at the optimizer's initial value; the two reserved keys are rows like others."""
+    """The state starts at the optimizer's initial value; the two reserved keys are ordinary rows."""
     store = home.open([ONE])
     keys = np.array([5, -(1 << 63), -(1 << 63) + 1], dtype=np.int64)
     load_rows(store, [("one", (keys, ROWS[:1]))], initial_state=True, reserved_keys={"one"})
@@ -130,14 +130,14 @@ def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) 
 
 
 def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
-    """They would be part of the commit."""
+    """They would become part of the commit."""
     dump(big, 0, {1: 10})
     with pytest.raises(ValueError, match="has rows that no commit names"):
         load_rows(big, [])
 
 
 def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
-    """More equal keys than memory holds are found, not sorted for ever."""
+    """More equal keys than fit in memory are detected, not sorted forever."""
     with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
         keys = np.zeros(100, dtype=np.int64)
         with pytest.raises(ValueError, match="key 0 of table 'one' is given twice"):
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Several times as many rows as the memory holds; the temporary files go."""
+    """Several times as many rows as fit in memory; the temporary files are deleted."""
     memory = 8 << 20
 
     def chunks() -> Iterator[tuple[str, Any]]:
@@ -176,7 +176,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         load_rows(store, chunks(), memory_bytes=memory)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        chunk = 3 * 1000 * BIG.row_bytes  # given, made one array, and its successor
+        chunk = 3 * 1000 * BIG.row_bytes  # the input, its array, and the next one
         block = 4 * (4 << 20)
         assert peak < memory + chunk + block
         assert 24_000 * BIG.row_bytes > 5 * memory

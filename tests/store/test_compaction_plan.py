@@ -1,4 +1,4 @@
-"""What moves when a schedule begins, and what a process that dies meanwhile leaves."""
+"""Moved rows when a schedule begins, and the result of a process that dies meanwhile."""
 
 import copy
 import signal
@@ -19,7 +19,7 @@ WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=
 
 
 def days(store: Store, passes: int, rows: int) -> None:
-    """Commit passes that dump ``rows`` rows each of keys of their own, in pages of 8 rows."""
+    """Commit passes that each dump ``rows`` rows with new keys, in pages of 8 rows."""
     for pass_index in range(passes):
         keys = np.arange(pass_index * rows, (pass_index + 1) * rows)
         keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
@@ -35,9 +35,9 @@ def days(store: Store, passes: int, rows: int) -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) -> None:
-    """Of 20 passes' rows 5 % are used, those of one pass or as many of each: they are written, and no other.
+    """5 % of 20 passes' rows are used, all from one pass or equally from each: exactly these are written.
 
-    Read are the pages that have a used row, once; all keys once, and again those of blocks with a used row.
+    Pages with a used row are read once, all keys once, and keys of blocks with a used row once more.
     """
     passes, rows = 20, 1024
     with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
@@ -101,7 +101,7 @@ with Store.open(path, tables=small_tables(), engine=engine) as store:
 def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(
     kind: str, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store opens where it stood, whole, with no file left in it, and is reorganized by whoever comes next."""
+    """The store opens at its old commit, intact and without leftover files, and the next process reorganizes it."""
     path = tmp_path / "s.tc"
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

@@ -1,4 +1,4 @@
-"""Whatever ends a writing process: the store opens at a commit, verifies, and goes on to the same bits."""
+"""For any end of a writing process, the store opens at a commit, verifies, and resumes to the same bits."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ENGINES = ("lmdb", "zarr")
 
 
 def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the harness, or ``code``, in a process of its own, which forks and so must have no thread."""
+    """Run the harness, or ``code``, in a separate process, because it forks and must have no thread."""
     return ran(code or "import sys; from tests.crash.store import main; sys.exit(main())", *options)
 
 
@@ -46,7 +46,7 @@ def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit
 
 
 def test_an_image_is_what_stands_there_however_fast_it_changes(tmp_path: Path) -> None:
-    """Files that are read again only where their times say so: writes in the same step of the clock are seen too."""
+    """Files are read again only if their times changed; writes within one clock step are detected too."""
     generator, camera = random.Random(5), Camera(tmp_path)
     (tmp_path / "b").mkdir()
     for _ in range(150):
@@ -72,7 +72,7 @@ def test_an_image_is_what_stands_there_however_fast_it_changes(tmp_path: Path) -
 
 
 def test_a_creation_killed_while_it_described_arrays_is_made_again(tmp_path: Path) -> None:
-    """What Zarr had not written to the end is no block: nothing is lost by making the store."""
+    """Incomplete arrays of Zarr are not blocks: nothing is lost by creating the store again."""
     (tmp_path / "store.tc" / "segments").mkdir(parents=True)
     (tmp_path / "store.tc" / "writer.lock").touch()
     (tmp_path / "store.tc" / "segments" / "zarr.json.0af3.partial").touch()
@@ -82,7 +82,7 @@ def test_a_creation_killed_while_it_described_arrays_is_made_again(tmp_path: Pat
 
 
 def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Path) -> None:
-    """What the replayed losses of power take for granted, seen in the calls of the system; where strace is there."""
+    """The replayed losses of power assume it; checked in the system calls, if strace is available."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     code = (
@@ -116,13 +116,13 @@ def test_lmdb_syncs_its_pages_before_its_root_and_its_root_at_once(tmp_path: Pat
 
 
 def take_all(store: Store) -> None:
-    """Go on to the last commit."""
+    """Run to the last commit."""
     for number in range(stands(store) + 1, len(STEPS)):
         take(store, number, quiet)
 
 
 def finish(path: Path, **options: Any) -> None:
-    """Go on to the last commit, where there is room, and check all."""
+    """Run to the last commit, with space, and check everything."""
     with opened(path, **options) as store:
         assert problems(store) == []
         take_all(store)
@@ -135,7 +135,7 @@ def finish(path: Path, **options: Any) -> None:
 def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
     tmp_path: Path, engine: str, most: int
 ) -> None:
-    """At whatever write the bound is met: the commit before stands, in this process and after a reopen."""
+    """At any write that reaches the limit: the previous commit remains, in this process and after a reopen."""
     path = tmp_path / "store.tc"
     with Store.open(path, tables=TABLES, engine=engine, store_budget=most) as store:
         with pytest.raises(StoreFullError, match=rf"needs [\d,]+ more bytes but .* may hold {most:,}: raise") as full:
@@ -152,20 +152,20 @@ def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
 
 
 def block_bytes(path: Path) -> int:
-    """Return the bytes of the files that hold blocks."""
+    """Return the bytes of the block files."""
     files = [path / "blocks.bin", *path.glob("blocks/*"), *path.glob("segments/*/*/*/c.*")]
     return sum(file.stat().st_size for file in files if file.exists())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("number", [0, 1, 3, 6, 7])  # what follows fits into what was freed by then
+@pytest.mark.parametrize("number", [0, 1, 3, 6, 7])  # later steps fit into freed space
 def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: Path, engine: str, number: int) -> None:
-    """Filled to the last byte before a step: a sentence; it reads and opens, and goes on once there is room."""
+    """Filled to the last byte before a step: an error; it reads and opens, and resumes once there is space."""
     path, ballast = disk / "store.tc", disk / "ballast"
     with Store.open(path, tables=TABLES, engine=engine) as store:
         for earlier in range(number):
             take(store, earlier, quiet)
-        store._opened.engine.drop((), shrink=True)  # what is deleted meanwhile makes room
+        store._opened.engine.drop((), shrink=True)  # deletions in between would free space
         fill(ballast)
         with pytest.raises(StoreFullError, match=r"needs ([\d,]+) more bytes.* but .* has [\d,]+ free") as full:
             take_all(store)
@@ -183,14 +183,14 @@ def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: 
 
 
 def test_what_is_free_in_a_store_is_room_for_its_records(disk: Path) -> None:
-    """A writer that opens it on a full disk commits all the same, as the file of blocks gives up what is free."""
+    """A writer that opens it on a full disk can still commit, because the block file gives up its free space."""
     path = disk / "store.tc"
     with Store.open(path, tables=[BIG]) as store:
         dump(store, 0, {1: 500, 2: 500})
         stored = dump(store, 1, {9: 100})
         publish(store, 2)
-        publish(store, 3)  # the first dump is dead, and stands before the second
-    Store.open(path).close()  # what is free at the end leaves the file
+        publish(store, 3)  # the first dump is dead, and is located before the second
+    Store.open(path).close()  # free space at the end leaves the file
     fill(disk / "ballast")
     with Store.open(path) as store:
         for _ in range(3):
@@ -202,7 +202,7 @@ def test_what_is_free_in_a_store_is_room_for_its_records(disk: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_store_cannot_be_made_where_there_is_no_room_for_its_records(disk: Path, engine: str) -> None:
-    """A sentence in place of a store, and the store once there is room."""
+    """An error instead of a store; the store is created once there is space."""
     fill(disk / "ballast")
     with pytest.raises(StoreFullError, match=r"the store at .* needs [\d,]+ more bytes but the file system of .* free"):
         Store.open(disk / "store.tc", tables=TABLES, engine=engine)
@@ -212,7 +212,7 @@ def test_a_store_cannot_be_made_where_there_is_no_room_for_its_records(disk: Pat
 
 
 def fill(path: Path) -> None:
-    """Write a file until the file system takes no byte more."""
+    """Write a file until the file system is full."""
     with path.open("wb", buffering=0) as file:
         for part in (1 << 20, 1 << 12, 1):
             try:

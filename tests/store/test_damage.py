@@ -1,4 +1,4 @@
-"""Flipped bytes, and files that were cut short, removed or replaced: a sentence each, or what was written."""
+"""Flipped bytes, and files that were truncated, removed or replaced: an error each, or the written data."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(path: Path) -> None:
-    """In rows, keys and the dense state; the sentence names block, segment and table."""
+    """In rows, keys and the dense state; the message names block, segment and table."""
     for kind in ("rows", "keys", "states/"):
         (name,) = [one for one in places(path) if one.endswith(kind) or one.startswith(kind)]
         with flipped(*byte_of(path, name)), Store.open(path) as store:
@@ -58,8 +58,8 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(path: Path) -> No
 
 @pytest.mark.parametrize("name", ["commits/0", "ranks/0.0", "segments/0.0/meta"])
 def test_a_flipped_byte_of_a_record_is_refused_wherever_it_is(path: Path, name: str) -> None:
-    """What names it has its digest: a commit and what it lists are refused when the store is opened, what describes a
-    segment when its rows are asked for; and nothing is written then.
+    """Its digest is stored in the record that names it: a commit and its lists are refused when the store is opened,
+    and metadata of a segment when its rows are read; then nothing is written.
     """
     for share in (0.0, 0.3, 1.0):
         with flipped(*byte_of(path, name, share)):
@@ -70,7 +70,7 @@ def test_a_flipped_byte_of_a_record_is_refused_wherever_it_is(path: Path, name: 
                 assert_sentence(caught.value)
             (problem,) = verify(path)["problems"]
             assert "restore the store from a copy" in problem
-            if not name.endswith("/meta"):  # of that a writer hears when it asks for rows
+            if not name.endswith("/meta"):  # a writer detects damage there when it reads rows
                 assert held.items() <= files_of(path).items()
     assert verify(path)["problems"] == []
 
@@ -85,7 +85,7 @@ def read_all(path: Path, mode: str = "r") -> None:
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
 @pytest.mark.parametrize("share", [0.0, 4096, 5000, 8192, 0.5, 0.9, 1.0])
 def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name: str, share: float) -> None:
-    """At any length: an error in words when it is opened, by any mode and by verify; never a signal."""
+    """At any length: a message on opening, in any mode and by verify; never a signal."""
     for pass_index in range(3):
         dump(big, pass_index, {pass_index + 3: 300})
         publish(big, pass_index + 1, bytes(10_000))
@@ -108,7 +108,7 @@ def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name
 
 
 def test_verify_names_the_damage_where_no_block_of_keys_is_whole(path: Path) -> None:
-    """With nothing left to compare, what was found stands."""
+    """The damage found is reported even if nothing is left to compare."""
     for file, at, size in places(path)["segments/0.0/0/keys"]:
         with file.open("r+b") as opened:
             opened.seek(at)
@@ -116,34 +116,31 @@ def test_verify_names_the_damage_where_no_block_of_keys_is_whole(path: Path) -> 
     assert any("has checksum" in problem for problem in verify(path)["problems"])
 
 
-# -- files that were removed, cut, replaced by something else or by each other: right, or a sentence -----------
+# -- files that were removed, cut, replaced or swapped: correct data, or an error -----------------------------------
 
 
 def fifo(file: Path) -> None:
-    """Put a pipe in its place, which nobody writes to."""
+    """Replace it by a pipe without a writer."""
     file.unlink()
     os.mkfifo(file)
 
 
 def folder(file: Path) -> None:
-    """Put a folder in its place."""
     file.unlink()
     file.mkdir()
 
 
 def looped(file: Path) -> None:
-    """Put a link to itself in its place."""
+    """Replace it by a link to itself."""
     file.unlink()
     file.symlink_to(file.name)
 
 
 def halved(file: Path) -> None:
-    """Cut it in two."""
     os.truncate(file, file.stat().st_size // 2)
 
 
 def emptied(file: Path) -> None:
-    """Leave nothing in it."""
     os.truncate(file, 0)
 
 
@@ -157,7 +154,7 @@ CHANGES: tuple[Callable[[Path], None], ...] = (Path.unlink, fifo, folder, looped
 
 
 def check(path: Path, world: World, mode: str) -> bool:
-    """Open the store and compare every row, and go on where it may; return whether it was refused in a sentence."""
+    """Open the store, compare every row, and continue if possible; return True if it was refused with an error."""
     try:
         with Store.open(path, mode=mode) as store:
             assert store.commit.cursor.pass_index == world.pass_index
@@ -184,7 +181,7 @@ def replace_each(path: Path, engine: str) -> None:
     refused = 0
     for i, name in enumerate(names):
         if name.startswith("segments/0.0/") and i % 3:
-            continue  # of each kind of file some
+            continue  # some of each kind of file
         for change in (*CHANGES, None):
             for mode in ("r", "a"):
                 shutil.rmtree(path)
@@ -203,7 +200,7 @@ def replace_each(path: Path, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_file_that_is_another_is_refused_or_without_effect(tmp_path: Path, engine: str) -> None:
-    """In a process of its own: neither a signal, nor a traceback, nor a wait without end."""
+    """In a separate process: no signal, no traceback, and no endless wait."""
     code = "import sys; from pathlib import Path; from tests.store.test_damage import replace_each; "
     code += "replace_each(Path(sys.argv[1]), sys.argv[2])"
     done = ran(code, tmp_path / "s.tc", engine)
@@ -212,7 +209,7 @@ def test_a_file_that_is_another_is_refused_or_without_effect(tmp_path: Path, eng
 
 @pytest.mark.parametrize("mode", ["r", "a"])
 def test_a_path_that_no_file_can_have_is_a_sentence(mode: str) -> None:
-    """NUL ends a name for the system; what is too long is no name."""
+    """NUL ends a name for the system; a name that is too long is invalid."""
     for name in ("a\0b", "x" * 5000):
         with pytest.raises(StoreError) as caught:
             Store.open(name, tables=small_tables() if mode == "a" else None, mode=mode)

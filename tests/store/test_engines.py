@@ -18,12 +18,10 @@ class TestMemoryEngine(EngineContract):
 
     @classmethod
     def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
-        """Make an empty one."""
         return MemoryEngine(capacity_bytes=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
-        """Open what was left."""
         return engine
 
 
@@ -34,17 +32,14 @@ class TestLmdbEngine(EngineContract):
 
     @classmethod
     def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
-        """Make an empty one."""
         return getattr(stores, cls.kind)(path, create=True, store_budget=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
-        """Open what was left."""
         return getattr(stores, cls.kind)(path, create=False)
 
     @classmethod
     def open_reader(cls, path: Path) -> Engine:
-        """Open for reading."""
         return getattr(stores, cls.kind)(path, create=False, readonly=True)
 
 
@@ -55,31 +50,29 @@ class TestZarrEngine(TestLmdbEngine):
 
 
 class TestZarrEngineWithZstd(TestZarrEngine):
-    """Arrays that are compressed."""
+    """Compressed arrays."""
 
     compression = "zstd"
 
 
 class TestZarrEngineWithBlosc(TestZarrEngine):
-    """Arrays that are compressed."""
+    """Compressed arrays."""
 
     compression = "blosc"
 
 
 class TestZarrEngineElsewhere(EngineContract):
-    """Arrays in a store of Zarr that is no folder: the path that object stores take."""
+    """Arrays in a Zarr store that is not a folder: the code path of object stores."""
 
     stores: ClassVar[dict[Path, object]] = {}
 
     @classmethod
     def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
-        """Make an empty one."""
         cls.stores[path] = MemoryStore()
         return stores.ZarrEngine(cls.stores[path], create=True, store_budget=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
-        """Open what was left."""
         return stores.ZarrEngine(cls.stores[path], create=False)
 
     def test_a_reader_in_another_process_sees_the_newest_commit(self, engine: Engine, tmp_path: Path) -> None:
@@ -88,6 +81,6 @@ class TestZarrEngineElsewhere(EngineContract):
 
 
 class TestZarrEngineElsewhereWithZstd(TestZarrEngineElsewhere):
-    """Compressed arrays there."""
+    """Compressed arrays in such a store."""
 
     compression = "zstd"

@@ -1,4 +1,4 @@
-"""The external sort: what it yields, in which memory, where its temporary file is, and that nothing of it is left."""
+"""The external sort: its output, memory and temporary file, which is always deleted."""
 
 import os
 import tempfile
@@ -39,7 +39,7 @@ def test_rows_come_back_in_hash_order_whatever_the_memory(
     memory_bytes: int,
     chunk_rows: int | None,
 ) -> None:
-    """Those of a hash side by side in the order in which they came: a stable sort is the oracle."""
+    """Rows with the same hash keep their order: a stable sort is the oracle."""
     rng = np.random.default_rng(seed)
     hashes = rng.integers(0, 1 << 64, distinct, dtype=np.uint64)[rng.integers(0, distinct, count)]
     payload: list[Any] = [np.arange(count, dtype=np.uint32), np.arange(3 * count, dtype=np.float32).reshape(count, 3)]
@@ -74,7 +74,7 @@ def report(path: Path) -> tuple[dict[str, Any], int]:
 def test_keys_are_read_once_whatever_fits_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retention: int, *, careless: bool
 ) -> None:
-    """Of a few rows at a time the same is found, with as much reading, and no file is left."""
+    """With a few rows at a time the same is found, with the same reads, and no file remains."""
     world = World(small_tables(), num_passes=4, block_rows=20)
     with Store.open(tmp_path / "s", tables=world.tables, retention=retention) as store:
         world.run(store, 5)
@@ -93,7 +93,7 @@ def test_keys_are_read_once_whatever_fits_into_memory(
 def test_the_temporary_directory_stands_in_for_a_folder_without_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or one in which this process may not write; without either, the sentence says how much is needed."""
+    """Or one that is not writable for this process; without either, the error says how much is needed."""
     hashes = np.arange(10, dtype=np.uint64) << np.uint64(60)
     full: list[Path] = [tmp_path]
 
@@ -124,7 +124,7 @@ def test_the_temporary_directory_stands_in_for_a_folder_without_room(
 
 @pytest.mark.disk
 def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it sorts stands in the system's folder for temporary files; its writer sorts in the store's."""
+    """Its sort files are in the system's folder for temporary files; the writer's are in the store's."""
     world = World(small_tables(), keys_per_pass=60)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         world.run(store, 5)
@@ -144,7 +144,7 @@ def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monke
 
 @pytest.mark.disk
 def test_room_that_is_not_needed_any_more_comes_back(tmp_path: Path) -> None:
-    """Where the file system has holes; what was not freed is still there."""
+    """If the file system has holes; data that was not freed is intact."""
     with ScratchFile(tmp_path, "a test") as file:
         data = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
         file.write(data, 0)

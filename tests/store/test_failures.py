@@ -1,4 +1,4 @@
-"""What a full disk says; and whatever call fails, the store is at its last commit."""
+"""Errors on a full disk; and after any failing call, the store is at its last commit."""
 
 import errno
 import itertools
@@ -32,7 +32,7 @@ Leave = Callable[..., None]
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:
-    """What leaves so many bytes free, on every file system."""
+    """Return a function that leaves this number of bytes free, on every file system."""
 
     def only(free: int, *, files: tuple[int, int] = (0, 0)) -> None:
         told = os.statvfs_result((4096, 1, 1 << 40, free, free, *files, files[1], 0, 255))
@@ -42,7 +42,7 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:
 
 
 def numbers(error: StoreFullError) -> list[int]:
-    """Return the numbers of a sentence before its advice: bytes needed, those of them that stay free, bytes free."""
+    """Return the numbers in a message before its advice: bytes needed, reserved bytes among them, bytes free."""
     found = re.search(r" needs (.*) more bytes, (.*) of them kept free for records, but .* has (.*) free: ", str(error))
     assert found, error
     return [int(number.replace(",", "")) for number in found.groups()]
@@ -52,7 +52,7 @@ def numbers(error: StoreFullError) -> list[int]:
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("free", [0, 921_600, ROOM_FOR_RECORDS + 4095])
 def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engine: str, free: int) -> None:
-    """Its own bytes may be less: those that stay free for records are counted, and named."""
+    """Its own bytes may be less: bytes reserved for records are included, and named."""
     with Store.open(tmp_path / "s", tables=[BIG], engine=engine) as store:
         dump(store, 0, {1: 10})
         publish(store, 1)
@@ -72,7 +72,7 @@ def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engin
 def test_a_dump_whose_description_is_larger_than_its_rows_says_what_it_needs(
     tmp_path: Path, leave: Leave, engine: str
 ) -> None:
-    """30,000 ranges of 26 tables: 3 MB say how many rows each has, and 120 kB are the rows."""
+    """30,000 ranges of 26 tables: 3 MB of row counts, for 120 kB of rows."""
     tables = [Table(name=f"t{i}", dim=1, optimizer=SGD()) for i in range(26)]
     counts = np.zeros((30_000, 26), np.int64)
     counts[:, 0] = 1
@@ -92,7 +92,7 @@ def test_a_dump_whose_description_is_larger_than_its_rows_says_what_it_needs(
 
 @pytest.mark.disk
 def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None:
-    """Files, a quota, and bytes that were freed since, which none of them contradicts."""
+    """Files, a quota, and bytes that were freed since, without contradicting the numbers."""
     for code, free, files, words in (
         (errno.ENOSPC, 99, (0, 0), r"needs 100 more bytes but the file system of .* has 99 free: free some"),
         (errno.ENOSPC, 500, (0, 0), r"but the file system of .* was full, and has 500 free by now: free some"),
@@ -117,7 +117,7 @@ def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None
 def test_a_rewrite_names_its_whole_temporary_files_before_it_reads_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: Leave, *, retain_segments: bool
 ) -> None:
-    """No more bytes than it writes there if it has the room. A compaction writes none."""
+    """Not more than the bytes it writes there, if there is space. A compaction writes none."""
     world = World(small_tables(), keys_per_pass=60, universe=150)
     monkeypatch.setattr(rewrite_module, "REWRITE_BYTES", 1000)
     written: list[int] = []
@@ -190,7 +190,7 @@ def test_a_file_of_marks_that_does_not_fit_is_a_full_disk(
 
 @pytest.mark.disk
 def test_a_scan_that_sorts_names_all_it_sorts(leave: Leave) -> None:
-    """Not the batch that comes next."""
+    """Not only the next batch."""
     world = World(small_tables(), keys_per_pass=60)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 5)
@@ -208,7 +208,7 @@ def test_a_scan_that_sorts_names_all_it_sorts(leave: Leave) -> None:
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
-    """After it failed while its state was written, or at the very end, with another state."""
+    """After a failure while its state was written, or at the very end, with another state."""
     engine = FailingEngine(engine_of(kind, tmp_path))
     store, world = Store.open(None, tables=tables, engine=engine), World(tables)
     world.run(store, 2)
@@ -237,7 +237,7 @@ def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None
 
 
 def test_a_torn_put_ends_the_process_as_far_as_its_engine_goes() -> None:
-    """A part of the blobs arrives, one of them cut short; then nothing is answered any more."""
+    """A part of the blobs arrives, one of them truncated; then no call returns."""
     inner = MemoryEngine()
     engine = FailingEngine(inner)
     engine.tear(2, 3)
@@ -257,7 +257,9 @@ class CableError(OSError):
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list[Table], tmp_path: Path) -> None:
-    """Pins, rollbacks, dumps, commits and rewrites: the commit before stands, and at the end no blob is left over."""
+    """Pins, rollbacks, dumps, commits and rewrites: the previous commit remains, and at the end no blob is left
+    over.
+    """
     engine = FailingEngine(engine_of(kind, tmp_path), error=CableError)
     world = World(tables, keys_per_pass=6, universe=10)
     with Store.open(None, tables=tables, engine=engine, retention=2) as store:
@@ -289,7 +291,7 @@ def test_whatever_call_fails_the_step_can_be_tried_again(kind: str, tables: list
 
 
 def publish_next(world: World, store: Store) -> None:
-    """Commit what was dumped; where it fails, the world stays where it is."""
+    """Commit the dumps; after a failure the world does not change."""
     world.pass_index += 1
     try:
         world.publish(store)
@@ -300,7 +302,7 @@ def publish_next(world: World, store: Store) -> None:
 
 @pytest.mark.parametrize("interruptions", [1, 2])
 def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: int) -> None:
-    """Ctrl-C, pressed once or twice while threads read: the memory is the caller's when the interruption comes."""
+    """Ctrl-C, pressed once or twice while threads read: when it is raised, no thread uses the caller's memory."""
     engine = Between(MemoryEngine())
     with Store.open(None, tables=small_tables(), engine=engine) as store:
         World(store.tables, keys_per_pass=80).run(store, 1)
@@ -314,7 +316,7 @@ def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: in
         def interrupt() -> None:
             for _ in range(interruptions):
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                time.sleep(0.1)  # the other thread has time to go wrong
+                time.sleep(0.1)  # time for the other thread to fail
 
         engine.in_reads(2, interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The fence of a writer: once its path has something else than its store, it writes nothing, wherever that went."""
+"""The fence of a writer: once its path no longer has its store, it writes nothing, wherever the store is."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 
 
 def trained(path: Path, kind: str, passes: int = 2, *, first: int = 0) -> Store:
-    """Return a store with commits after its first passes, and the rows of one more pass that no commit has."""
+    """Return a store with commits after its first passes, and the uncommitted rows of one more pass."""
     store = Store.open(path, tables=[BIG], engine=kind, retention=2)
     for pass_index in range(first, first + passes):
         dump(store, pass_index, {90: 60, 99: 20})
@@ -32,53 +32,49 @@ def trained(path: Path, kind: str, passes: int = 2, *, first: int = 0) -> Store:
     return store
 
 
-# -- what may become of the path ----------------------------------------------------------------------------
+# -- changes of the path ---------------------------------------------------------------------------------------
 
 
 def gone(path: Path, other: Path) -> None:
-    """Move the folder away."""
     path.rename(path.with_name("away"))
 
 
 def a_backup(path: Path, other: Path) -> None:
-    """And put a copy of the same store in its place."""
+    """Replace it by a copy of the same store."""
     gone(path, other)
     shutil.copytree(path.with_name("away"), path)
 
 
 def another_store(path: Path, other: Path) -> None:
-    """Or another store."""
     gone(path, other)
     other.rename(path)
 
 
 def a_copy_of_links(path: Path, other: Path) -> None:
-    """Or a copy of the same store that has the same files: backups are made so."""
+    """Replace it by a copy of the same store with hard links to its files, as backup tools do."""
     gone(path, other)
     shutil.copytree(path.with_name("away"), path, copy_function=os.link)
 
 
 def a_file(path: Path, other: Path) -> None:
-    """Or a file."""
     gone(path, other)
     path.write_text("mine")
 
 
 def restored_in_place(path: Path, other: Path) -> None:
-    """Delete what is in the folder and copy another store's files there: the folder is the same."""
+    """Replace the contents of the same folder by another store's files."""
     for entry in path.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     shutil.copytree(other, path, dirs_exist_ok=True)
 
 
 def a_marker_that_was_copied_over(path: Path, other: Path) -> None:
-    """As tools do that write a file beside and rename it."""
+    """Write a file and rename it, as tools do."""
     shutil.copy(path / "store.json", path / "store.json.tmp")
     (path / "store.json.tmp").replace(path / "store.json")
 
 
 def deleted(path: Path, other: Path) -> None:
-    """Delete all of it."""
     shutil.rmtree(path)
 
 
@@ -100,7 +96,9 @@ STEPS: dict[str, Callable[[Store], object]] = {
 def test_a_writer_whose_path_has_something_else_writes_nothing(
     tmp_path: Path, kind: str, change: Callable[[Path, Path], None], step: str
 ) -> None:
-    """Not there, nor where its own store went: that opens at its last commit, and whatever is there stays as it is."""
+    """Neither at the path, nor to its moved store, which opens at its last commit; the path's content does not
+    change.
+    """
     path, other = tmp_path / "model.tc", tmp_path / "other.tc"
     trained(other, kind, first=4).close()
     store = trained(path, kind)
@@ -120,7 +118,7 @@ def test_a_writer_whose_path_has_something_else_writes_nothing(
 
 @KINDS
 def test_a_store_that_came_back_to_its_place_is_written_again(tmp_path: Path, kind: str) -> None:
-    """Nothing was lost by the error."""
+    """The error lost nothing."""
     path = tmp_path / "model.tc"
     store = trained(path, kind)
     path.rename(tmp_path / "away")
@@ -137,7 +135,7 @@ def test_a_store_that_came_back_to_its_place_is_written_again(tmp_path: Path, ki
 
 @KINDS
 def test_a_link_that_points_elsewhere_now_is_noticed(tmp_path: Path, kind: str) -> None:
-    """The store is the folder that it was when it was opened."""
+    """The store is the folder that was opened."""
     (tmp_path / "latest").symlink_to(tmp_path / "run-1")
     trained(tmp_path / "run-1", kind).close()
     trained(tmp_path / "run-2", kind, first=3).close()
@@ -156,16 +154,16 @@ def test_a_link_that_points_elsewhere_now_is_noticed(tmp_path: Path, kind: str) 
 @KINDS
 @pytest.mark.parametrize("reopened", [False, True])
 def test_commits_that_another_one_made_are_never_written_over(tmp_path: Path, kind: str, *, reopened: bool) -> None:
-    """Nor is an older state of the same files, put back by a tool that keeps files where they are."""
+    """Nor an older state of the same files, restored by a tool that writes in place."""
     path = tmp_path / "model.tc"
     trained(path, kind, 2).close()
     older = files_of(path)
     trained(path, kind, 1, first=2).close()
     store = Store.open(path)
-    if reopened:  # a writer that has written has its own environment open
+    if reopened:  # a writer that has written holds its environment open
         dump(store, 3, {95: 10})
         publish(store, 4)
-    store.reader.stored()  # nothing is being deleted any more: that would be of the files put back
+    store.reader.stored()  # wait for pending deletions, which would affect the restored files
     for name, data in older.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
@@ -193,7 +191,7 @@ publish(store, 3)
 
 @KINDS
 def test_a_lock_that_was_deleted_as_stale_lets_no_second_writer_in(tmp_path: Path, kind: str) -> None:
-    """The marker is locked too: the second one is refused, here and in another process, and the first goes on."""
+    """The marker is locked too: the second one is refused, here and in another process, and the first continues."""
     store = trained(tmp_path / "s", kind)
     (tmp_path / "s" / "writer.lock").unlink()
     with pytest.raises(StoreInUseError, match="is being written by another process"):
@@ -207,7 +205,7 @@ def test_a_lock_that_was_deleted_as_stale_lets_no_second_writer_in(tmp_path: Pat
 
 @KINDS
 def test_a_store_that_was_just_made_is_held_as_one_that_was_opened(tmp_path: Path, kind: str) -> None:
-    """Its marker came after the lock."""
+    """Its marker was created after the lock."""
     with Store.open(tmp_path / "s", tables=[BIG], engine=kind):
         (tmp_path / "s" / "writer.lock").unlink()
         with pytest.raises(StoreInUseError):
@@ -217,7 +215,6 @@ def test_a_store_that_was_just_made_is_held_as_one_that_was_opened(tmp_path: Pat
 
 @pytest.mark.parametrize("made", [LmdbEngine, ZarrEngine])
 def test_an_engine_without_a_marker_is_fenced_by_its_lock(tmp_path: Path, made: type[LmdbEngine | ZarrEngine]) -> None:
-    """As one has that was made by itself."""
     engine = made(tmp_path, create=True)
     contents = publish_blobs(engine, 0)
     (tmp_path / "writer.lock").unlink()
@@ -232,7 +229,7 @@ def test_an_engine_without_a_marker_is_fenced_by_its_lock(tmp_path: Path, made: 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "a FIFO", "a link to nothing", "below a file"])
 def test_a_lock_of_no_folder_is_one_sentence(tmp_path: Path, what: str) -> None:
-    """Whatever is in its place; and nothing is left open."""
+    """Whatever is in its place; no file stays open."""
     path, before = tmp_path / "s", len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     match what:
         case "a file":
@@ -258,7 +255,7 @@ NO_LOCKS = [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EI
 def test_a_file_system_without_locks_is_not_another_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, name: str
 ) -> None:
-    """Only what ``flock`` says of a locked file names a process."""
+    """Only a locked file, according to ``flock``, is blamed on a process."""
     Store.open(tmp_path, tables=[BIG]).close()
     usual = fcntl.flock
 
@@ -290,7 +287,7 @@ def test_a_file_system_without_locks_is_not_another_writer(
 def test_a_relative_path_is_that_of_the_folder_where_it_was_given(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands under the same name where the process goes."""
+    """Whatever has the same name in the new working directory."""
     for run in ("1", "2"):
         (tmp_path / run).mkdir()
         trained(tmp_path / run / "model.tc", kind, first=3 * int(run)).close()
@@ -314,7 +311,7 @@ def test_a_relative_path_is_that_of_the_folder_where_it_was_given(
 
 
 def test_rows_that_are_read_where_a_store_was_are_not_called_damaged(tmp_path: Path) -> None:
-    """A writer of files by name looks for the cause first; with the store back in its place it reads on."""
+    """A writer that opens files by name checks the cause first; with the store back in place it continues reading."""
     path = tmp_path / "store"
     store = trained(path, "zarr")
     held = load(store, 90)

@@ -1,4 +1,4 @@
-"""Forgotten rows: hidden at once wherever rows are read, gone with the next rewrite, and from the files on request."""
+"""Forgotten rows: hidden at once from every read, removed by the next rewrite, and from the files on request."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from tiercache.store.store_errors import CommitMissingError
 
 
 def keys_of(world: World, name: str) -> np.ndarray:
-    """Return the keys of a table that have rows."""
+    """Return the keys of a table with rows."""
     return np.array(sorted(key for table, key in world.rows if table == name), np.int64)
 
 
 def drop(world: World, name: str, keys: np.ndarray) -> None:
-    """Have the dict forget rows."""
+    """Remove rows from the dict."""
     for key in keys.tolist():
         del world.rows[name, key]
         del world.changed[name, key]
@@ -38,7 +38,7 @@ def drop(world: World, name: str, keys: np.ndarray) -> None:
 def test_forgotten_keys_have_no_row_whatever_comes_after(
     seed: int, trained: int, steps: list[str], share: float
 ) -> None:
-    """Imports over them, alterations, more of them, a compaction, and then a training that uses them again."""
+    """Imports over them, alterations, more deletions, a compaction, and then a training that uses them again."""
     world, draw = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30), np.random.default_rng(seed)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=3) as store:
         world.run(store, trained)
@@ -75,7 +75,7 @@ def test_forgotten_keys_have_no_row_whatever_comes_after(
 
 
 def test_rows_are_hidden_at_once_and_freed_by_the_next_rewrite(home: Home) -> None:
-    """With the position and the dense state; the report says how many bytes wait; a diff sees the keys."""
+    """With the position and the dense state; the report has the pending bytes; a diff shows the keys."""
     world = World(small_tables(), keys_per_pass=30)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
@@ -102,7 +102,7 @@ def test_rows_are_hidden_at_once_and_freed_by_the_next_rewrite(home: Home) -> No
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str) -> None:
-    """Not under a commit of the retention; under a pin they stay, and the pin is named."""
+    """Not under a retained commit; under a pin they stay, and the pin is named."""
     world, path = World(small_tables(), keys_per_pass=30), tmp_path / "s.tc"
     with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
         world.run(store, 4)
@@ -129,7 +129,7 @@ def test_rows_that_are_forgotten_now_are_in_no_file(tmp_path: Path, engine: str)
 
 
 def test_a_reader_that_lists_the_rows_is_named(tmp_path: Path) -> None:
-    """In this process and in its lease, until it is closed."""
+    """In this process and through its lease, until it is closed."""
     world, path = World(small_tables()), tmp_path / "s.tc"
     with Store.open(path, tables=world.tables) as store:
         world.run(store, 2)
@@ -159,7 +159,7 @@ def test_rows_that_no_commit_wrote_since_are_forgotten(home: Home) -> None:
 
 
 def test_an_altered_store_forgets_keys_of_its_tables(home: Home) -> None:
-    """The tombstone has the groups of the segments; a new table has no row to forget."""
+    """The tombstone has the groups of the segments; a new table has no rows to forget."""
     world, tables = World(small_tables()), grown(small_tables())
     store = home.open(world.tables)
     world.run(store, 2)
@@ -175,7 +175,7 @@ def test_an_altered_store_forgets_keys_of_its_tables(home: Home) -> None:
 
 
 def test_a_forget_that_fails_changes_nothing() -> None:
-    """Wherever the store has no more room, and an alteration as well."""
+    """At any point where the store runs out of space; also for an alteration."""
     refused = 0
     for call in range(1, 60):
         world, engine = World(small_tables()), FailingEngine(MemoryEngine())
@@ -206,7 +206,7 @@ def test_a_forget_that_fails_changes_nothing() -> None:
 
 
 def test_what_cannot_be_forgotten_is_refused() -> None:
-    """No such table, keys that are none, both or neither choice, inside a pass, without a commit, an unknown commit."""
+    """Unknown tables, invalid keys, both or neither choice, inside a pass, without a commit, an unknown commit."""
     world, keys = World(small_tables()), np.array([1, 2])
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         with pytest.raises(ValueError, match="has no commit yet"):

@@ -1,4 +1,4 @@
-"""The bytes that docs/format shows as examples are those that the store writes."""
+"""The example bytes in docs/format equal the bytes that the store writes."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def page(name: str) -> str:
 
 
 def commit() -> Commit:
-    """Return the commit that store.md shows."""
+    """Return the commit in store.md."""
     state = State("states/0.7", 3, 4 << 20, np.array([1], np.uint32))
     own = RankList(
         rank=0, next_segment=4, segments=(), first_commits=(), live=Live.zeros(0, group_tables([TABLE])), state=state
@@ -67,7 +67,7 @@ def test_the_bytes_of_a_commit_are_those_of_the_format() -> None:
 
 
 def test_the_digest_of_a_commit_is_that_of_its_blob() -> None:
-    """As the page of stores shows it."""
+    """It equals the example in store.md."""
     data = commit().to_bytes()
     digest = hashlib.sha256(data).hexdigest()
     assert head_of("commits/7", data) == Head("commits/7", 708, digest)
@@ -99,7 +99,7 @@ def test_an_entry_of_the_map_is_that_of_the_format() -> None:
 
 
 def test_blocks_in_blobs_begin_where_the_format_says() -> None:
-    """The example of store.md: 24 bytes a row, 170 rows a block, and a last block of 10 rows."""
+    """The example in store.md: 24 bytes per row, 170 rows per block, and a last block of 10 rows."""
     layout = SegmentLayout(
         row_bytes=24, page_rows=10, block_bytes=24 * 170, next_use_R=np.array([1]), table_rows_RT=np.array([[350]])
     )

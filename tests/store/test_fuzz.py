@@ -1,4 +1,4 @@
-"""Whatever bytes stand where a store's should: a sentence, or what was written; nothing else happens."""
+"""Stores made of any bytes: an error, or the written data, and no other effect."""
 
 import json
 import resource
@@ -47,12 +47,16 @@ from tiercache.store.table import group_tables
 from tiercache.store.verification import Verification
 
 MORE_BYTES = 1 << 30
-"""What a test may allocate beside what the process has: far more than the file could need, far less than a lie says."""
+"""Allocation limit of a test beyond the process: far more than the file could need, far less than a wrong size asks
+for.
+"""
 
 
 @pytest.fixture
 def bounded_memory() -> Iterator[None]:
-    """Let an allocation that a lie asks for fail, rather than succeed unseen because no page of it is touched."""
+    """Make an allocation for a wrong size fail; otherwise it would succeed unnoticed, because its pages are not
+    touched.
+    """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:  # noqa: PTH123
         held = int(file.read().split()[0]) * resource.getpagesize()
@@ -79,7 +83,7 @@ def written() -> tuple[World, MemoryEngine]:
 
 
 def read_all(engine: MemoryEngine) -> None:
-    """Open the store of an engine, and read and check all that it holds."""
+    """Open the store of an engine, and read and check all of it."""
     with Store.open(None, engine=engine, mode="r") as store:
         if store.commit is not None:
             store.state()
@@ -92,7 +96,7 @@ def read_all(engine: MemoryEngine) -> None:
 
 
 def copy_of(engine: MemoryEngine, changed: Mapping[str, bytes], head: Head | None) -> MemoryEngine:
-    """Return an engine with the same blobs but for some records, and another head."""
+    """Return an engine with the same blobs, except some records and the head."""
     other = MemoryEngine()
     records = {name: BlobBytes(0, np.frombuffer(data, np.uint8)) for name, data in changed.items()}
     other.blobs, other.head = engine.blobs | records, head
@@ -100,7 +104,7 @@ def copy_of(engine: MemoryEngine, changed: Mapping[str, bytes], head: Head | Non
 
 
 def parse(kind: str, data: bytes, engine: MemoryEngine) -> None:
-    """Read a record as a store does."""
+    """Read a record like a store."""
     groups = group_tables(tuple(small_tables()))
     match kind:
         case "commits":
@@ -121,7 +125,7 @@ KINDS = ["commits", "ranks", "segments", "tables"]
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_of_any_bytes_are_refused_in_a_sentence(written: tuple[World, MemoryEngine], kind: str) -> None:
-    """Random bytes, real ones with damage, and damage or lies under a right checksum; none of them has a digest."""
+    """Random bytes, damaged real ones, and damage or wrong values under a correct checksum; digests are not updated."""
     _, engine = written
     tables = encode("tables", {"tables": [table.to_record() for table in written[0].tables]}, {})
     records = records_of(engine) | {"tables": tables}
@@ -151,8 +155,8 @@ def test_records_of_any_bytes_are_refused_in_a_sentence(written: tuple[World, Me
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_whose_records_lie_is_refused_or_read_right(written: tuple[World, MemoryEngine], seed: int) -> None:
-    """Any value of a header or number of an array replaced, under right digests up to the head: reading all of it and
-    verifying end in a sentence.
+    """Any value of a header or number of an array replaced, under correct digests up to the head: reading everything
+    and verifying end with an error.
     """
     _, engine = written
     records, refused = records_of(engine), 0
@@ -172,7 +176,7 @@ def test_a_store_whose_records_lie_is_refused_or_read_right(written: tuple[World
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_record_that_was_not_signed_again_is_refused(written: tuple[World, MemoryEngine], seed: int) -> None:
-    """Whatever it says, however right its own checksum is."""
+    """Whatever its content, and even with a correct checksum."""
     world, engine = written
     records = records_of(engine)
     assert "tables" not in records, "commits have them"
@@ -187,16 +191,16 @@ def test_a_record_that_was_not_signed_again_is_refused(written: tuple[World, Mem
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_header_that_is_too_deep_is_refused(written: tuple[World, MemoryEngine], kind: str) -> None:
-    """JSON that ends a reader by its depth is no way out of the error."""
+    """Deeply nested JSON must not crash the parser."""
     with pytest.raises(CorruptStoreError, match=r"^(it|tables of it) "):
         parse(kind, sealed(DEEP, b""), written[1])
 
 
 def test_a_marker_of_any_bytes_is_refused_or_read_right(tmp_path: Path) -> None:
-    """store.json in any state is a store of this version, or a sentence."""
+    """store.json in any state is a store of this version, or an error."""
     Store.open(tmp_path, tables=small_tables()).close()
     marker = (tmp_path / "store.json").read_bytes()
-    lies = [json.dumps({**json.loads(marker), key: lie}).encode() for key in json.loads(marker) for lie in LIES]
+    lies = [json.dumps({**json.loads(marker), key: value}).encode() for key in json.loads(marker) for value in LIES]
     cases = [damaged(marker, generator_of(seed)) for seed in range(300)]
     for data in (*lies, *cases, DEEP, b"\xff\xfe" + marker):
         (tmp_path / "store.json").write_bytes(data)
@@ -208,7 +212,7 @@ def test_a_marker_of_any_bytes_is_refused_or_read_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", ".", "..", "con", "~", "a" * 5000, "x.json", "*", "größe"])
 def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
-    """Nothing is written beside the store, whatever its table is called, and its rows come back by that name."""
+    """Nothing is written outside the store, for any table name, and its rows are found by that name."""
     place = tmp_path / "inside" / "store.tc"
     world = World([Table(name=name, dim=2, optimizer=SGD(learning_rate=0.1), initializer=Zeros())], keys_per_pass=8)
     with Store.open(place, tables=world.tables) as store:
@@ -221,6 +225,6 @@ def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ["", "\n", "a\0b", "\u202e", "\ud800"])
 def test_names_that_cannot_be_shown_are_refused(name: str) -> None:
-    """Before there is a table."""
+    """Before a table is created."""
     with pytest.raises(ValueError, match="name"):
         Table(name=name, dim=2, optimizer=SGD(learning_rate=0.1), initializer=Zeros())

@@ -1,4 +1,4 @@
-"""A store whose files have other bytes: LMDB's pages, Zarr's heads and descriptions, and places that lie."""
+"""A store with damaged files: LMDB's pages, Zarr's heads and metadata, and wrong places."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 
 
 def made(path: Path, engine: str) -> Path:
-    """Return a closed store after some steps, in a folder that holds nothing else."""
+    """Return a closed store after some steps, in an otherwise empty folder."""
     place = path / "inside" / "store.tc"
     with Store.open(place, tables=TABLES, engine=engine) as store:
         for number in range(STEPS):
@@ -32,18 +32,16 @@ def made(path: Path, engine: str) -> Path:
 
 @pytest.fixture
 def lmdb_path(tmp_path: Path) -> Path:
-    """A store in LMDB."""
     return made(tmp_path, "lmdb")
 
 
 @pytest.fixture
 def zarr_path(tmp_path: Path) -> Path:
-    """A store on Zarr."""
     return made(tmp_path, "zarr")
 
 
 def read(path: Path, mode: str, told: object = None) -> bool:
-    """Read all of the store: whether it is right; False where it is refused in a sentence."""
+    """Read the whole store; return True if it is correct, False if it is refused with an error."""
     try:
         with Store.open(path, mode=mode) as store:
             assert problems(store) == [], told
@@ -57,7 +55,7 @@ def read(path: Path, mode: str, told: object = None) -> bool:
 
 
 def damaged_pages(whole: bytes, seed: int) -> bytes:
-    """Return LMDB's file with bits flipped, sectors lost, words changed or pages in each other's place."""
+    """Return LMDB's file with bits flipped, sectors lost, words changed or pages swapped."""
     generator, out = generator_of(seed), bytearray(whole)
     for _ in range(int(generator.integers(1, 6))):
         page, other = (int(n) * PAGE_BYTES for n in generator.integers(0, len(whole) // PAGE_BYTES, 2))
@@ -77,7 +75,7 @@ def damaged_pages(whole: bytes, seed: int) -> bytes:
 
 
 def read_damaged(path: Path, low: int, high: int) -> None:
-    """Read the store with damage of each seed: right, or refused in a sentence."""
+    """Read the store with damage of each seed: correct, or refused with an error."""
     whole = (path / "data.mdb").read_bytes()
     for seed in range(low, high):
         (path / "data.mdb").write_bytes(damaged_pages(whole, seed))
@@ -86,7 +84,7 @@ def read_damaged(path: Path, low: int, high: int) -> None:
 
 
 def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> None:
-    """In a process of its own, since a signal is what must not come: neither SIGSEGV nor SIGBUS, whatever the bytes."""
+    """In a separate process, because signals must not occur: neither SIGSEGV nor SIGBUS, for any bytes."""
     code = "import sys; from pathlib import Path; from tests.store.test_fuzz_files import read_damaged; "
     code += "read_damaged(Path(sys.argv[1]), 0, 150)"
     done = ran(code, lmdb_path)
@@ -94,8 +92,8 @@ def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> 
 
 
 def test_places_that_lie_are_refused_or_read_in_a_sentence(lmdb_path: Path) -> None:
-    """Places of blobs changed in the map, under right checksums: nothing is read beyond the file, and no other blob's
-    bytes pass.
+    """Places of blobs changed in the map, under correct checksums: nothing is read beyond the file, and another blob's
+    bytes are not accepted.
     """
     path = lmdb_path
     whole = {entry: entry.read_bytes() for entry in path.iterdir() if entry.is_file() and entry.name != "writer.lock"}
@@ -113,7 +111,7 @@ def test_places_that_lie_are_refused_or_read_in_a_sentence(lmdb_path: Path) -> N
 
 
 def rewrite_map(path: Path, lies: list[int], generator: Generator) -> None:
-    """Put lies into one entry of the map of blobs, with its checksum and the head's sum of all of them."""
+    """Put wrong values into one entry of the map of blobs, and update its checksum and the head's sum."""
     where = str(path / "data.mdb")
     with lmdb.open(where, subdir=False, lock=False, map_size=1 << 28) as env, env.begin(write=True) as txn:
         entries = {bytes(key): bytes(value) for key, value in txn.cursor()}
@@ -140,7 +138,7 @@ def head(path: Path) -> Path:
 
 @pytest.mark.usefixtures("bounded_memory")
 def test_heads_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
-    """Random bytes, real ones with damage, damage and lies under a right checksum."""
+    """Random bytes, damaged real ones, damage and wrong values under a correct checksum."""
     file, refused = head(zarr_path), 0
     whole = file.read_bytes()
     HeadRecord.from_bytes(whole, "it")
@@ -166,7 +164,9 @@ def test_heads_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_head_that_lies_is_refused_or_read_right(zarr_path: Path, seed: int) -> None:
-    """Any value replaced under a right checksum: no other blob's bytes pass, and nothing beside the store changes."""
+    """Any value replaced under a correct checksum: another blob's bytes are not accepted, and nothing outside the store
+    changes.
+    """
     path, file = zarr_path, head(zarr_path)
     whole = file.read_bytes()
     for case in range(40):
@@ -180,7 +180,7 @@ def test_a_head_that_lies_is_refused_or_read_right(zarr_path: Path, seed: int) -
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_damaged_head_loses_nothing(zarr_path: Path, seed: int) -> None:
-    """Opened for writing it is refused, or read right: with its bytes back the store is as it was."""
+    """Opened for writing it is refused, or read correctly: with its bytes restored the store is as before."""
     file = head(zarr_path)
     whole = file.read_bytes()
     for case in range(20):
@@ -193,8 +193,8 @@ def test_a_damaged_head_loses_nothing(zarr_path: Path, seed: int) -> None:
 
 
 def test_what_describes_arrays_is_for_others_and_for_writers(zarr_path: Path) -> None:
-    """Whatever is there, rows are read right, as places are computed from the store's own records; a writer, who lists
-    blobs by it, reads them right, too, or is refused, and drops nothing then.
+    """With any metadata, rows are read correctly, because places are computed from the store's records. A writer, who
+    lists blobs by the metadata, also reads correctly, or is refused and then drops nothing.
     """
     nodes, refused = sorted(zarr_path.glob("**/zarr.json")), 0
     assert len(nodes) > 10

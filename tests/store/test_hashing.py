@@ -1,4 +1,4 @@
-"""Bits that must not drift: table ids, the order of keys, and the rows that training starts from."""
+"""Bits that must not drift: table ids, the order of keys, and initial rows."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_xxh64_gives_the_published_values(data: bytes, expected: int) -> None:
 
 
 def test_xxh64_reads_every_byte_and_the_seed() -> None:
-    """No two of all prefixes of 100 bytes, or of their changes by one bit, or of two seeds, hash alike."""
+    """No two of all prefixes of 100 bytes, of their one-bit changes, or of two seeds have the same hash."""
     data = bytes(range(100))
     seen = {xxh64(data[:n], seed) for n in range(101) for seed in (0, 1)}
     seen |= {xxh64(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :]) for i in range(100)}
@@ -61,7 +61,7 @@ STARTS = st.one_of(
 def test_first_rows_have_the_bits_that_training_starts_from(
     start: Zeros | Constant | Uniform | Normal, dim: int, seed: int, keys: list[int]
 ) -> None:
-    """NumPy and the kernels make the same vectors; optimizer state begins at its constant."""
+    """NumPy and the kernels compute the same vectors; optimizer state begins at its constant."""
     table = Table(name="item", dim=dim, optimizer=Adam(learning_rate=0.1), initializer=start, seed=seed)
     numbers = np.array(keys, np.int64)
     wanted = np.empty((len(keys), dim), np.float32)
@@ -74,12 +74,12 @@ def test_first_rows_have_the_bits_that_training_starts_from(
 
 
 @settings(max_examples=60, deadline=None)
-@given(start=STARTS, dim=st.integers(1, 13), first=st.integers(0, 9), behind=st.integers(0, 5), seed=st.integers(0, 9))
+@given(start=STARTS, dim=st.integers(1, 13), first=st.integers(0, 9), after=st.integers(0, 5), seed=st.integers(0, 9))
 def test_first_rows_of_a_column_slice_are_columns_of_the_whole_rows(
-    start: Zeros | Constant | Uniform | Normal, dim: int, first: int, behind: int, seed: int
+    start: Zeros | Constant | Uniform | Normal, dim: int, first: int, after: int, seed: int
 ) -> None:
-    """Wherever it begins, also between the two numbers that a Normal makes together."""
-    whole = Table(name="item", dim=first + dim + behind + 1, optimizer=Adam(), initializer=start, seed=seed)
+    """Wherever it begins, also between the two numbers that a Normal computes together."""
+    whole = Table(name="item", dim=first + dim + after + 1, optimizer=Adam(), initializer=start, seed=seed)
     part = replace(whole, dim=dim, first_column=first, whole_dim=whole.dim)
     keys = np.array([0, -5, 2**63 - 1, 17], np.int64)
     assert np.array_equal(initial_rows(part, keys)[0], initial_rows(whole, keys)[0][:, first : first + dim])

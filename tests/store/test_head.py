@@ -1,4 +1,4 @@
-"""An LMDB store that lost its newest commit, or shows another, is refused; nothing of it is freed or written."""
+"""An LMDB store that lost its newest commit, or shows another, is refused; nothing is freed or written."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ MODES = pytest.mark.parametrize("readonly", [True, False])
 
 
 def made(path: Path, commits: int = COMMITS) -> list[Content]:
-    """Make an engine that published a few times, and dropped what was published first; return what it has."""
+    """Create an engine with a few publishes and dropped early blobs; return its content."""
     path.mkdir(exist_ok=True)
     engine, contents = LmdbEngine(path, create=True), list[Content]()
     for number in range(commits):
@@ -48,25 +48,24 @@ def look(path: Path, contents: list[Content], *, readonly: bool = True, commits:
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:
-    """Return the files of a store, but that of its lock."""
+    """Return the files of a store, except its lock."""
     return {file.name: file.read_bytes() for file in path.iterdir() if file.is_file() and file.name != "writer.lock"}
 
 
 def put_back(path: Path, files: dict[str, bytes]) -> None:
-    """Write files as they were."""
     for name, data in files.items():
         (path / name).write_bytes(data)
 
 
 def bit_of(at: int) -> tuple[int]:
-    """Return a bit of a byte, another than those of the bytes beside it: a checksum knows no bit from another."""
+    """Return a bit of a byte, different from those of adjacent bytes, so that checksums are tested on all bits."""
     return (3 * at % 8,)
 
 
 def flip_bits(path: Path, name: str, places: Iterable[int], bits: Callable[[int], Iterable[int]] = bit_of) -> int:
-    """Flip bits of a file one at a time, reading and writing: the right blobs or an error; what is refused stays.
+    """Flip bits of a file one at a time, reading and writing: the right blobs or an error; refused files do not change.
 
-    Returns how often the store was refused.
+    Returns the number of refusals.
     """
     contents, refused = made(path), 0
     whole = bytes_of(path)
@@ -94,7 +93,7 @@ BITS = [bit_of, pytest.param(lambda _: range(8), marks=pytest.mark.long)]
 def test_no_flipped_bit_of_the_meta_pages_or_of_head_shows_another_commit(
     tmp_path: Path, name: str, num_bytes: int, bits: Callable[[int], Iterable[int]]
 ) -> None:
-    """Of the root that counts and of the one before; of HEAD, one slot is enough."""
+    """In the valid root and in the previous one; for HEAD, one slot is enough."""
     places = [page * PAGE_BYTES + byte for page in (0, 1) for byte in range(num_bytes)]
     refused = flip_bits(tmp_path / "s.tc", name, places, bits)
     assert refused == 0 if name == HEAD else refused > 40
@@ -102,7 +101,7 @@ def test_no_flipped_bit_of_the_meta_pages_or_of_head_shows_another_commit(
 
 @pytest.mark.parametrize("bits", BITS)
 def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callable[[int], Iterable[int]]) -> None:
-    """Headers, places of nodes, keys, and every byte of an entry and of the head: each that counts is refused."""
+    """Headers, offsets of nodes, keys, and every byte of an entry and of the head: each relevant one is refused."""
     path = tmp_path / "s.tc"
     made(path)
     file = LmdbFile(str(path / "data.mdb"))
@@ -116,12 +115,12 @@ def test_no_flipped_bit_of_a_tree_page_hides_a_blob(tmp_path: Path, bits: Callab
 
 
 def number_at(page: int) -> int:
-    """Return where a root has the number of its transaction."""
+    """Return the offset of the transaction number in a root."""
     return page * PAGE_BYTES + META_BYTES - 8
 
 
 def lose_newest_root(path: Path) -> None:
-    """Have LMDB fall back to the root before, as it does where the newest is damaged."""
+    """Make LMDB fall back to the previous root, as if the newest were damaged."""
     whole = (path / "data.mdb").read_bytes()
     newest = max(range(2), key=lambda page: struct.unpack_from("<Q", whole, number_at(page)))
     (number,) = struct.unpack_from("<Q", whole, number_at(newest))
@@ -132,7 +131,7 @@ def lose_newest_root(path: Path) -> None:
 
 @MODES
 def test_a_store_whose_newest_root_is_gone_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """HEAD tells that the root before is not the newest."""
+    """HEAD shows that the previous root is not the newest."""
     contents = made(tmp_path)
     whole = bytes_of(tmp_path)
     lose_newest_root(tmp_path)
@@ -148,7 +147,7 @@ def test_a_store_whose_newest_root_is_gone_is_refused(tmp_path: Path, *, readonl
 @MODES
 @pytest.mark.parametrize("slot", [0, 1])
 def test_no_older_commit_counts_once_something_was_dropped(tmp_path: Path, slot: int, *, readonly: bool) -> None:
-    """Even where the newest root and a slot of HEAD are gone: what the commit before needs was written over."""
+    """Even if the newest root and a slot of HEAD are gone: data of the previous commit was overwritten."""
     path = tmp_path / "s"
     made(path)
     engine = LmdbEngine(path, create=False)
@@ -165,7 +164,7 @@ def test_no_older_commit_counts_once_something_was_dropped(tmp_path: Path, slot:
 
 @MODES
 def test_an_older_copy_of_the_environment_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """Whole in itself, but not the newest: its blobs may have been written over since."""
+    """Intact, but not the newest: its blobs may have been overwritten since."""
     path = tmp_path / "s"
     made(path)
     shutil.copyfile(path / "data.mdb", tmp_path / "older")
@@ -181,7 +180,7 @@ def test_an_older_copy_of_the_environment_is_refused(tmp_path: Path, *, readonly
 def test_a_transaction_that_was_killed_before_head_named_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers accept one publish ahead of HEAD; the next writer has HEAD name it before anything else."""
+    """Readers accept one publish ahead of HEAD; the next writer first updates HEAD."""
     contents = made(tmp_path)
 
     def fail(*_: object, **__: object) -> None:
@@ -193,7 +192,7 @@ def test_a_transaction_that_was_killed_before_head_named_it_counts(
         for _ in range(2):
             with pytest.raises(StoreError, match="HEAD cannot be written"):
                 publish(engine, COMMITS)
-            assert engine.newest() == head_of(COMMITS)  # nothing else is done before HEAD names it
+            assert engine.newest() == head_of(COMMITS)  # nothing else happens before HEAD names it
             with pytest.raises(StoreError, match="HEAD cannot be written"):
                 drop_all(engine, contents)
     check(engine, contents)
@@ -216,7 +215,7 @@ def test_another_head_one_ahead_of_head_is_refused(tmp_path: Path) -> None:
 
 @MODES
 def test_a_store_whose_head_is_not_whole_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """Nothing else tells whether a commit is missing."""
+    """Nothing else shows if a commit is missing."""
     made(tmp_path)
     (tmp_path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
     with pytest.raises(CorruptStoreError, match="no part of it is whole"):
@@ -225,7 +224,7 @@ def test_a_store_whose_head_is_not_whole_is_refused(tmp_path: Path, *, readonly:
 
 @pytest.mark.parametrize("call", ["drop", "publish"])
 def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, call: str) -> None:
-    """Another one has written, or an older copy was put in its place."""
+    """Another writer has written, or an older copy was restored."""
     contents = made(tmp_path)
     engine = LmdbEngine(tmp_path, create=False)
     Slot(77, head_of(77).digest).create(tmp_path)

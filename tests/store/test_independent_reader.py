@@ -31,11 +31,11 @@ KINDS = {
     "blosc": compressed_tables("blosc"),
     "16 bits, zstd": [replace(table, compression="zstd") for table in narrow_tables()],
 }
-"""Tables of every kind that is stored in another way."""
+"""Tables of every kind with a different storage format."""
 
 
 def contents(path: Path, tables: Sequence[Table], commit: int | None = None) -> tuple[dict[Key, bytes], dict[Key, int]]:
-    """Return the words and the last change of each row, by table and key, as the format alone says them."""
+    """Return the words and the last change of each row, by table and key, read by the format alone."""
     found, rows, changed = read_store(path, commit).tables, dict[Key, bytes](), dict[Key, int]()
     for table in tables:
         words = 4 * table.fields[0].words
@@ -50,7 +50,9 @@ def contents(path: Path, tables: Sequence[Table], commit: int | None = None) -> 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("compact", [False, True])
 def test_rows_of_altered_tables_are_those_that_the_format_says(engine: str, compact: bool, tmp_path: Path) -> None:
-    """New columns of every initializer that the format knows by heart, state that starts over, a table without rows."""
+    """New columns of every initializer that the independent reader knows, state that starts over, a table without
+    rows.
+    """
     world = World(small_tables())
     with Store.open(tmp_path / "s.tc", tables=world.tables, engine=engine) as store:
         world.run(store, 2)
@@ -72,7 +74,7 @@ def test_rows_of_altered_tables_are_those_that_the_format_says(engine: str, comp
 
 
 def read_or_none(path: Path) -> Contents | None:
-    """Return what a store has, or None where the reader refuses it."""
+    """Return the content of a store, or None if the reader refuses it."""
     try:
         return read_store(path)
     except (AssertionError, ValueError, KeyError, OSError, struct.error):
@@ -82,9 +84,9 @@ def read_or_none(path: Path) -> Contents | None:
 @pytest.mark.parametrize("kind", ["float32", "16 bits"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_that_knows_only_the_format_reads_every_live_row(engine: str, kind: str, tmp_path: Path) -> None:
-    """Keys, vectors, optimizer state and last changes of all tables, bit for bit; vectors of 16 bits without padding.
+    """Keys, vectors, optimizer state and last changes of all tables, bit for bit; 16-bit vectors without padding.
 
-    Of rows that passes dumped, of those that were moved, once or more, and of those that left a stale one behind.
+    For rows dumped by passes, rows moved once or more, and rows that left a stale one.
     """
     tables = KINDS[kind]
     world = World(tables, keys_per_pass=9, universe=30, page_rows=3, block_rows=7)
@@ -119,7 +121,7 @@ def test_older_commits_and_dense_state_are_read_by_the_format_alone(engine: str,
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_of_several_ranks_are_read_by_the_format_alone(engine: str, tmp_path: Path) -> None:
-    """Rows that are divided by hash, by table and by columns; the state of each rank; what was forgotten on all."""
+    """Rows that are divided by hash, by table and by columns; the state of each rank; rows forgotten on all."""
     path = tmp_path / "s"
     assert sharded_world.train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
     with Store.open(path) as store:
@@ -140,7 +142,7 @@ def test_rows_of_several_ranks_are_read_by_the_format_alone(engine: str, tmp_pat
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: Path) -> None:
-    """A flipped bit is refused, or is in nothing that the commit needs; LMDB's own pages have no checksum."""
+    """A flipped bit is refused, or is not part of the commit; LMDB's own pages have no checksum."""
     path, world = tmp_path / "s", World(small_tables()[:2], keys_per_pass=9, universe=30, page_rows=3, block_rows=7)
     with Store.open(path, tables=world.tables, engine=engine) as store:
         world.run(store, 2)
@@ -158,7 +160,7 @@ def test_the_reader_checks_every_byte_down_from_the_head(engine: str, tmp_path: 
 
 
 def test_the_independent_reader_is_independent() -> None:
-    """It imports Python's own modules, NumPy, LMDB and a checksum, and nothing of this package or of Zarr."""
+    """It imports Python's standard library, NumPy, LMDB and a checksum, and nothing from this package or Zarr."""
     found = set[str]()
     for module in (independent_format, independent_files, independent_reader):
         tree = ast.parse(Path(str(module.__file__)).read_text())

@@ -1,4 +1,4 @@
-"""Looking at a store from outside, and at what differs between two: from Python and from the command line."""
+"""Inspection of a store, and differences between two: from Python and from the command line."""
 
 import copy
 import json
@@ -54,14 +54,14 @@ def test_info_counts_the_live_rows_of_every_table(tmp_path: Path, tables: list[T
 
 
 def test_a_store_without_a_commit_can_be_looked_at(tmp_path: Path, tables: list[Table]) -> None:
-    """It has tables and nothing else, and all of it is whole."""
+    """It has only tables, and all of it is intact."""
     make(tmp_path / "s", tables, 0)
     assert info(tmp_path / "s")["commit"] is None
     assert verify(tmp_path / "s")["problems"] == []
 
 
 def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> None:
-    """And keys with two live rows: what checksums cannot see."""
+    """And keys with two live rows, which checksums cannot detect."""
     world = Careless(tables)
     with Store.open(tmp_path / "s", tables=tables) as store:
         world.run(store, 1)
@@ -73,7 +73,7 @@ def test_verify_finds_keys_out_of_order(tmp_path: Path, tables: list[Table]) -> 
 
 
 def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:
-    """As they are for opening."""
+    """The same errors as for opening."""
     for look in (info, verify):
         with pytest.raises(StoreMissingError):
             look(tmp_path / "nothing")
@@ -83,7 +83,7 @@ def test_missing_stores_are_errors_not_reports(tmp_path: Path) -> None:
 
 
 def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> None:
-    """Tables for people, and JSON that is what ``info`` and ``verify`` return."""
+    """Tables for people, and JSON equal to the results of ``info`` and ``verify``."""
     make(tmp_path / "s", tables, 3)
     runner = CliRunner()
     shown = runner.invoke(app, ["info", str(tmp_path / "s")])
@@ -134,7 +134,7 @@ def check(first: Store, second: Store, ours: dict, theirs: dict) -> None:
 
 
 def test_a_table_without_rows_has_only_those_of_the_other() -> None:
-    """Of tables of any width."""
+    """For tables of any width."""
     tables = small_tables()
     world = World(tables)
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
@@ -146,7 +146,7 @@ def test_a_table_without_rows_has_only_those_of_the_other() -> None:
 
 
 def test_stores_of_other_tables_are_not_compared() -> None:
-    """And a commit that is not kept cannot be looked at."""
+    """And a commit that is not kept cannot be opened."""
     tables = small_tables()
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         World(tables).run(store, 2)

@@ -1,4 +1,4 @@
-"""What verification finds where every checksum is right: rows that stand twice, changed too late, or are lost."""
+"""Problems that verification finds under correct checksums: duplicate rows, late changes, lost rows."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from tiercache.store.verification import Verification
 Plant = Callable[[Home], list[str]]
 Arrays = dict[str, NDArray[Any]]
 PASS, FIRST_COMMIT = 2, 4
-"""What a rank lists of a segment: at which place in its entry."""
+"""Indices in a segment's entry of a rank list."""
 
 
 def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int]:
-    """Return a retained segment that has stale rows of a table, or other live ones alone: its place and the table's."""
+    """Return a retained segment that has stale rows of a table, or only other live ones: its index and the table's."""
     group, table = find_table(store.groups, name, store.label)
     for i, segment in enumerate(store.segments):
         stale = store.snapshot.stale_rows([segment], group, table)
@@ -38,7 +38,7 @@ def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int
 
 
 def raised(home: Home, segment: int, table: int, more: int) -> None:
-    """Have the newest commit say so many more stale rows."""
+    """Raise the number of stale rows in the newest commit."""
 
     def change(_: Any, arrays: Arrays) -> None:
         (at,) = np.nonzero((arrays["live_segments"] == segment) & (arrays["live_tables"] == table))[0]
@@ -52,7 +52,7 @@ def raised(home: Home, segment: int, table: int, more: int) -> None:
 
 @pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
 def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, words: str, tmp_path: Path) -> None:
-    """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
+    """Two live rows of a key are damage, as without retained segments; so is a missing duplicate."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
     raised(home, *stale_place(store, "user"), more)
@@ -64,7 +64,7 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
 
 
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
-    """Two dumps of a pass, and as many stale rows said that are none: the sum is right, and both are found."""
+    """Two dumps of a pass, and an equal number of false stale rows: the sum is right, and both are found."""
     home = Home("memory", tmp_path)
     store, world = retained_store(home)
     world.train()
@@ -82,7 +82,7 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
 
 
 def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) -> None:
-    """One more in one and one less in another is as many in all; a scan cannot tell."""
+    """One more in one segment and one fewer in another give the same sum; a scan cannot tell."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
     raised(home, *stale_place(store, "user"), -1)
@@ -101,7 +101,7 @@ def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) ->
 
 
 def aged(home: Home) -> list[str]:
-    """A stale row that the last commit is said to have changed: the newest, which moved, did not."""
+    """A stale row that the last commit claims to have changed, though only its newest version moved."""
     store, _ = retained_store(home)
     i = stale_place(store, "user")[0]
 
@@ -113,7 +113,7 @@ def aged(home: Home) -> list[str]:
 
 
 def lost(home: Home) -> list[str]:
-    """A commit that leaves out a segment of the one before it, of which rows are live."""
+    """A commit that lacks a segment of the previous one with live rows."""
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
@@ -122,7 +122,7 @@ def lost(home: Home) -> list[str]:
 
 
 def first_commit(home: Home) -> list[str]:
-    """A commit that says otherwise than the one before it when the rows of a segment changed."""
+    """A commit that disagrees with the previous one about the last change of a segment's rows."""
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
@@ -135,7 +135,7 @@ def first_commit(home: Home) -> list[str]:
 
 
 def over_at_once(home: Home) -> list[str]:
-    """Rows that wait for a pass that was over when they were dumped: none of them would be read."""
+    """Rows that wait for a pass before their dump: none of them would be read."""
     world = World(small_tables(), num_passes=4)
     store = home.open(world.tables)
     world.run(store, 4)
@@ -152,7 +152,7 @@ def over_at_once(home: Home) -> list[str]:
 def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
     plant: Plant, sort_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tables that have it one sentence each, whether all keys fit into memory or not."""
+    """One message for each affected table, for keys that fit in memory or not."""
     monkeypatch.setattr(key_invariants, "SORT_BYTES", sort_bytes)
     home = Home("memory", tmp_path)
     words = plant(home)
@@ -163,7 +163,7 @@ def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
 
 
 def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path) -> None:
-    """Every block with a live row: 8 bytes a row of keys, and 4 where last changes are stored."""
+    """Every block with a live row: 8 bytes of keys per row, and 4 if last changes are stored."""
     store, _ = retained_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]
@@ -179,7 +179,7 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
 
 
 def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
-    """Of a commit whose keys are not all known nobody can say that it has too few."""
+    """If some keys of a commit are unreadable, missing keys cannot be reported."""
     home = Home("memory", tmp_path)
     store, _ = retained_store(home)
     name = next(name for name in needed_bytes(store) if name.endswith(f"/{KEYS}"))

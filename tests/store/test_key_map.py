@@ -1,4 +1,4 @@
-"""Arrays that are read in place, and the map of keys that is made of them."""
+"""Arrays that are read in place, and the key map made of them."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder, map_entrie
 from tiercache.store.records import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
 
 
-class Behind:
-    """Arrays behind a head, and what was read of them."""
+class Metadata:
+    """Arrays after a head, and the reads of them."""
 
     def __init__(self, arrays: dict[str, NDArray[np.generic]], *, cache_bytes: int = 1 << 20) -> None:
         described, parts, self.checksums = describe(arrays)
@@ -38,13 +38,13 @@ class Behind:
 def test_slices_are_those_of_the_arrays(
     sizes: list[int], dtype: str, parts: list[tuple[int, int, int]], cache_bytes: int
 ) -> None:
-    """Whatever is kept of earlier reads: never more than the cache may have, or one chunk."""
+    """With any earlier reads cached; the cache never exceeds its limit, or one chunk."""
     rng = np.random.default_rng(sum(sizes))
     arrays = {str(i): rng.integers(0, 255, size).astype(dtype) for i, size in enumerate(sizes)}
-    behind = Behind(arrays, cache_bytes=cache_bytes)
+    metadata = Metadata(arrays, cache_bytes=cache_bytes)
     for which, low, high in parts:
         name = str(which % len(sizes))
-        found = behind.arrays.array(name)
+        found = metadata.arrays.array(name)
         assert (found.size, found.dtype) == (arrays[name].size, arrays[name].dtype)
         assert np.array_equal(found[low:high], arrays[name][low:high])
         if -found.size <= low < found.size:
@@ -52,36 +52,36 @@ def test_slices_are_those_of_the_arrays(
         else:
             with pytest.raises(IndexError):
                 found[low]
-        assert behind.cache.num_bytes <= max(cache_bytes, CHUNK_BYTES)
+        assert metadata.cache.num_bytes <= max(cache_bytes, CHUNK_BYTES)
 
 
 def test_a_chunk_is_read_once_and_neighbors_by_one_read() -> None:
-    """As long as they are kept."""
-    behind = Behind({"a": np.arange(6, dtype=np.uint8), "b": np.arange(10_000, dtype=np.int64)})
-    array = behind.arrays.array("b")
+    """Until they leave the cache."""
+    metadata = Metadata({"a": np.arange(6, dtype=np.uint8), "b": np.arange(10_000, dtype=np.int64)})
+    array = metadata.arrays.array("b")
     assert array[3] == 3
-    assert behind.reads == [(8, CHUNK_BYTES)]
+    assert metadata.reads == [(8, CHUNK_BYTES)]
     assert np.array_equal(array[:], np.arange(10_000))
-    assert behind.reads[1:] == [(8 + CHUNK_BYTES, 80_000 - CHUNK_BYTES)]
+    assert metadata.reads[1:] == [(8 + CHUNK_BYTES, 80_000 - CHUNK_BYTES)]
     assert np.array_equal(array[2000:2100], np.arange(2000, 2100))
-    assert len(behind.reads) == 2
+    assert len(metadata.reads) == 2
 
 
 def test_a_small_array_is_read_at_once() -> None:
-    """One of 64 KiB or less: every chunk of it is there after the first use of one."""
-    behind = Behind({"a": np.arange(6000, dtype=np.int64)})
-    array = behind.arrays.array("a")
+    """If it has 64 KiB or less: every chunk is cached after the first use of one."""
+    metadata = Metadata({"a": np.arange(6000, dtype=np.int64)})
+    array = metadata.arrays.array("a")
     assert array[2047] == 2047
     assert array[4096] == 4096
     assert np.array_equal(array[:], np.arange(6000))
-    assert behind.reads == [(0, 48_000)]
+    assert metadata.reads == [(0, 48_000)]
 
 
 def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
-    """In words that name it; it is not kept."""
-    behind = Behind({"a": np.arange(10_000, dtype=np.int64)})
-    behind.data[CHUNK_BYTES + 5] ^= 1
-    array = behind.arrays.array("a")
+    """The error names it; it is not cached."""
+    metadata = Metadata({"a": np.arange(10_000, dtype=np.int64)})
+    metadata.data[CHUNK_BYTES + 5] ^= 1
+    array = metadata.arrays.array("a")
     assert array[2047] == 2047
     for _ in range(2):
         with pytest.raises(CorruptStoreError, match=r"chunk 1 of it has checksum .* was written: restore"):
@@ -90,7 +90,7 @@ def test_a_damaged_chunk_is_refused_and_the_others_are_read() -> None:
 
 
 def layout_of(rows: list[int]) -> SegmentLayout:
-    """Return a layout of one table with so many rows in each range."""
+    """Return a layout of one table with the given number of rows in each range."""
     ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, 1))
     return SegmentLayout.of(row_bytes=8, page_rows=8, block_bytes=800, ranges=ranges)
 
@@ -108,18 +108,18 @@ def map_of(layout: SegmentLayout, hashes: NDArray[np.uint64]) -> KeyMap | None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 999), rows=st.lists(st.integers(0, 300), min_size=2, max_size=60))
 def test_a_map_finds_every_key_in_its_range(seed: int, rows: list[int]) -> None:
-    """Of any hashes, also of alike ones; read in place it says what it says in memory."""
+    """For any hashes, also equal ones; read in place it equals the one in memory."""
     if sum(n > 0 for n in rows) < 2:
         return
     layout, rng = layout_of(rows), np.random.default_rng(seed)
     hashes = rng.integers(0, 1 << 64, layout.rows, dtype=np.uint64)
     hashes[rng.random(layout.rows) < 0.1] &= np.uint64(0xFFFF << 48)
     made = map_of(layout, hashes)
-    if made is None:  # too many of them are alike
+    if made is None:  # too many of them are equal
         assert np.unique(hashes, return_counts=True)[0].size < layout.rows or layout.rows > 255
         return
-    behind = Behind({f"{name}/0": array for name, array in made.arrays().items()})
-    stored = KeyMap.from_record(made.to_record(), behind.arrays, 0, layout)
+    metadata = Metadata({f"{name}/0": array for name, array in made.arrays().items()})
+    stored = KeyMap.from_record(made.to_record(), metadata.arrays, 0, layout)
     ranges = np.searchsorted(layout.first_row_R, np.arange(layout.rows), side="right") - 1
     order = np.argsort(hashes, kind="stable")
     for found in (made, stored):
@@ -129,9 +129,9 @@ def test_a_map_finds_every_key_in_its_range(seed: int, rows: list[int]) -> None:
 
 
 def test_a_map_is_small_and_rules_most_keys_out() -> None:
-    """At most 3.5 bytes a key, and of a hundred keys that are not there fewer than four are looked for.
+    """At most 3.5 bytes per key, and of a hundred missing keys fewer than four are searched.
 
-    Also of a rank that has one range of hashes of 64.
+    Also for a rank that has one of 64 ranges of hashes.
     """
     for num_ranges, num_ranks in ((2, 1), (50, 1), (2000, 1), (50, 64)):
         layout = layout_of([100_000 // num_ranges] * num_ranges)
@@ -144,14 +144,14 @@ def test_a_map_is_small_and_rules_most_keys_out() -> None:
 
 
 def test_a_map_that_would_be_of_no_use_is_not_made() -> None:
-    """Of one range, of too many rows, and of keys whose hashes are alike."""
+    """For one range, for too many rows, and for keys with equal hashes."""
     assert not needs_map(layout_of([70, 0]))
     assert not needs_map(layout_of([MOST_ROWS, 1]))
     assert map_of(layout_of([300, 300]), np.full(600, 7, np.uint64)) is None
 
 
 def test_one_key_of_25_segments_of_many_ranges_costs_about_a_page() -> None:
-    """The maps of 25 segments say in which range it may be; a lookup finds each key with its row."""
+    """The maps of 25 segments limit it to a range; a lookup finds each key with its row."""
     world = World(small_tables(), num_passes=25, keys_per_pass=150, universe=600, block_rows=40, page_rows=4)
     engine = MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:

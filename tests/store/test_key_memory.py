@@ -1,4 +1,4 @@
-"""Lookups of a process that opens a store again and again: the rows of each commit, and no keys that were read."""
+"""Key memory: a process that reopens a store sees the rows of each commit, and does not read keys twice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 KEYS = np.arange(-90, 90)
 NONE = np.arange(1000, 1100)
-"""Keys that no row has."""
+"""Keys without rows."""
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> KeyMemory:
-    """A memory of this test alone, in which nothing is known yet."""
+    """An empty memory of this test only."""
     made = KeyMemory()
     monkeypatch.setattr("tiercache.store.store.KEY_MEMORY", made)
     return made
@@ -42,7 +42,7 @@ def train(world: World, store: Store) -> None:
 
 
 def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
-    """Look all keys of all tables up in a commit, and compare them with its rows."""
+    """Look up all keys of all tables in a commit, and compare them with its rows."""
     with Store.open(path, mode="r", commit=commit) as store:
         for table in store.tables:
             fields = store.lookup(table.name, KEYS, missing="zeros")
@@ -52,7 +52,7 @@ def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
 
 
 def look_for_none(path: Path, commit: int) -> int:
-    """Look up keys without a row in a commit; returns the bytes of keys that were read."""
+    """Look up keys without a row in a commit; return the bytes of keys read."""
     with Store.open(path, mode="r", commit=commit) as store:
         for table in store.tables:
             assert not any(np.any(values) for values in store.lookup(table.name, NONE, missing="zeros").values())
@@ -61,7 +61,7 @@ def look_for_none(path: Path, commit: int) -> int:
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memory: KeyMemory, tmp_path: Path) -> None:
-    """Newer and older ones in turns, through a rollback behind which other segments get the same numbers."""
+    """Newer and older ones in turns, through a rollback after which other segments get the same numbers."""
     path = tmp_path / "s"
     world = World(small_tables(), num_passes=5, keys_per_pass=60, universe=150)
     worlds: dict[int, World] = {}
@@ -83,7 +83,7 @@ def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memo
 
 
 def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMemory, tmp_path: Path) -> None:
-    """Beyond it lookups read as before; a segment that no lookup meets any more makes room."""
+    """Beyond it lookups read as before; segments that lookups no longer use are evicted."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=4, keys_per_pass=60, universe=150)
     memory.most_bytes = 1200
     with Store.open(path, tables=world.tables) as store:
@@ -107,7 +107,7 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
 def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
     memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_segments: int, room: float
 ) -> None:
-    """Memory of keys that are being learned counts from its allocation on; it fits ``room`` segments."""
+    """Memory counts from the allocation of new keys on; it fits ``room`` segments."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=num_segments, keys_per_pass=60, universe=150)
     with Store.open(path, tables=world.tables) as store:
         for _ in range(num_segments):
@@ -136,7 +136,7 @@ def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
 def test_a_lookup_that_fails_releases_what_it_was_learning(
     memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In the middle of a segment, by an error of the disk or of the caller's progress."""
+    """In the middle of a segment, by an error of the disk or of the caller's progress function."""
     path, world = tmp_path / "s", World(small_tables(), num_passes=3, keys_per_pass=60)
     with Store.open(path, tables=world.tables) as store:
         train(world, store)
@@ -151,7 +151,7 @@ def test_a_lookup_that_fails_releases_what_it_was_learning(
 
 
 def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path) -> None:
-    """Neither itself nor its older commits, nor what reads rows for an evaluation: that memory is planned."""
+    """Neither itself nor its older commits, nor reads for an evaluation: that memory is planned."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         train(world, store)
@@ -166,7 +166,7 @@ def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path
 
 
 def read_of_keys(store: Store) -> int:
-    """Look up keys without a row; return the bytes of keys that were read."""
+    """Look up keys without a row; return the bytes of keys read."""
     ranks = store.ranks or (store,)
     before = sum(rank.counters.key_bytes_read for rank in ranks)
     for table in store.tables:
@@ -188,7 +188,7 @@ VIEWS: dict[str, Callable[[Store], Store]] = {
 def test_every_view_of_a_store_for_reading_remembers(
     memory: KeyMemory, tmp_path: Path, num_ranks: int, engine: str, view: Callable[[Store], Store]
 ) -> None:
-    """Of any number of ranks, at any commit: a second lookup reads no key, nor does one of another view or opening."""
+    """For any number of ranks, at any commit: a second lookup reads no key, in this or another view or opening."""
     path = tmp_path / "s"
     if num_ranks:
         assert train_shards(path, num_ranks, 4, engine=engine, retention=2) == [None] * num_ranks
@@ -210,7 +210,7 @@ def test_every_view_of_a_store_for_reading_remembers(
 
 
 def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, tmp_path: Path) -> None:
-    """The halves of hashes that are remembered say where a key may be; what is there is compared whole."""
+    """Half hashes in memory only say where a key may be; the stored key is compared in full."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         train(world, store)

@@ -1,4 +1,4 @@
-"""Blobs and entries beyond what one read returns: read whole, however little a read returns."""
+"""Blobs and entries beyond the limit of one read: read completely, however little a read returns."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 
 @pytest.fixture(params=[7, 999, 4096])
 def short_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no read return more than so many bytes, as Linux has none return more than 2,147,479,552."""
+    """Limit the bytes of each read, as Linux limits it to 2,147,479,552."""
     most, pread, preadv = request.param, os.pread, os.preadv
 
     def shortened(handle: int, buffers: list[Any], offset: int) -> int:

@@ -46,7 +46,7 @@ def pages_by_hand(layout: SegmentLayout) -> list[tuple[int, int, int, int]]:
 
 @given(layouts())
 def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout) -> None:
-    """All arithmetic, of one page and of many, says what cutting row by row says."""
+    """All arithmetic, for one page and for many, equals cutting row by row."""
     pages = pages_by_hand(layout)
     numbers, rows = np.arange(len(pages) + 1), np.arange(layout.rows + 1)
     firsts = [p[0] for p in pages] + [layout.rows]
@@ -83,7 +83,7 @@ def test_pages_are_cut_at_ranges_and_blocks_and_page_rows(layout: SegmentLayout)
 
 @given(layouts())
 def test_runs_of_a_table_are_its_rows_in_each_range(layout: SegmentLayout) -> None:
-    """From any range on; counts of rows agree."""
+    """From any range on; row counts agree."""
     for place, first in itertools.product(range(2), range(layout.num_ranges + 1)):
         found = [
             list(range(a, b)) for a, b in zip(*map(np.ndarray.tolist, layout.runs_of_table(place, first)), strict=True)
@@ -98,7 +98,7 @@ def test_runs_of_a_table_are_its_rows_in_each_range(layout: SegmentLayout) -> No
 
 @given(layouts(), st.integers(1, 9))
 def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
-    """Every so many rows of a block, whatever their ranges."""
+    """At a fixed number of rows of a block, regardless of their ranges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_layout_module, "KEY_PAGE_ROWS", rows)
         sizes = {name: getattr(layout, name) for name in ("row_bytes", "page_rows", "block_bytes")}
@@ -115,7 +115,7 @@ def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
 
 @given(layouts())
 def test_a_record_gives_the_same_layout_back(layout: SegmentLayout) -> None:
-    """Of no more pages than it has."""
+    """With at most the pages that it has."""
     values, arrays = layout.to_record()
     again = SegmentLayout.from_record(values, arrays, most_pages=layout.num_pages)
     assert again == layout
@@ -124,7 +124,7 @@ def test_a_record_gives_the_same_layout_back(layout: SegmentLayout) -> None:
 
 
 def test_a_layout_of_a_million_pages_takes_what_its_ranges_take() -> None:
-    """64 GB of rows: nothing is done or kept page by page."""
+    """64 GB of rows: no work or memory per page."""
     layout = SegmentLayout.of(
         (Range(i, (2_500_000,)) for i in range(100)), row_bytes=260, page_rows=252, block_bytes=4 << 20
     )
@@ -156,7 +156,7 @@ def test_a_layout_that_makes_no_sense_is_refused(changes: dict[str, Any], words:
 
 
 def test_a_record_of_any_sizes_is_laid_out_or_refused() -> None:
-    """No sum or product of what a record says goes beyond what counts it: what is laid out adds up."""
+    """No sum or product of a record's values overflows: an accepted layout is consistent."""
     sizes, laid_out = [0, 1, 3, 260, 1 << 31, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1], 0
     for row_bytes, page_rows, block_bytes, rows, more in itertools.product(sizes, repeat=5):
         values = {"row_bytes": row_bytes, "page_rows": page_rows, "block_bytes": block_bytes, "tables": 2}
@@ -190,7 +190,7 @@ def test_a_record_of_any_sizes_is_laid_out_or_refused() -> None:
     ],
 )
 def test_a_record_asks_for_no_more_than_there_are_checksums(values: Any, uses: list[int], rows: list[int]) -> None:
-    """Records of other shapes, and of rows beyond the pages at hand, are refused."""
+    """Records of other shapes, and with more rows than the pages allow, are refused."""
     usual = {"row_bytes": 4, "page_rows": 1, "block_bytes": 64, "tables": 1}
     arrays = {"next_use": np.array(uses, np.int64), "table_rows": np.array(rows, np.int64)}
     given_values = {**usual, **values} if values else values

@@ -1,4 +1,4 @@
-"""Leases: what readers hold, whoever and wherever they are, and what the writer frees when they are gone."""
+"""Leases: commits that readers hold, in any process, and the data that the writer frees afterwards."""
 
 import multiprocessing
 import os
@@ -21,7 +21,6 @@ from tiercache.store.locks import Lease, leased_commits
 
 @pytest.fixture(params=["lmdb", "zarr"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store with a commit."""
     made = Store.open(tmp_path / "s", tables=[BIG], engine=request.param)
     dump(made, 0, {1: 200, 9: 100})
     publish(made, 1)
@@ -29,14 +28,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def go_on(store: Store, passes: range) -> None:
-    """Dump and commit."""
     for pass_index in passes:
         dump(store, pass_index, {pass_index + 1: 200})
         publish(store, pass_index + 1)
 
 
 def rows_of(store: Store) -> dict[int, list[bytes]]:
-    """Return all rows by key."""
     return {
         key: [values[i].tobytes() for values in fields]
         for keys, fields in store.scan("big")
@@ -65,14 +62,14 @@ def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
 
 
 def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store) -> None:
-    """Its record is there for as long as they read; its blocks go when they end, before the next commit."""
+    """Its record exists while they read; its blocks are freed when they end, before the next commit."""
     reader = Store.open(store.path, mode="r")
     go_on(store, range(1, 3))
     for _ in range(2):
         with pytest.raises(CommitMissingError, match="has no commit 0: give one of 2"):
             Store.open(store.path, mode="r", commit=0)
         if not reader.closed:
-            assert list(reader.at(0).scan("big"))  # who reads it opens it again
+            assert list(reader.at(0).scan("big"))  # its reader can open it again
         reader.close()
         dump(store, 3 + len(store.segments), {9: 200})  # over the blocks of that commit
     before = len([*Path("/proc/self/fd").iterdir()])
@@ -83,7 +80,6 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
 
 
 def import_rows(store: Store) -> None:
-    """Lay rows over others."""
     (keys, fields), *_ = store.scan("big", chunk_rows=5)
     load_rows(store, [("big", (keys, tuple(fields)))])
 
@@ -102,7 +98,7 @@ GIVING_UP: dict[str, Callable[[Store], object]] = {
 def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
     store: Store, monkeypatch: pytest.MonkeyPatch, give_up: Callable[[Store], object]
 ) -> None:
-    """Taken while the writer publishes the commit that gives it up; writers after it know of it, too."""
+    """Taken while the writer publishes the commit that drops it; later writers also know it."""
     readers: list[Store] = []
     engine = store._opened.engine
     publish_ = engine.publish
@@ -131,7 +127,7 @@ def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
 
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
-    """Its lock went with it."""
+    """The system released its lock."""
     with subprocess.Popen(command(READER, store.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline().startswith(b"0 ")
         assert leased_commits(store.path / "leases") == {0}
@@ -145,7 +141,7 @@ def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
 
 
 def test_a_lease_is_of_its_process_and_not_of_a_fork(store: Store) -> None:
-    """A child that lives on keeps nothing."""
+    """A surviving child keeps nothing."""
     reader = Store.open(store.path, mode="r")
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -165,7 +161,7 @@ def test_a_lease_is_of_its_process_and_not_of_a_fork(store: Store) -> None:
 
 
 def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Path) -> None:
-    """The file of one that the writer just deleted is made again; what is no lease is let alone."""
+    """If the writer just deleted the file, it is created again; other files are not touched."""
     folder = tmp_path / "leases"
     first, second = Lease.take(folder, 3), Lease.take(folder, 3)
     (folder / "note.txt").touch()
@@ -180,9 +176,9 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
     assert Lease.take(tmp_path / "file", 1) is None
 
 
-@pytest.mark.parametrize("change", ["moved", "replaced", "deleted", "made anew"])
+@pytest.mark.parametrize("change", ["moved", "replaced", "deleted", "recreated"])
 def test_a_lease_of_a_store_that_is_elsewhere_by_now_deletes_no_other(tmp_path: Path, change: str) -> None:
-    """What stands at its path is a lease of somebody who reads another store."""
+    """The lease at its path belongs to a reader of another store."""
     folder = tmp_path / "leases"
     lease, other = Lease.take(folder, 3), None
     match change:
@@ -193,7 +189,7 @@ def test_a_lease_of_a_store_that_is_elsewhere_by_now_deletes_no_other(tmp_path: 
         case "replaced":
             folder.rename(tmp_path / "away")
             other = Lease.take(folder, 3)
-        case "made anew":
+        case "recreated":
             (folder / "3").unlink()
             other = Lease.take(folder, 3)
     lease.release()
@@ -205,7 +201,7 @@ def test_a_lease_of_a_store_that_is_elsewhere_by_now_deletes_no_other(tmp_path: 
 
 
 def test_a_writer_that_readers_leave_no_room_says_so(tmp_path: Path) -> None:
-    """With the bytes that they hold."""
+    """The error has the number of bytes that they hold."""
     with Store.open(tmp_path / "s", tables=[BIG], store_budget=3 << 20) as store:
         dump(store, 0, {1: 500})
         publish(store, 1)
@@ -252,14 +248,14 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.disk
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Path, mounted: Path, kind: str) -> None:
-    """It reads while the writer rests; then its commit is gone, the store is whole, and opened again it is read."""
+    """It reads while the writer pauses; then its commit is gone, the store is intact, and it can be opened again."""
     home, there = tmp_path / "home" / "s", mounted / "s"
     with Store.open(home, tables=[BIG], engine=kind) as store:
         stored = dump(store, 0, {1: 200, 9: 100})
         publish(store, 1)
     with Store.open(there, mode="r") as reader:
         assert load(reader, 1) == {0: stored[1]}
-        assert ran(GO_ON, home).returncode == 0  # LMDB opens it once in a process
+        assert ran(GO_ON, home).returncode == 0  # LMDB is opened once per process
         with pytest.raises(CommitMissingError, match="was opened at commit 0, which its writer has given up since"):
             load(reader, 1)
     assert verify(there)["problems"] == []
@@ -270,7 +266,7 @@ def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Pa
 @pytest.mark.disk
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_damage_is_still_damage_there(tmp_path: Path, mounted: Path, kind: str) -> None:
-    """Where no writer went on, what is wrong is wrong."""
+    """If no writer has continued, damage is reported."""
     home = tmp_path / "home" / "s"
     with Store.open(home, tables=[BIG], engine=kind) as store:
         dump(store, 0, {1: 200})

@@ -1,4 +1,4 @@
-"""What is special about LMDB: runs of the file, interrupts, files that are damaged, readers beside the writer."""
+"""Specifics of LMDB: runs of the file, interrupts, damaged files, concurrent readers."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ print("data.mdb" in open("/proc/self/maps").read())
 
 @pytest.mark.disk
 def test_no_reader_has_a_map(big: Store) -> None:
-    """So a file that is cut short beside it is no signal."""
+    """So truncating the file is not a signal for it."""
     for pass_index in range(4):
         dump(big, pass_index, {pass_index + 4: 200})
     publish_big(big, 4)
@@ -51,11 +51,11 @@ def test_no_reader_has_a_map(big: Store) -> None:
     assert ran(READ_ALL, big.path).stdout == "False\n"
 
 
-# -- what is written, and when -------------------------------------------------------------------------------
+# -- contents and times of writes -----------------------------------------------------------------------------
 
 
 def made(path: Path) -> list[Content]:
-    """Make an engine with a few publishes and a blob in several runs; return what it has."""
+    """Create an engine with a few publishes and a blob in several runs; return its content."""
     engine = LmdbEngine(path, create=True)
     holes = put(engine, [plain(f"states/0.{i}", some_bytes(12_000, i)) for i in range(20)])
     drop_all(engine, holes[::2])
@@ -68,7 +68,7 @@ def made(path: Path) -> list[Content]:
 
 
 def read(path: Path) -> Any:
-    """Return what blobs there are, and some of them; None where the store is refused in a sentence."""
+    """Return the names of blobs, and some of the blobs; None if the store is refused with an error."""
     try:
         engine = LmdbEngine(path, create=False, readonly=True)
     except StoreError as error:
@@ -88,7 +88,7 @@ def read(path: Path) -> Any:
 
 
 def test_a_blob_in_many_runs_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its writer and by readers, though its entry is longer than a page of LMDB; also when its front is dropped."""
+    """By its writer and by readers, though its entry is longer than a page of LMDB; also after its front is dropped."""
     monkeypatch.setattr(block_file, "_SPLIT_BYTES", PAGE_BYTES)
     engine = LmdbEngine(tmp_path, create=True)
     small = put(engine, [plain(f"states/0.{i}", some_bytes(10, i)) for i in range(900)])
@@ -130,7 +130,7 @@ def test_a_full_file_shows_before_a_part_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["head", "", "größe", "x" * 512])
 def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path, name: str) -> None:
-    """Before anything is written; and so is one that is there already."""
+    """Before anything is written; and so is an existing one."""
     engine = LmdbEngine(tmp_path, create=True)
     with pytest.raises(ValueError, match="cannot be named"):
         engine.put([Blob(name, 5)], [(0, 0, some_bytes(5))])
@@ -142,7 +142,7 @@ def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path, name: str) -> N
 
 
 def test_a_reader_writes_nothing(tmp_path: Path) -> None:
-    """It says how to open the store for that."""
+    """The error says how to open the store for writing."""
     made(tmp_path)
     engine = LmdbEngine(tmp_path, create=False, readonly=True)
     for call in (
@@ -159,7 +159,7 @@ def test_a_reader_writes_nothing(tmp_path: Path) -> None:
 def test_an_interrupt_in_a_publish_leaves_what_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Whether it came before the transaction, after it, or before HEAD: the engine is at what its file shows."""
+    """Before the transaction, after it, or before HEAD: the engine is at the state of its file."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
     transact = LmdbEngine._transact
@@ -190,7 +190,7 @@ def test_an_interrupt_in_a_publish_leaves_what_is_durable(
 def test_others_see_the_head_before_while_a_publish_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no error that nobody knows yet what it stands at."""
+    """An unknown state of the commit is not an error."""
     engine = LmdbEngine(tmp_path, create=True)
     put(engine, [plain("states/0.0", some_bytes(5000))])
     publish(engine, 0)
@@ -210,7 +210,7 @@ def test_others_see_the_head_before_while_a_publish_is_looked_at(
 
 
 def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written over what the newest head may need; opening the store again finds out which it is."""
+    """No data of a possible newest head is overwritten; opening the store again finds out which it is."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0, [plain("states/0.0", some_bytes(5000))])
 
@@ -238,14 +238,14 @@ def test_a_publish_that_nobody_can_look_at_stops_the_writer(tmp_path: Path, monk
     engine.close()
 
 
-# -- files that are damaged, cut short or something else -----------------------------------------------------
+# -- files that are damaged, truncated or of another kind ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("readonly", [True, False])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None], *, readonly: bool) -> None:
-    """A FIFO that nobody writes to would be waited for without end."""
+    """A FIFO without a writer would block forever."""
     made(tmp_path)
     (tmp_path / name).unlink()
     make(tmp_path / name)
@@ -268,7 +268,7 @@ def test_a_file_that_is_missing_is_refused(tmp_path: Path, name: str, *, readonl
 def test_a_file_that_this_user_may_not_open_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool
 ) -> None:
-    """The advice is to give the right to read."""
+    """The advice is to grant read permission."""
     made(tmp_path)
 
     def denied(*_: Any) -> int:
@@ -282,7 +282,7 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
 
 
 def test_a_map_cut_short_at_any_length_is_refused_or_whole(tmp_path: Path) -> None:
-    """It is whole where only pages that are free were cut off."""
+    """It is intact if only free pages were cut off."""
     made(tmp_path)
     expected = read(tmp_path)
     whole = (tmp_path / "data.mdb").read_bytes()
@@ -297,7 +297,7 @@ def test_a_map_cut_short_at_any_length_is_refused_or_whole(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["data.mdb", "HEAD"])
 def test_no_flipped_bit_shows_other_blobs(tmp_path: Path, name: str) -> None:
-    """Any bit of headers, nodes and keys, and of entries, or one of a byte: the same blobs, or none."""
+    """Any bit of headers, nodes and keys, and of entries, or one per byte: the same blobs, or an error."""
     made(tmp_path)
     expected = read(tmp_path)
     path = tmp_path / name
@@ -316,7 +316,9 @@ def test_no_flipped_bit_shows_other_blobs(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_of_blobs_that_was_cut_short_is_not_made_whole(tmp_path: Path) -> None:
-    """It says which blobs lack bytes; nothing is put until they are dropped, and the file does not grow with zeros."""
+    """It reports which blobs lack bytes; puts are refused until they are dropped, and the file does not grow with
+    zeros.
+    """
     contents = made(tmp_path)
     path = tmp_path / "blocks.bin"
     whole = path.stat().st_size
@@ -344,7 +346,7 @@ def test_a_file_of_blobs_that_was_cut_short_is_not_made_whole(tmp_path: Path) ->
 
 
 def test_what_left_the_file_before_a_crash_is_no_damage(tmp_path: Path) -> None:
-    """Entries that say too much follow with the next publish: what they name may be beyond the end of the file."""
+    """Stale entries are corrected by the next publish: they may refer to bytes beyond the end of the file."""
     engine = LmdbEngine(tmp_path, create=True)
     gone = put(engine, [plain(f"states/0.{i}", some_bytes(100_000, i)) for i in range(4)])
     kept = publish(engine, 0)
@@ -354,7 +356,7 @@ def test_what_left_the_file_before_a_crash_is_no_damage(tmp_path: Path) -> None:
     gone += put(engine, [plain("states/2.0", some_bytes(500_000))])
     kept += publish(engine, 3)
     drop_all(engine, gone, shrink=True)
-    engine.close()  # and no publish follows
+    engine.close()  # without a publish
     engine = LmdbEngine(tmp_path, create=False)
     assert {one.blob.name for one in gone} < engine.list().keys()
     drop_all(engine, gone)
@@ -369,7 +371,7 @@ def test_what_left_the_file_before_a_crash_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path) -> None:
-    """Before the first publish, or in its middle; blobs without a head are not written over."""
+    """Before the first publish, or in its middle; blobs without a head are not overwritten."""
     engine = LmdbEngine(tmp_path, create=True)
     put(engine, [plain("tables", some_bytes(5000))])
     engine.close()
@@ -387,13 +389,13 @@ def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path)
         LmdbEngine(tmp_path, create=True)
 
 
-# -- a disk without room for a copy of the map -----------------------------------------------------------
+# -- a disk without space for a copy of the map --------------------------------------------------------------------
 
 
 def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first publish says that the disk is full; once there is room a damaged list of free pages is gone."""
+    """The first publish reports a full disk; with space, a damaged list of free pages is gone."""
     kept = made(tmp_path)
     path = tmp_path / "data.mdb"
     whole = path.read_bytes()
@@ -420,7 +422,7 @@ def test_a_writer_whose_map_has_no_room_opens_and_changes_nothing(
     engine.close()
 
 
-# -- a reader beside the writer --------------------------------------------------------------------------
+# -- a reader next to the writer ----------------------------------------------------------------------------------
 
 PUBLISH_ON = """
 import sys
@@ -449,7 +451,7 @@ def value_of(number: int, which: int) -> Any:
 
 
 def test_a_reader_in_another_process_sees_whole_publishes_in_order(tmp_path: Path) -> None:
-    """Pages are used again while it looks, and the file is put in place anew: it looks again."""
+    """Pages are reused during its read, and the file is replaced: it reads again."""
     made(tmp_path)
     writer = subprocess.Popen([sys.executable, "-c", PUBLISH_ON, str(tmp_path)])
     last, running, seen = -1, True, 0

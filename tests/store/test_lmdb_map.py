@@ -1,4 +1,4 @@
-"""The map of LMDB: as large as entries need, and larger when they grow."""
+"""The map of LMDB: sized for its entries, and grown with them."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ TB = 1 << 40
 def test_the_size_of_the_file_system_is_nothing_to_the_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int
 ) -> None:
-    """A store is made and published on one of any size."""
+    """A store is created and published on a file system of any size."""
     told = os.statvfs_result((1 << 20, 1 << 20, total >> 20, total >> 20, total >> 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: told)
     engine = LmdbEngine(tmp_path, create=True)
@@ -58,7 +58,7 @@ print(engine.newest().name)
 
 @pytest.mark.parametrize("more", [512 << 20, 1 << 30, 16 << 30])
 def test_a_limit_of_the_address_space_leaves_room_for_the_map(tmp_path: Path, more: int) -> None:
-    """As ``ulimit -v`` sets one, far below the size of the disk."""
+    """Such as a limit by ``ulimit -v``, far below the size of the disk."""
     done = ran(LIMITED, tmp_path, more)
     assert (done.stdout, done.stderr) == ("commits/2\n", "")
 
@@ -68,7 +68,7 @@ def test_a_limit_of_the_address_space_leaves_room_for_the_map(tmp_path: Path, mo
 def test_a_map_that_is_too_small_grows_and_loses_nothing(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]
 ) -> None:
-    """In the first publish, which copies all entries, and in any other; the whole publish is made again."""
+    """In the first publish, which copies all entries, and in any other; the whole publish is repeated."""
     path, contents, number = tmp_path_factory.mktemp("store"), [], 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lmdb_engine, "_MAP_BYTES", 1 << 15)
@@ -94,7 +94,7 @@ def test_a_map_that_is_too_small_grows_and_loses_nothing(
 
 
 def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> None:
-    """As large as it really is, of 22,000 blobs two times: the publish copies all entries into a larger one."""
+    """Real sizes, with 22,000 blobs twice: the publish copies all entries into a larger one."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
     assert engine._env.info()["map_size"] < 17 << 20
@@ -112,7 +112,7 @@ def test_entries_outgrow_the_map_that_a_writer_begins_with(tmp_path: Path) -> No
 def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no full disk: nothing changed, and what is asked for then is done."""
+    """It is not a full disk: nothing changed, and the next request succeeds."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0)
 
@@ -136,7 +136,7 @@ def test_a_map_without_address_space_is_said_and_the_next_publish_opens_another(
 def test_an_interrupt_while_entries_change_leaves_a_map_that_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes, the sum of checksums that the head names is that of the entries."""
+    """At any time, the sum of checksums in the head matches the entries."""
     calls = 0
 
     def interrupted(call: Any) -> Any:
@@ -194,7 +194,7 @@ print(engine.newest().name)
 @pytest.mark.disk
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_full_disk_says_what_the_map_needs(tmp_path: Path, when: str) -> None:
-    """Not what a publish usually has."""
+    """Not the usual need of a publish."""
     done = ran(FULL, tmp_path, when)
     needed, name = done.stdout.splitlines()
     assert int(needed) > 20_000 * 400, done.stderr
@@ -209,7 +209,7 @@ def read(engine: LmdbEngine, content: Content) -> None:
 
 
 def test_a_reader_descends_once_for_the_blobs_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged entry among them stops only the read of its own blob."""
+    """A damaged entry among them only prevents reading its blob."""
     engine = LmdbEngine(tmp_path, create=True)
     kept = publish(engine, 0, [plain(f"states/0.{number}", some_bytes(300 + number)) for number in range(20)])
     engine.close()

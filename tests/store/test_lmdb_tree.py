@@ -40,7 +40,7 @@ def test_the_file_tells_where_lmdb_has_each_value(tmp_path: Path) -> None:
 
 
 def test_an_empty_tree_has_no_value(tmp_path: Path) -> None:
-    """One that never had any, and one that lost all."""
+    """One that was never filled, and one that lost all values."""
     with lmdb.open(str(tmp_path), map_size=1 << 20) as environment:
         for is_deleted in (True, False):
             file = LmdbFile(str(tmp_path / "data.mdb"))

@@ -1,4 +1,4 @@
-"""Paths that are given: made absolute once, and no folder for what was meant as a URL."""
+"""Path arguments: made absolute once, and no folder for a mistyped URL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ URLS = [
 def test_a_url_is_no_local_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, mode: str, engine: str | None
 ) -> None:
-    """One of no object store is refused with what to write, one of an object store opened there; no folder is made."""
+    """Other URLs are refused with advice, URLs of object stores are opened; no folder is created."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(zarr_objects, "object_store", refuse_or_keep)
     opens = isinstance(url, str) and url.split("://")[0] in {"s3", "gs", "abfss"} and engine != "lmdb"
@@ -47,7 +47,7 @@ def test_a_url_is_no_local_folder(
 
 
 def refuse_or_keep(url: str) -> Any:
-    """Return a store of objects in memory for a URL that is one of an object store."""
+    """Return an in-memory object store for the URL of an object store."""
     is_object_store = url.split("://", maxsplit=1)[0] in {"s3", "gs", "abfss"}
     return ObjectStore(MemoryStore()) if is_object_store else object_store_of(url)
 
@@ -56,7 +56,7 @@ object_store_of = zarr_objects.object_store
 
 
 def test_scratch_is_that_of_the_folder_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late rows are asked for; a URL is refused at once."""
+    """However late rows are read; a URL is refused at once."""
     (tmp_path / "1" / "tmp").mkdir(parents=True)
     (tmp_path / "2").mkdir()
     folders, usual = list[Any](), ScratchFile.__init__
@@ -92,7 +92,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("door", [*DOORS])
 def test_no_door_of_the_store_takes_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, door: str) -> None:
-    """Nor makes anything of one."""
+    """Nor creates anything for one."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="is a URL"):
         DOORS[door](url)
@@ -100,13 +100,13 @@ def test_no_door_of_the_store_takes_a_url(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_engine_that_is_given_may_be_named_by_a_url() -> None:
-    """There the path only says in messages which store it is."""
+    """There the path only names the store in messages."""
     with Store.open("s3://bucket/model.tc", tables=[BIG], engine=MemoryEngine()) as store:
         assert "s3:" in store.label
 
 
 def test_names_with_colons_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing follows that only a URL has, or where they are said to be here."""
+    """If they do not look like a URL, or are marked as local."""
     monkeypatch.chdir(tmp_path)
     for name in ("a:b", "12:30/x", "C:/x", "run:1", "./s3:/x", "x/s3:/y", str(tmp_path / "s3:" / "x"), "a b:/c"):
         assert not is_url(name)
@@ -126,7 +126,7 @@ def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """A path is made absolute, not another one."""
+    """A path is made absolute, not resolved."""
     (tmp_path / "run-1").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "run-1")
     with Store.open(tmp_path / "latest" / ".." / "latest", tables=[BIG]) as store:
@@ -136,7 +136,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 @pytest.mark.parametrize("name", ["caf\udce9", "\udcff\udcfe", "a b", "ü", "new\nline", "%s", "x" * 200, "-r"])
 def test_a_folder_may_have_any_name(tmp_path: Path, kind: str, name: str) -> None:
-    """That the file system takes, also one that is no UTF-8."""
+    """Any that the file system accepts, also if it is not UTF-8."""
     with Store.open(tmp_path / name, tables=[BIG], engine=kind) as store:
         stored = dump(store, 0, {1: 10})
         publish(store, 1)

@@ -1,4 +1,4 @@
-"""Finding and reading single rows by key, and what changed since a commit."""
+"""Looking up single rows by key, and changes since a commit."""
 
 import copy
 from dataclasses import replace
@@ -41,7 +41,7 @@ def trained(seed: int, passes: int) -> tuple[Store, World]:
 
 
 def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
-    """What ``cached`` gives is taken as it is; only the other pages are read, neighbors at once."""
+    """Pages in ``cached`` are used; only the others are read, neighbors at once."""
     store, world = home.open(tables), World(tables, keys_per_pass=80)
     world.run(store, 1)
     segment, group = store.segments[0], 0
@@ -84,7 +84,7 @@ def test_contiguous_pages_are_read_at_once(home: Home, tables: list[Table]) -> N
 def test_a_lookup_gives_the_row_of_each_key_however_much_is_read_at_once(
     seed: int, passes: int, batch_bytes: int, page_keys: int
 ) -> None:
-    """Keys in any order, some twice, of all segments, whatever first keys a record has; zeros where there is no row."""
+    """Keys in any order, some twice, from all segments, for any first keys in a record; zeros for missing rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.store.lookup.BATCH_BYTES", batch_bytes)
         patch.setattr("tiercache.store.layout.KEY_PAGE_ROWS", page_keys)
@@ -108,7 +108,7 @@ def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
 
 
 def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin in their page of memory as they do in that of the blob, also behind a run of another length."""
+    """They have the same offset in their page of memory as in the blob's page, also after a run of another length."""
     dump(big, 0, {1: 300, 2: 700}, block_bytes=1 << 20)
     publish(big, 1)
     segment, asked = big.segments[0], []
@@ -123,13 +123,13 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     wanted = np.concatenate([np.arange(3, 9), np.arange(21, layout.rows - 5)])
     found = big.read_rows(segment, 0, wanted)
     assert max(size for size, _ in asked) > 256 << 10
-    assert {shift for size, shift in asked if size > 8 << 10} == {0}  # what describes the segment is shorter
+    assert {shift for size, shift in asked if size > 8 << 10} == {0}  # the metadata of the segment is shorter
     alone = big.read_rows(segment, 0, wanted[7:8])
     assert found[0][7].tobytes() == alone[0][0].tobytes()
 
 
 def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
-    """Of a table whose rows stand in one run, as compaction leaves them; a key without a row costs no page of rows."""
+    """In a table with one run of rows, as after compaction; a key without a row costs no page of rows."""
     table = Table(name="t", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
     store = Store.open(None, tables=[table], engine=MemoryEngine())
     (group,), rows = store.groups, 200_000
@@ -148,7 +148,7 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
 
 
 def test_keys_that_do_not_begin_as_their_segment_says_are_refused() -> None:
-    """A description of other rows has other first hashes, by which a lookup would look in the wrong page."""
+    """Metadata of other rows has other first hashes, and a lookup would read the wrong page."""
     store, _ = trained(3, 2)
     segment = store.segments[-1]
     store.reader.keys(segment, 0, 0)
@@ -159,7 +159,7 @@ def test_keys_that_do_not_begin_as_their_segment_says_are_refused() -> None:
 
 
 def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
-    """The error has the table and all such keys; tables and keys that cannot be are refused."""
+    """The error has the table and all such keys; unknown tables and invalid keys are refused."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 3)
@@ -182,7 +182,7 @@ def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
 
 
 def test_changes_since_a_commit_that_was_given_up_are_refused() -> None:
-    """Whoever has rows of an abandoned commit is told what to do; rows since the commit before are right."""
+    """The holder of an abandoned commit gets advice; changes since the previous commit are right."""
     world, past = World(small_tables()), dict[int, World]()
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=4) as store:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Writers of one object store, which has no lock: each takes over by a conditional put and fences the one before."""
+"""Writers of one object store, which has no locks: each takes over by a conditional put and fences the previous one."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -32,12 +32,12 @@ from tiercache.store.engines.zarr_objects import object_store
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreInUseError
 
 Make = Callable[[], Any]
-"""Return a client of its own of the one object store of a test."""
+"""Returns a new client of the test's object store."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Run an S3 server that has conditional puts, on loopback; its address."""
+    """Run a local S3 server with conditional puts; yield its address."""
     running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
@@ -47,7 +47,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "s3"])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Return a function that opens an object store, which is empty at first."""
+    """Return a function that opens an initially empty object store."""
     if request.param == "memory":
         memory = MemoryStore()
         return lambda: ObjectStore(memory)
@@ -64,7 +64,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def opened(make: Make, *, create: bool = False, keep_for: float = 0.0, **options: Any) -> ZarrEngine:
-    """Open the store by a client of its own."""
+    """Open the store with a new client."""
     return ZarrEngine(make(), create=create, keep_for=keep_for, **options)
 
 
@@ -74,7 +74,7 @@ def names_of(make: Make) -> set[str]:
 
 
 def of_epoch(contents: list[Content], engine: ZarrEngine) -> list[Content]:
-    """Return blobs with the writer's epoch in their names, as the store puts them."""
+    """Return blobs with the writer's epoch in their names, as the store does."""
     found = []
     for one in contents:
         folder, word, *rest = one.blob.name.split("/")
@@ -83,13 +83,13 @@ def of_epoch(contents: list[Content], engine: ZarrEngine) -> list[Content]:
 
 
 def sweep(engine: ZarrEngine, needed: list[Content]) -> None:
-    """Drop what is not needed, as a store does when it is opened for writing."""
+    """Drop unneeded blobs, as a store does when it is opened for writing."""
     names = {one.blob.name for one in needed}
     engine.drop([(name, None) for name in engine.list() if name not in names])
 
 
 def test_a_store_is_written_by_one_writer_after_another(make: Make) -> None:
-    """Names of each are its own, one head is there, and what nobody needs goes."""
+    """Each has its own names, one head exists, and unneeded objects are deleted."""
     commits, before = 0, list[Content]()
     for _ in range(3):
         engine = opened(make, create=not commits)
@@ -117,7 +117,7 @@ def test_a_store_is_written_by_one_writer_after_another(make: Make) -> None:
 
 @pytest.mark.parametrize("keep_for", [0.0, 60.0])
 def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: float) -> None:
-    """For as long as was said, chunks of fronts too: nobody knows of readers elsewhere."""
+    """For the configured time, also chunks of fronts: remote readers are unknown."""
     engine = opened(make, create=True, keep_for=keep_for)
     contents = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1) + segment(layout_of([9]), 2))
     reader = opened(make, readonly=True)
@@ -136,7 +136,7 @@ def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: f
                 bytes_of(reader, blob, 0, pieces[0].size)
     reader.close()
     engine.close()
-    engine = opened(make)  # it deletes what the one before kept, once that is dropped again
+    engine = opened(make)  # deletes what the previous one kept, once that is dropped again
     sweep(engine, left + contents[8:])
     drop_fronts(engine, contents[:4], 2)
     engine.close()
@@ -147,7 +147,9 @@ def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: f
 
 
 def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
-    """It had put blobs; the new writer does not see them as its own, and one that drops leaves a later one's."""
+    """It had put blobs; the new writer does not treat them as its own, and a late drop does not affect a later
+    writer's.
+    """
     old = opened(make, create=True)
     kept = publish(old, 0, of_epoch(segment(layout_of([10]), 1), old))
     added = put(old, of_epoch([*segment(layout_of([10]), 2), plain("commits/1", some_bytes(10))], old))
@@ -173,7 +175,7 @@ def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
 
 
 def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
-    """They open and publish as they like: each commit is refused, or there until the end."""
+    """They open and publish at any time: each commit is refused, or stays until the end."""
     engine = opened(make, create=True)
     publish(engine, 0)
     engine.close()
@@ -209,7 +211,7 @@ def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
 
 
 def test_the_blobs_of_tables_are_listed_and_dropped(make: Make) -> None:
-    """Each writer that made the store has one, by its epoch; what else begins with that word is nobody's."""
+    """Each writer that created the store has one, by its epoch; other objects with this prefix are ignored."""
     engine = opened(make, create=True)
     put(engine, [plain(f"tables-{engine.epoch}", some_bytes(100))])
     publish(engine, 0)
@@ -225,7 +227,7 @@ def test_the_blobs_of_tables_are_listed_and_dropped(make: Make) -> None:
 
 
 def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the client calls its errors: of puts, the head, reads and lists."""
+    """For any exception of the client: in puts, the head, reads and lists."""
     engine = opened(make, create=True)
     kept = publish(engine, 0, segment(layout_of([10]), 1))
 
@@ -247,7 +249,7 @@ def test_an_error_of_an_object_store_is_a_sentence(make: Make, monkeypatch: pyte
                 patch.setattr(ObjectStore, name, failing)
             with pytest.raises(StoreError, match="the network is down") as caught:
                 call()
-        assert not isinstance(caught.value, CorruptStoreError)  # a store that is not reached is whole
+        assert not isinstance(caught.value, CorruptStoreError)  # an unreachable store is intact
         assert_sentence(caught.value)
     with monkeypatch.context() as patch:
         for name in ("list_prefix", "_list"):

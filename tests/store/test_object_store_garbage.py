@@ -1,4 +1,4 @@
-"""Object stores without a conditional put are refused for writing; garbage of one writer is deleted by the next."""
+"""Object stores without a conditional put are refused for writing; the next writer deletes garbage."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ REPLACES = "replaces an object by a put that is to fail where it exists"
 
 
 class Careless(MemoryStore):
-    """Ignores the condition, as a server that does not know the header."""
+    """Ignores the condition, like a server that does not know the header."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Put."""
@@ -33,14 +33,14 @@ class Careless(MemoryStore):
 
 
 class Lost(MemoryStore):
-    """Takes a conditional put, and writes nothing."""
+    """Accepts a conditional put, but writes nothing."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Do nothing."""
 
 
 class Slow(FsspecStore):
-    """A store of a user's own, which changes something else."""
+    """A custom store that overrides something else."""
 
     async def set(self, key: str, value: Buffer, byte_range: Any = None) -> None:
         """Put."""
@@ -48,7 +48,7 @@ class Slow(FsspecStore):
 
 
 class CarelessWrapper(WrapperStore):  # type: ignore[type-arg]
-    """Decides by itself, and not well."""
+    """Implements the conditional put itself, incorrectly."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Put."""
@@ -56,7 +56,7 @@ class CarelessWrapper(WrapperStore):  # type: ignore[type-arg]
 
 
 class Careful(WrapperStore):  # type: ignore[type-arg]
-    """Has a conditional put of its own over a store that has none."""
+    """Implements a correct conditional put over a store without one."""
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Put."""
@@ -96,7 +96,7 @@ def objects(store: Any) -> set[str]:
 
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_store_that_does_not_decide_between_writers_is_not_written(make: Callable[[], Any], words: str) -> None:
-    """In a sentence, and nothing is left."""
+    """With an error, and nothing is left."""
     store = make()
     with pytest.raises(StoreError, match=rf"cannot be written: {words}, so one writer could destroy") as caught:
         ZarrEngine(store, create=True)
@@ -108,7 +108,7 @@ def test_a_store_that_does_not_decide_between_writers_is_not_written(make: Calla
     "wrap", [lambda store: store, WrapperStore, LoggingStore, Careful], ids=["as it is", "wrapped", "logged", "own put"]
 )
 def test_a_store_that_decides_is_written_and_has_no_probe(wrap: Callable[[Any], Any]) -> None:
-    """Also through wrappers that pass the put on, or have one of their own."""
+    """Also through wrappers that forward the put, or implement their own."""
     store = wrap(MemoryStore())
     engine = ZarrEngine(store, create=True)
     contents = publish(engine, 0, segment(layout_of([10]), 1))
@@ -141,7 +141,7 @@ def test_a_store_that_is_not_written_is_read(make: Callable[..., Any]) -> None:
 
 
 class Runs:
-    """Runs of one object store, each shorter than the time for which garbage is kept."""
+    """Runs of one object store, each shorter than the time before garbage is deleted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.now, self.commits = obstore.store.MemoryStore(), 1e9, 0
@@ -149,7 +149,7 @@ class Runs:
         monkeypatch.setattr(zarr_inventory, "time", SimpleNamespace(time=lambda: self.now))
 
     def run(self, *, killed: bool = False, commits: int = 2, **options: Any) -> None:
-        """Publish some commits, each of which needs nothing of the ones before."""
+        """Publish some commits that each need nothing from the earlier ones."""
         engine = ZarrEngine(ObjectStore(self.memory), create=not self.commits, **options)
         sweep(engine, self.needed)
         for _ in range(commits):
@@ -176,27 +176,27 @@ class Runs:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """A store in memory, whose clock stands still."""
+    """A store in memory with a frozen clock."""
     return Runs(monkeypatch)
 
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("distance", [700.0, 300.0, 150.0, 50.0])
 def test_garbage_of_a_short_run_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
-    """So the objects of a store are bounded, whatever the length of its runs and however they end."""
+    """So the objects of a store are bounded, for any length and end of its runs."""
     most: list[int] = []
     for _ in range(40):
         runs.run(killed=killed)
         most.append(len(runs.names()))
         runs.now += distance
-    kept_runs = 600 / distance + 3  # garbage that is younger than that, and one run whose list was not written
+    kept_runs = 600 / distance + 3  # younger garbage, and one run whose list was not written
     assert max(most[20:]) <= max(most[:20])
     assert len(runs.dead()) <= 4 * kept_runs
     assert sum(name.startswith("free/") for name in runs.names()) <= 1
 
 
 def test_garbage_stays_over_runs_until_it_is_due(runs: Runs) -> None:
-    """A reader of it goes on until then; then the next run deletes it, and its own garbage stays."""
+    """A reader can continue until then; then the next run deletes it, and newer garbage stays."""
     runs.run()
     reader, before = ZarrEngine(ObjectStore(runs.memory), create=False, readonly=True), runs.needed
     runs.now += 10
@@ -236,17 +236,17 @@ def test_a_damaged_list_of_garbage_costs_only_time(runs: Runs, damage: bytes) ->
 
 
 def test_a_list_names_nothing_that_is_needed(runs: Runs) -> None:
-    """A copy of a store may have a list that is newer than its head: needed blobs stay, whatever it says."""
+    """A copy of a store can have a list that is newer than its head: needed blobs stay, whatever it lists."""
     runs.run()
     names = [one.blob.name for one in runs.needed] + ["segments/", "commits/"]
     obstore.put(runs.memory, "free/1", encode("free", {"since": [[1.0, names]]}, {}))
     for _ in range(3):
         runs.now += 700
-        runs.run(commits=0)  # checks that they are there
+        runs.run(commits=0)  # checks that they exist
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(runs: Runs) -> None:
-    """Names that are garbage since later than now are garbage since now."""
+    """Garbage with a time in the future counts from now on."""
     runs.now += 1e6
     runs.run()
     runs.now -= 1e6
@@ -257,7 +257,7 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(runs: Runs) -> None:
 
 
 def test_a_name_that_is_put_again_is_not_deleted_later(runs: Runs) -> None:
-    """The garbage of that name went before it was put: alone, with its folder, or some of its chunks."""
+    """Old garbage of that name was deleted before the put: alone, with its folder, or some of its chunks."""
     engine = ZarrEngine(ObjectStore(runs.memory), create=True)
     first = publish(engine, 0, segment(layout_of([30], compression="zstd"), 1))
     engine.drop([(one.blob.name, 4096) for one in first if one.blob.of])

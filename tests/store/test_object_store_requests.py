@@ -1,4 +1,4 @@
-"""Requests to an object store are in flight together, up to a limit; URLs of object stores."""
+"""Concurrent requests to an object store, up to a limit; URLs of object stores."""
 
 import asyncio
 import builtins
@@ -20,14 +20,13 @@ from tiercache.store.store_errors import StoreError
 
 
 class SlowStore(MemoryStore):
-    """A store whose requests take a while: each knows how many had to end, one after another, before it began."""
+    """A store with slow requests: each records how many had to end, one after another, before it began."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requests = self.depth = self.in_flight = self.most = 0
 
     def reset(self) -> None:
-        """Count from now on."""
         self.requests = self.depth = self.most = 0
 
     async def _wait(self) -> None:
@@ -50,7 +49,7 @@ class SlowStore(MemoryStore):
         return await super().get(key, *arguments, **options)
 
     async def getsize(self, key: str) -> int:
-        """Look."""
+        """Return the size."""
         await self._wait()
         if key not in self._store_dict:
             raise FileNotFoundError(key)
@@ -64,14 +63,14 @@ class SlowStore(MemoryStore):
 
 @pytest.fixture
 def one_block_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As blocks of 64 MiB would be."""
+    """Use one block per chunk, as for blocks of 64 MiB."""
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 5000)
 
 
 @pytest.mark.usefixtures("one_block_a_chunk")
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_puts_reads_and_deletes_are_in_flight_together(compression: str | None) -> None:
-    """Eight blocks of two fields and their keys take a few latencies, of a segment, its deletion, or 50 objects."""
+    """Eight blocks of two fields and their keys take a few latencies: for a segment, its deletion, or 50 objects."""
     store = SlowStore()
     engine = ZarrEngine(store, create=True, keep_for=0.0)
     publish(engine, 0)
@@ -101,7 +100,7 @@ def test_puts_reads_and_deletes_are_in_flight_together(compression: str | None) 
 
 @pytest.mark.usefixtures("one_block_a_chunk")
 def test_a_read_asks_for_all_that_it_needs_at_once() -> None:
-    """Fields of a page together, then, of compressed tables, their parts; and all objects of a large blob."""
+    """Fields of a page together, then, for compressed tables, their parts; and all objects of a large blob."""
     store = SlowStore()
     engine = ZarrEngine(store, create=True)
     state = plain("states/0.1", some_bytes(60_000))
@@ -116,7 +115,7 @@ def test_a_read_asks_for_all_that_it_needs_at_once() -> None:
 
 
 def test_the_list_of_a_store_reads_descriptions_together() -> None:
-    """One of each group that is not known."""
+    """One for each unknown group."""
     store = SlowStore()
     engine = ZarrEngine(store, create=True)
     contents = [one for i in range(6) for one in put(engine, segment(layout_of([10]), i))]
@@ -134,7 +133,7 @@ def test_the_list_of_a_store_reads_descriptions_together() -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_no_more_requests_are_in_flight_than_allowed(concurrency: int) -> None:
-    """By all threads together."""
+    """Over all threads."""
     store = SlowStore()
     engine = ZarrEngine(store, create=True, concurrency=concurrency, keep_for=0.0)
     states = [plain(f"states/0.{i}", some_bytes(100, i)) for i in range(8)]
@@ -148,7 +147,7 @@ def test_no_more_requests_are_in_flight_than_allowed(concurrency: int) -> None:
 
 
 def test_one_put_that_fails_fails_the_whole_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever it is, after those in flight have ended; nothing of it is left."""
+    """Any of them, after the others in flight have ended; no object of it is left."""
     store = MemoryStore()
     engine = ZarrEngine(store, create=True)
     kept, set_ = publish(engine, 0), MemoryStore.set
@@ -172,7 +171,7 @@ def test_one_put_that_fails_fails_the_whole_put(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("one_block_a_chunk")
 def test_chunks_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ones that are not whole are put early when too many wait, and read back for the rest of their blocks."""
+    """Incomplete chunks are put early if too many are pending, and read back for the rest of their blocks."""
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 64 << 10)
     engine = ZarrEngine(MemoryStore(), create=True)
     engine.memory_bytes = 20_000
@@ -187,7 +186,7 @@ def test_chunks_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine._writer, "_count", counting)
     check(engine, put(engine, contents, order=np.random.default_rng(3)))
-    assert most <= 2 * 20_000 + 2 * (64 << 10)  # of 880,000 bytes
+    assert most <= 2 * 20_000 + 2 * (64 << 10)  # out of 880,000 bytes
     assert engine._writer._bytes == 0  # type: ignore[attr-defined]
     engine.close()
 
@@ -204,7 +203,7 @@ def test_chunks_wait_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_url_of_an_object_store_is_a_store_of_obstore(url: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rest of the path as its prefix, and credentials of the environment; messages call it by its URL."""
+    """With the rest of the path as its prefix, and credentials from the environment; messages show its URL."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     found = object_store(url)
     engine_label = f"the store in {Objects(found).store}"
@@ -216,7 +215,7 @@ def test_a_url_of_an_object_store_is_a_store_of_obstore(url: str, kind: str, mon
     "url", ["file:///tmp/x", "memory:///", "https://host/x", "hdfs://host/x", "ftp://x/y", "x", ""]
 )
 def test_a_url_of_another_kind_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to write, and no folder is made."""
+    """With advice, and no folder is created."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is no URL of an object store: .*engine=ZarrEngine\(store") as caught:
         object_store(url)
@@ -226,7 +225,7 @@ def test_a_url_of_another_kind_is_refused(url: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("url", ["s3://", "gs://"])
 def test_a_url_that_obstore_refuses_is_an_error_in_words(url: str) -> None:
-    """In one line."""
+    """The message has one line."""
     with pytest.raises(ValueError, match="cannot be opened as an object store") as caught:
         object_store(url)
     assert_sentence(caught.value)

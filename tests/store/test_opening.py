@@ -1,4 +1,4 @@
-"""Opening: what is there, whose it is, and who has it."""
+"""Opening a store: missing, foreign and locked ones."""
 
 import json
 import os
@@ -33,7 +33,6 @@ from tiercache.store import (
 
 
 def one(name: str = "t", **changes: object) -> Table:
-    """Return a table."""
     values = {"name": name, "dim": 2, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros(), **changes}
     return Table(**values)  # type: ignore[arg-type]
 
@@ -48,7 +47,9 @@ def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
 
 
 def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path) -> None:
-    """Nor can one be made below the file; the folder is named with what is in it, and both stay as they are."""
+    """A store cannot be created below the file either; the message lists the folder's contents, and both stay
+    unchanged.
+    """
     (tmp_path / "photo.jpg").write_text("mine")
     for path, words in (
         ("photo.jpg", "is a file"),
@@ -62,7 +63,6 @@ def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\x00\xff"])
 def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
-    """Whatever is in it."""
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(NotAStoreError):
         Store.open(tmp_path, tables=[one()])
@@ -73,7 +73,7 @@ def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> Non
     [(6, "use a newer tiercache"), (4, "use the tiercache that wrote it"), (3, "use the tiercache")],
 )
 def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str) -> None:
-    """Older or newer, with what to use instead; the store is not touched."""
+    """Older or newer, with a remedy; the store is not touched."""
     Store.open(tmp_path, tables=[one()]).close()
     marker = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
@@ -95,7 +95,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
     ],
 )
 def test_other_tables_are_refused(home: Home, given: list[Table], words: str) -> None:
-    """With the first difference and what to do."""
+    """The error has the first difference and a remedy."""
     home.open([one("t"), one("u")])
     with pytest.raises(
         TableMismatchError, match=words + r".*: give the tables it has, alter the store by tiercache\.store\.alter"
@@ -114,7 +114,7 @@ store = Store.open(None, engine=engine)
 print('open', flush=True)
 sys.stdin.read()
 """
-"""Opens an engine's instance for writing and holds it."""
+"""Opens an engine's instance for writing and keeps it open."""
 
 
 @pytest.mark.parametrize(("module", "engine"), [("zarr_engine", "ZarrEngine"), ("lmdb_engine", "LmdbEngine")])
@@ -143,7 +143,7 @@ def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: 
 
 
 def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
-    """The child gets a sentence, holds no lock, and closing there leaves the parent's store alone."""
+    """The child gets an error, holds no lock, and closing there does not affect the parent's store."""
     store, world = Store.open(tmp_path, tables=small_tables()), World(small_tables())
     world.run(store, 1)
     pid = os.fork()
@@ -162,7 +162,7 @@ def test_a_store_is_not_used_across_a_fork(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A loader's worker that outlives training does not keep the store from being opened."""
+    """A loader's worker that outlives training does not prevent opening the store."""
     store = Store.open(tmp_path, tables=[one()])
     ready, wait = os.pipe(), os.pipe()
     pid = os.fork()
@@ -180,7 +180,7 @@ def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [["writer.lock"], ["writer.lock", "data.mdb"], ["writer.lock", "store.json.new"]])
 def test_a_creation_that_was_killed_is_done_again(tmp_path: Path, left: list[str]) -> None:
-    """Whatever it left behind before the marker."""
+    """With any leftovers from before the marker."""
     for name in left:
         (tmp_path / name).touch()
     with pytest.raises(StoreMissingError):
@@ -191,7 +191,7 @@ def test_a_creation_that_was_killed_is_done_again(tmp_path: Path, left: list[str
 
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_a_creation_killed_just_before_its_marker_is_done_again(kind: str, tmp_path: Path) -> None:
-    """Even with other tables, as nobody has seen the first ones."""
+    """Even with other tables, because the first ones were never visible."""
     Store.open(tmp_path, tables=[one()], engine=kind).close()
     (tmp_path / "store.json").unlink()
     with Store.open(tmp_path, tables=[one("u")], engine=kind) as store:
@@ -202,7 +202,7 @@ def test_a_creation_killed_just_before_its_marker_is_done_again(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(kind: str, tmp_path: Path) -> None:
-    """Its rows are not written over, whichever engine is asked for."""
+    """Its rows are not overwritten, for any requested engine."""
     with Store.open(tmp_path, tables=small_tables(), engine=kind) as store:
         World(small_tables()).run(store, 1)
     (tmp_path / "store.json").unlink()
@@ -215,7 +215,7 @@ def test_a_store_with_commits_that_lost_its_marker_is_not_made_again(kind: str, 
 
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
 def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
-    """A marker alone is no store, nor are records without blocks."""
+    """A marker alone is not a store, and neither are records without blocks."""
     Store.open(tmp_path, tables=[one()]).close()
     (tmp_path / name).unlink()
     for mode in ("a", "r"):
@@ -224,7 +224,7 @@ def test_a_missing_data_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_store_opens_with_the_engine_it_was_made_with(tmp_path: Path) -> None:
-    """Nobody has to say which; another one is refused in words, and one that is not known here too."""
+    """It need not be named; another one is refused with a message, and so is an unknown one."""
     for kind, other in (("lmdb", "zarr"), ("zarr", "lmdb")):
         Store.open(tmp_path / kind, tables=[one()], engine=kind).close()
         for mode in ("a", "r"):
@@ -241,7 +241,7 @@ def test_a_store_opens_with_the_engine_it_was_made_with(tmp_path: Path) -> None:
 
 
 def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:
-    """Before anything is made."""
+    """Before anything is created."""
     with pytest.raises(ValueError, match="it must be 'a'"):
         Store.open(tmp_path / "s", tables=[one()], mode="w")
     with pytest.raises(ValueError, match="it must be 'lmdb'"):
@@ -264,7 +264,7 @@ def test_an_empty_engine_without_tables_is_no_store() -> None:
 @pytest.mark.parametrize("wrong", [1.0, "1", [1]])
 @pytest.mark.parametrize("option", ["commit", "retention"])
 def test_an_option_that_is_no_whole_number_is_refused(tmp_path: Path, option: str, wrong: Any) -> None:
-    """A text is not taken for the number that it spells."""
+    """A string is not converted to the number that it spells."""
     mode = {"commit": "r", "retention": "a"}[option]
     with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: give an int"):
         Store.open(tmp_path / "s", tables=[one()], mode=mode, **{option: wrong})

@@ -1,4 +1,4 @@
-"""Rows that are imported into a store that has rows: they hide the old ones until a schedule folds them in."""
+"""Rows imported into a store with rows: they hide the old ones until a schedule merges them."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from tiercache.store.verification import Verification
 
 
 def check_overlaid(store: Store, world: World, commit: Commit) -> None:
-    """Assert that every way to read shows the imported rows and the others, and that training stands where it stood."""
+    """Assert that every way to read shows the imported rows and the others, and that the position of training is
+    unchanged.
+    """
     assert rows_of(store) == world.rows
     check_scans(store, world)
     world.check(store, after=world.pass_index - 1)
@@ -37,7 +39,7 @@ def check_overlaid(store: Store, world: World, commit: Commit) -> None:
 def test_imported_rows_win_until_a_schedule_folds_them_in(
     seed: int, trained: int, overlays: list[tuple[int, int]], after: int
 ) -> None:
-    """Keys of before and new ones, some tables or all, once or again: then training goes on at the same pass."""
+    """Existing and new keys, some tables or all, once or repeatedly: then training continues at the same pass."""
     world = World(small_tables()[:3], seed=seed, keys_per_pass=9, universe=30)
     draw = np.random.default_rng(seed)
     engine = MemoryEngine()
@@ -75,7 +77,7 @@ def test_the_commit_before_an_import_can_be_gone_back_to(home: Home) -> None:
 
 
 def test_an_import_that_fails_changes_nothing() -> None:
-    """Wherever the store has no more room."""
+    """At any point where the store runs out of space."""
     refused = 0
     for call in range(1, 60):
         world, engine = World(small_tables()[1:3]), FailingEngine(MemoryEngine())
@@ -99,7 +101,7 @@ def test_an_import_that_fails_changes_nothing() -> None:
 
 
 def test_a_store_inside_a_pass_takes_no_rows(home: Home) -> None:
-    """Its newest rows are those of the pass alone: the pass is to be trained to its end."""
+    """Its newest rows belong to the pass only: train the pass to its end first."""
     world = World(small_tables()[1:3])
     store = home.open(world.tables)
     world.run(store, 1)

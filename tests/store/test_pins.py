@@ -1,4 +1,4 @@
-"""Commits that are kept by name, whatever is committed after them."""
+"""Commits kept by name, independent of later commits."""
 
 import copy
 from pathlib import Path
@@ -16,17 +16,17 @@ from tiercache.store.verification import Verification
 
 
 def small_world() -> World:
-    """Return a world whose passes take a moment."""
+    """Return a world with small passes."""
     return World(small_tables(), keys_per_pass=12, universe=30, block_rows=4, page_rows=2)
 
 
 def ids(store: Store) -> list[int]:
-    """Return the commits that a store keeps."""
+    """Return the kept commits of a store."""
     return [commit.id for commit in store.commits]
 
 
 def check_pinned(store: Store, commit: int, world: World) -> None:
-    """Assert that a store has a commit as it was, and of its engine no byte that no commit needs."""
+    """Assert that a store has an unchanged commit, and that its engine has no unneeded byte."""
     with store.at(commit) as older:
         assert rows_of(older) == world.rows
         assert older.state() == world.state
@@ -35,7 +35,7 @@ def check_pinned(store: Store, commit: int, world: World) -> None:
 
 
 def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_rollback(home: Home) -> None:
-    """With its rows and its state; and once it is unpinned, with the commit that says so, nothing of it is left."""
+    """With its rows and its state; and once it is unpinned, with the commit that does so, nothing of it is left."""
     world = small_world()
     store = home.open(world.tables)
     world.run(store, 2)
@@ -73,7 +73,9 @@ def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_roll
 
 
 def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(home: Home) -> None:
-    """Its rank and state are those of the commit before; of the commits of training as many are kept as before."""
+    """Its rank list and state are shared with the previous commit; the number of kept training commits does not
+    change.
+    """
     world = small_world()
     store = home.open(world.tables, retention=3)
     world.run(store, 5)
@@ -93,7 +95,7 @@ def test_a_pin_writes_one_small_blob_and_takes_the_place_of_the_commit_before(ho
 
 
 def test_a_name_keeps_one_commit_and_a_commit_may_have_two_names(home: Home) -> None:
-    """A name that is given to another commit lets go of the one it kept."""
+    """Assigning a name to another commit releases the previous one."""
     world = small_world()
     store = home.open(world.tables)
     world.run(store, 1)
@@ -111,7 +113,7 @@ def test_a_name_keeps_one_commit_and_a_commit_may_have_two_names(home: Home) -> 
 
 
 def test_rows_that_no_commit_names_yet_wait_while_a_commit_is_pinned(home: Home) -> None:
-    """They are in the next commit, which the pin's is not; a crash before it loses them as ever."""
+    """They are in the next commit, but not in the pin's; a crash before it loses them as usual."""
     world = small_world()
     store = home.open(world.tables)
     world.run(store, 2)
@@ -133,7 +135,6 @@ def test_rows_that_no_commit_names_yet_wait_while_a_commit_is_pinned(home: Home)
 
 
 def test_a_pin_keeps_the_retention_that_the_store_was_opened_with(home: Home) -> None:
-    """As any commit does."""
     world = small_world()
     world.run(home.open(world.tables), 2)
     store = home.open(retention=3)
@@ -145,7 +146,7 @@ def test_a_pin_keeps_the_retention_that_the_store_was_opened_with(home: Home) ->
 
 
 def test_a_pin_that_fails_leaves_the_store_as_it_was() -> None:
-    """Whatever the engine fails at; what is tried again is done."""
+    """For any failure of the engine; a retry succeeds."""
     world, engine = small_world(), FailingEngine(MemoryEngine(), verbs=("put", "publish"))
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         world.run(store, 3)
@@ -164,7 +165,7 @@ def test_a_pin_that_fails_leaves_the_store_as_it_was() -> None:
 
 
 def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
-    """No commit, one that is not kept, names that are none, and a store that is only read."""
+    """No commit, one that is not kept, invalid names, and a store that is only read."""
     world = small_world()
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         with pytest.raises(ValueError, match="has no commit yet: publish one first"):
@@ -189,7 +190,9 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
-    """Through training on, another pin, a compaction and a rollback to it; unpinned, no rank has anything of it."""
+    """Through further training, another pin, a compaction and a rollback to it; once unpinned, no rank has any of
+    it.
+    """
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     with Store.open(path) as store:
@@ -227,7 +230,7 @@ def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
 
 
 def check_ranks(store: Store) -> None:
-    """Assert that each commit has its rows, and no rank a byte that no commit needs."""
+    """Assert that each commit has its rows, and that no rank has an unneeded byte."""
     for commit in store.commits:
         with store.at(commit.id) as older:
             assert list(problems(older)) == []
@@ -242,7 +245,7 @@ def check_ranks(store: Store) -> None:
 def test_a_step_that_one_rank_fails_at_is_one_of_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, verb: str
 ) -> None:
-    """The store stays as it was, on all ranks, and the step can be tried again."""
+    """The store is unchanged on all ranks, and the step can be tried again."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=2) == [None] * 2
     with Store.open(path) as store:
@@ -263,5 +266,5 @@ def test_a_step_that_one_rank_fails_at_is_one_of_no_rank(
 
 
 def failing(*_: object, **__: object) -> None:
-    """Fail as an engine does on a full disk."""
+    """Fail like an engine on a full disk."""
     raise StoreFullError(needed_bytes=1, limit="the disk is full", advice="free space there")

@@ -62,9 +62,10 @@ def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Gr
 def test_plain_zarr_reads_keys_vectors_and_last_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, block_rows: int, chunk_bytes: int, where: str
 ) -> None:
-    """Of a pass's dump and of rows that moved: where pages divide a block, where not, and where it has all rows.
+    """Rows dumped by a pass and moved rows: with pages that divide a block, that do not, and with one block of all
+    rows.
 
-    However many chunks arrays have, and where they are in no folder.
+    For any number of chunks, and for arrays that are not in a folder.
     """
     monkeypatch.setattr(zarr_layout, "PART_BYTES", chunk_bytes)
     place: Any = tmp_path / "s" if where == "disk" else MemoryStore()
@@ -80,7 +81,7 @@ def test_plain_zarr_reads_keys_vectors_and_last_changes(
 
 
 def test_rows_that_a_commit_freed_are_zeros_or_gone_to_plain_zarr(tmp_path: Path) -> None:
-    """Holes where whole pages are free, nothing where no row of a chunk is needed; the rest is where it was."""
+    """Holes if whole pages are free, missing chunks if no row is needed; the rest is unchanged."""
     with Store.open(tmp_path / "s", tables=[BIG], engine="zarr") as store:
         dump(store, 0, {1: 256, 2: 256})
         publish(store, 1)

@@ -1,4 +1,4 @@
-"""What the crash harness must find: engines with a defect planted in them."""
+"""Defective engines that the crash harness must detect."""
 
 import re
 from pathlib import Path
@@ -123,20 +123,20 @@ PLANTED = {
         "a run without a kill",
     ),
 }
-"""By engine and defect: what is replaced, by what, what the harness does, and by which of it the defect shows."""
+"""By engine and defect: the replaced function, its replacement, the harness's parts, and the part that detects it."""
 
 
 QUICK = {name for name in PLANTED if name.startswith("lmdb")} | {
     "zarr: heads not synced", "zarr: the head before deleted first", "zarr: written over below a reader",
 }  # fmt: skip
-"""Of each engine one that each part of the harness must find; the others are looked for by make test-long."""
+"""One defect per engine and part of the harness; make test-long covers the others."""
 
 
 @pytest.mark.parametrize(
     "defect", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PLANTED]
 )
 def test_the_harness_finds_an_engine_that_is_not_crash_proof(tmp_path: Path, defect: str) -> None:
-    """Syncs left out or made too late, a commit in two steps, room that is given up before the commit that frees it."""
+    """Missing or late syncs, a commit in two steps, space that is freed before its commit."""
     place, body, options, words = PLANTED[defect]
     module, owner, name = place.rsplit(".", 2)
     arguments = ["--engine", defect.partition(":")[0], "--folder", tmp_path, "--problems", 1, *NOTHING]

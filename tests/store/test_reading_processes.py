@@ -1,4 +1,4 @@
-"""A writer beside readers in its own process and in others: each checks every row that it sees."""
+"""A writer and readers in the same and other processes: each checks every row that it sees."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tiercache.store import CommitMissingError, Cursor, Store, verify
 
 
 def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]]:
-    """Take steps of every kind; return the store, which may be another one, and how many of each."""
+    """Run steps of every kind; return the store, which may be another one, and the number of each."""
     draw, done, end = random.Random(7), Counter[str](), time.monotonic() + seconds
     while time.monotonic() < end:
         assert store.commit is not None
@@ -49,7 +49,9 @@ def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]
 )
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_beside_a_writer_see_no_wrong_row(engine: str, seconds: int, tmp_path: Path) -> None:
-    """Commits, discards, rollbacks, rewrites and openings; two processes, and a thread with views of the writer's."""
+    """Commits, discards, rollbacks, rewrites and openings; two processes, and a thread with views of the writer's
+    store.
+    """
     path, stop, seen = tmp_path / "s", threading.Event(), Counter[str]()
     store = Store.open(path, tables=TABLES, engine=engine, retention=2)
     train(store, 0)

@@ -1,4 +1,4 @@
-"""Loads of many ranges at a time: as those that are made one by one, in bytes and in errors."""
+"""Loads of many ranges at a time equal loads one by one, in bytes and in errors."""
 
 import signal
 import threading
@@ -21,7 +21,7 @@ COUNTED = ("row_bytes_read", "rows_read", "reads")
 
 
 def live(store: Store) -> list[Pages]:
-    """Return what a load of all live ranges asks for."""
+    """Return the requests of a load of all live ranges."""
     wanted = []
     for segment in store.segments:
         for group, layout in enumerate(segment.layouts):
@@ -33,7 +33,7 @@ def live(store: Store) -> list[Pages]:
 
 
 def loaded(store: Store, *, at_once: int | None) -> tuple[list[bytes], list[int]]:
-    """Load all live ranges; returns their bytes, and how they were counted."""
+    """Load all live ranges; return their bytes, and their counters."""
     before = [getattr(store.counters, name) for name in COUNTED]
     wanted = live(store)
     if at_once:
@@ -49,7 +49,7 @@ def loaded(store: Store, *, at_once: int | None) -> tuple[list[bytes], list[int]
 def test_ranges_that_are_loaded_together_are_those_that_are_read_one_by_one(
     home: Home, tables: list[Table], mode: str
 ) -> None:
-    """The same bytes, counted alike, on every engine, for writing and for reading."""
+    """The same bytes and counts, on every engine, for writing and for reading."""
     World(tables, keys_per_pass=80).run(home.open(tables), 3)
     store = home.open(mode=mode)
     data, counted = loaded(store, at_once=None)
@@ -61,7 +61,7 @@ def test_ranges_that_are_loaded_together_are_those_that_are_read_one_by_one(
 
 
 def test_compressed_rows_are_loaded_beside_others(tmp_path: Path) -> None:
-    """On Zarr, where one table is compressed and another is not."""
+    """In Zarr, with one compressed table and an uncompressed one."""
     tables = [replace(BIG, compression="zstd"), replace(BIG, name="other", dim=3)]
     world = World(tables, keys_per_pass=80)
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
@@ -74,7 +74,7 @@ def test_compressed_rows_are_loaded_beside_others(tmp_path: Path) -> None:
     ("damage", "words"), [("flipped", "has checksum"), ("short", "ends at byte"), ("missing", "is missing")]
 )
 def test_damage_is_refused_in_the_same_words(damage: str, words: str) -> None:
-    """A flipped byte, a blob that was cut short, one that is gone: block and place are named, however many are read."""
+    """A flipped byte, a truncated blob, a missing one: block and place are named, for any number of reads."""
     engine = MemoryEngine()
     with Store.open(None, tables=[BIG], engine=engine) as store:
         dump(store, 0, {1: 500, 2: 500})
@@ -96,12 +96,12 @@ def test_damage_is_refused_in_the_same_words(damage: str, words: str) -> None:
 
 
 def test_an_interrupted_load_leaves_no_thread_that_reads() -> None:
-    """Ctrl-C while several threads read: it comes when none of them is in a read any more."""
+    """Ctrl-C while several threads read: it is raised when none of them is reading any more."""
     engine, seen = Between(MemoryEngine()), list[int]()
 
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.1)  # the main thread has time to go wrong
+        time.sleep(0.1)  # time for the main thread to fail
         seen.append(engine.reading)
 
     with Store.open(None, tables=[BIG], engine=engine) as store:

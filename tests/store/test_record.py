@@ -1,4 +1,4 @@
-"""Records refuse what was not written, and what no store says."""
+"""Records with damage, or with values that no store writes, are refused."""
 
 from typing import Any
 
@@ -23,7 +23,6 @@ RECORD = encode("test", {"x": [1, "ü", None]}, ARRAYS)
 
 
 def test_a_record_gives_values_and_arrays_back() -> None:
-    """With their types and lengths."""
     values, arrays = decode("test", RECORD, "it")
     assert values == {"x": [1, "ü", None]}
     assert list(arrays) == ["a", "b", "c"]
@@ -34,7 +33,7 @@ def test_a_record_gives_values_and_arrays_back() -> None:
 
 @given(st.integers(0, len(RECORD) - 1), st.integers(1, 255))
 def test_any_changed_byte_and_any_shorter_length_is_refused(place: int, change: int) -> None:
-    """In words that name the record."""
+    """The error names the record."""
     for data in (RECORD[:place] + bytes([RECORD[place] ^ change]) + RECORD[place + 1 :], RECORD[:place]):
         with pytest.raises(CorruptStoreError, match=r"^it "):
             decode("test", data, "it")
@@ -59,25 +58,25 @@ def test_any_changed_byte_and_any_shorter_length_is_refused(place: int, change: 
     ],
 )
 def test_sizes_are_checked_before_they_are_used(data: bytes) -> None:
-    """A record that lies with a right checksum is refused too, and no object is ever made of bytes."""
+    """A record with wrong values and a correct checksum is refused too, and objects are never created from bytes."""
     with pytest.raises(CorruptStoreError, match=r"^it "):
         decode("test", data, "it")
 
 
 @pytest.mark.parametrize("values", [{"x": float("nan")}, {"x": float("inf")}])
 def test_values_that_json_has_no_word_for_are_refused(values: dict[str, Any]) -> None:
-    """Rather than written in a way that others cannot read."""
+    """Rather than written in a form that others cannot read."""
     with pytest.raises(ValueError, match="JSON compliant"):
         encode("test", values, {})
 
 
-# -- what records of commits say --------------------------------------------------------------------------------
+# -- contents of commit records ------------------------------------------------------------------------------------
 
 GROUPS = group_tables(small_tables())
 
 
 def of_a_store() -> tuple[bytes, bytes, bytes]:
-    """Return the newest commit of a store, what it lists of its rank, and the head of a description of a segment."""
+    """Return the newest commit of a store, its rank list, and the head of a segment's metadata."""
     world, engine = World(small_tables()), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         world.run(store, 3)
@@ -90,12 +89,12 @@ COMMIT, RANK, DESCRIPTION = of_a_store()
 
 
 def read_rank(data: bytes) -> RankList:
-    """Read what a commit lists of a rank."""
+    """Read a commit's list of a rank."""
     return RankList.from_bytes(data, GROUPS, Segment, "it")
 
 
 def at(place: int, value: Any) -> Change:
-    """Return a change of one value in what a rank lists of its first segment."""
+    """Return a change of one value in a rank list's first segment."""
     return lambda values, _: values["segments"][0].__setitem__(place, value)
 
 
@@ -110,7 +109,7 @@ def number(name: str, value: int) -> Change:
 
 
 def without(name: str) -> Change:
-    """Return a change that leaves out an array."""
+    """Return a change that removes an array."""
     return lambda _, arrays: arrays.pop(name)
 
 
@@ -128,7 +127,7 @@ BAD_RANKS: dict[str, Change] = {
     "an id that is none": at(0, -1),
     "a pass that no schedule has": at(2, 1 << 63),
     "a pass before the first base": at(2, -(1 << 63) - 1),
-    "a pass that is no number": at(2, "0"),
+    "a pass that is not a number": at(2, "0"),
     "a pass that is a truth": at(2, True),
     "half a pass": at(2, 0.5),
     "a first commit that is none": at(4, -1),
@@ -162,7 +161,7 @@ def test_a_rank_that_lists_what_cannot_be_is_refused(what: str) -> None:
 
 
 def test_the_pass_of_a_base_counts_from_minus_one_down() -> None:
-    """As far as a dump's counts up."""
+    """It has the same limit as a dump's counting up."""
     values, arrays = decode("rank", RANK, "it")
     values["segments"][0][2], values["segments"][1][2] = -(1 << 63), (1 << 63) - 1
     passes = [segment.pass_index for segment in read_rank(encode("rank", values, arrays)).segments]
@@ -170,7 +169,7 @@ def test_the_pass_of_a_base_counts_from_minus_one_down() -> None:
 
 
 def test_counts_take_four_bytes_as_long_as_they_fit() -> None:
-    """And eight then: both are read."""
+    """And eight after that: both can be read."""
     _, arrays = decode("rank", RANK, "it")
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.uint32)}
     rank = read_rank(RANK)
@@ -192,7 +191,7 @@ BAD_COMMITS: dict[str, dict[str, Any]] = {
     "a kept commit twice": {"kept": [[0, "commits/0", 3, "0" * 64]] * 2},
     "half a kept commit": {"kept": [[1, "commits/1"]]},
     "a pin of a commit that is not kept": {"pins": {"best": 0}},
-    "pins that are no names": {"pins": [["best", 2]]},
+    "pins that are not names": {"pins": [["best", 2]]},
     "a parent that is none": {"parent": "x"},
     "tables that are none": {"tables": []},
     "an id that is none": {"id": -1},
@@ -201,7 +200,7 @@ BAD_COMMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", BAD_COMMITS)
 def test_a_commit_that_says_what_cannot_be_is_refused(what: str) -> None:
-    """Of each value it is known what it may be."""
+    """The valid values of each field are known."""
     values, arrays = decode("commit", COMMIT, "it")
     assert CommitRecord.from_bytes(encode("commit", values, arrays), "it").id == 2
     with pytest.raises(CorruptStoreError, match=r"^it cannot be read .*: restore the store"):
@@ -227,7 +226,7 @@ BAD_DESCRIPTIONS: dict[str, Change] = {
 
 
 def read_description(data: bytes) -> tuple[GroupMeta, ...]:
-    """Read the head of a description, without the arrays behind it."""
+    """Read the head of segment metadata, without the arrays after it."""
 
     def arrays_of(places: dict[str, ArrayPlace], checksums: NDArray[np.uint32]) -> PagedArrays:
         return PagedArrays("it", places, checksums, lambda *_: None, ChunkCache(), "it")
@@ -237,7 +236,7 @@ def read_description(data: bytes) -> tuple[GroupMeta, ...]:
 
 @pytest.mark.parametrize("what", BAD_DESCRIPTIONS)
 def test_a_description_of_a_segment_that_cannot_be_is_refused(what: str) -> None:
-    """One checksum for each page and block, not more, not fewer; before an array is read."""
+    """Exactly one checksum for each page and block; checked before an array is read."""
     values, arrays = decode("segment", DESCRIPTION, "it")
     arrays = {name: array.copy() for name, array in arrays.items()}
     assert len(read_description(encode("segment", values, arrays))) == len(GROUPS)

@@ -1,4 +1,4 @@
-"""Segments that a new schedule leaves where they are."""
+"""Segments that a new schedule leaves in place."""
 
 import copy
 from collections import Counter
@@ -24,7 +24,7 @@ Key = tuple[str, int]
 
 
 def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
-    """Yield segment id, group, place of the table and key of every row that is live at the commit, stale or not."""
+    """Yield segment id, group, index of the table and key of every live row at the commit, stale or not."""
     for segment in store.segments:
         for group in store.groups:
             layout = segment.layouts[group.index]
@@ -39,7 +39,9 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
 
 
 def check(store: Store, world: World) -> None:
-    """Assert that every way to read gives the rows of the dict, and that what the commit says of stale rows is so."""
+    """Assert that every way to read returns the rows of the dict, and that the commit's counts of stale rows are
+    correct.
+    """
     assert rows_of(store) == world.rows
     check_scans(store, world)
     world.check(store, after=world.pass_index - 1)
@@ -62,7 +64,7 @@ def check(store: Store, world: World) -> None:
 
 
 def check_halves(store: Store) -> None:
-    """Assert that no retained segment takes more than twice the bytes that are needed of it."""
+    """Assert that no retained segment takes more than twice its needed bytes."""
     for segment in store.segments:
         if segment.id in store.commit.retained_ids:
             live = stale = 0
@@ -82,7 +84,7 @@ def live_bytes(store: Store) -> dict[int, int]:
 
 
 def check_moved(store: Store, before: dict[int, int]) -> None:
-    """Assert that rows moved unused only where they had less than half of a segment's live bytes."""
+    """Assert that unused rows moved only from segments with less than half of their live bytes in use."""
     gone = sum(size for id_, size in before.items() if id_ not in store.commit.retained_ids)
     unused = 0
     for segment in scheduled(store):
@@ -108,9 +110,9 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
     most: int,
     within: bool,
 ) -> None:
-    """Whatever keys a schedule uses, at its beginning, in between and after it: lookups, scans, changes and loads.
+    """For any keys of a schedule, at its beginning, in between and after it: lookups, scans, changes and loads.
 
-    No key's newest row is ever dead while an older one in a retained segment is live: it would be read.
+    A key's newest row is never dead while an older one in a retained segment is live: the older one would be read.
     """
     world = World(small_tables(), seed=seed, keys_per_pass=9, universe=30, page_rows=layout[0], block_rows=layout[1])
     kept = compaction_plan.MOST_RETAINED
@@ -162,7 +164,7 @@ def retained_store(home: Home, **options: Any) -> tuple[Store, World]:
 
 
 def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) -> None:
-    """For lookups, scans and changes; ``info`` counts each key once, and compaction leaves no stale row."""
+    """For lookups, scans and changes; ``info`` counts each key once, and compaction removes stale rows."""
     store, world = retained_store(home)
     key = ("user", int(world.passes[0]["user"][0]))
     before = world.rows[key]
@@ -186,7 +188,7 @@ def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) 
 
 
 def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home: Home) -> None:
-    """A key of the pass on the device is not found in the store: never with the row that it had before."""
+    """A key of the pass on the device is not found in the store, rather than found with its old row."""
     store, world = retained_store(home)
     key, other = int(world.passes[0]["user"][0]), 900
     ids, _ = store.locate("user", np.array([key, other]), after=0)
@@ -197,7 +199,7 @@ def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home:
 
 
 def test_a_key_that_waited_in_a_retained_segment_is_found_by_the_schedule_that_uses_it(home: Home) -> None:
-    """Unused by one schedule, used by the next: it starts with the row it was left with."""
+    """Unused by one schedule, used by the next: it starts with its old row."""
     store, world = retained_store(home)
     waited = next(
         key for id_, _, _, key in live_keys(store) if id_ in store.commit.retained_ids and key not in world.keys(0)
@@ -215,7 +217,7 @@ def test_a_key_that_waited_in_a_retained_segment_is_found_by_the_schedule_that_u
 
 
 def test_commits_before_and_after_a_schedule_can_be_gone_back_to(home: Home) -> None:
-    """A rollback to before the reorganization, and one to a commit after it, each with its own retained segments."""
+    """A rollback to before the reorganization, and one to a commit after it, each with its retained segments."""
     store, world = retained_store(home, retention=4)
     begun, after = store.commit.id, copy.deepcopy(world)
     with store.at(begun - 1) as older:
@@ -239,7 +241,7 @@ def test_what_changed_since_a_commit_is_given_once_though_it_was_moved(home: Hom
 
 
 def test_a_retained_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
-    """Comparisons scan: stale rows are no difference."""
+    """Comparisons scan: stale rows are not a difference."""
     found = []
     for name in ("retained", "compacted"):
         (tmp_path / name).mkdir()
@@ -256,7 +258,7 @@ def test_a_retained_store_equals_the_same_rows_compacted(tmp_path: Path) -> None
 
 
 def listing(name: str, add: int) -> Change:
-    """Return a change of the first number above 0 that a rank lists under a name."""
+    """Return a change of the first number above 0 in an array of a rank list."""
 
     def change(_: object, arrays: dict[str, NDArray[Any]]) -> None:
         arrays[name] = arrays[name].astype(np.int64)
@@ -272,7 +274,7 @@ def listing(name: str, add: int) -> Change:
 def test_a_commit_that_lists_other_rows_of_a_segment_than_it_has_is_refused(
     name: str, add: int, tmp_path: Path
 ) -> None:
-    """When the rows of the segment are first read, by whatever reads them; ``verify`` says so too."""
+    """When the rows of the segment are first read, in any way; ``verify`` also reports it."""
     home = Home("memory", tmp_path)
     retained_store(home)
     rewritten(home.engine, "rank", listing(name, add))
@@ -284,7 +286,7 @@ def test_a_commit_that_lists_other_rows_of_a_segment_than_it_has_is_refused(
 
 
 def test_segments_of_other_schedules_belong_to_no_pass(home: Home) -> None:
-    """A commit at a pass that a retained segment's number repeats is made, and its loads are the schedule's own."""
+    """A commit at a pass with the number of a retained segment succeeds, and its loads come from the schedule."""
     store, world = retained_store(home)
     assert {segment.pass_index for segment in store.segments} & {0, 1, 2, 3, 4}
     for _ in range(6):

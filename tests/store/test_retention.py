@@ -1,4 +1,4 @@
-"""Commits that are kept, opened again, and gone back to; and the size of a store on disk."""
+"""Kept commits, opening them and rolling back to them; and the size of a store on disk."""
 
 import copy
 from functools import partial
@@ -19,7 +19,7 @@ from tiercache.store.verification import Verification
 
 
 def committed(store: Store, world: World, passes: int, past: dict[int, World]) -> None:
-    """Train passes, each with its commit, and note the world of each."""
+    """Train passes, each with its commit, and record the world of each."""
     for _ in range(passes):
         world.run(store, 1)
         past[store.commit.id] = copy.deepcopy(world)
@@ -33,7 +33,7 @@ def check(store: Store, world: World) -> None:
 
 
 def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) -> None:
-    """At retention 3 the store opens at each of the newest three commits, with its rows and state, and no other."""
+    """At retention 3 the store opens at exactly the newest three commits, with their rows and state."""
     past: dict[int, World] = {}
     world = World(small_tables(), num_passes=4)
     with Store.open(tmp_path / "s.tc", tables=world.tables, retention=3) as store:
@@ -49,7 +49,7 @@ def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) ->
 
 
 def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
-    """A store opened without retention keeps as many commits as before; a smaller one frees the rest."""
+    """A store opened without retention keeps the number from before; a smaller one frees the rest."""
     world, past = World(small_tables()), dict[int, World]()
     with Store.open(tmp_path / "s.tc", tables=world.tables, retention=2) as store:
         committed(store, world, 3, past)
@@ -69,7 +69,7 @@ def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_rollback_on_a_full_disk_leaves_the_store_where_it_was() -> None:
-    """Blobs are put before the commit is published; where either fails nothing has changed, and nothing is left."""
+    """Blobs are put before the commit is published; if either fails nothing changes, and no blob is left."""
     world, past, engine = (
         World(small_tables()),
         dict[int, World](),
@@ -90,7 +90,7 @@ def test_a_rollback_on_a_full_disk_leaves_the_store_where_it_was() -> None:
 
 
 def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> None:
-    """The sentence names the commits there are; an older commit opens for reading only."""
+    """The message lists the existing commits; an older commit opens for reading only."""
     world = World(small_tables())
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         with pytest.raises(CommitMissingError, match="has no commit 0: it has none yet"):
@@ -105,7 +105,7 @@ def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_kept_commit_that_is_another_one_is_refused() -> None:
-    """The id in a commit is the one under which a newer commit keeps it."""
+    """The id in a commit must match the id under which a newer commit keeps it."""
     world, engine = World(small_tables()), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=3) as store:
         world.run(store, 4)
@@ -119,7 +119,7 @@ def test_a_kept_commit_that_is_another_one_is_refused() -> None:
 
 
 def without_segment(place: int, values: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-    """Leave the segment at a place, of which no row is stale, out of what a rank lists."""
+    """Remove the segment at an index, without stale rows, from a rank list."""
     values["segments"].pop(place)
     groups = values["groups"]
     for name in ("first_ranges", "next_uses", "rows", "block_rows", "row_bytes", "changed"):
@@ -132,7 +132,7 @@ def without_segment(place: int, values: dict[str, Any], arrays: dict[str, NDArra
 
 
 def test_keys_that_only_commits_given_up_have_are_not_lost() -> None:
-    """A commit is held against the one that it came of; where it lacks keys of that, it is still said."""
+    """A commit is compared with its parent; keys missing from the parent are still reported."""
     world, engine = World(small_tables(), num_passes=4), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=4) as store:
         committed(store, world, 3, {})
@@ -155,7 +155,7 @@ def test_keys_that_only_commits_given_up_have_are_not_lost() -> None:
 
 
 def test_pinned_commits_are_kept_by_each_rollback_until_they_are_unpinned() -> None:
-    """Next to the newest, whatever the retention; another rollback finds them, those given up as well."""
+    """Besides the newest, for any retention; another rollback finds them, even given-up ones."""
     world, past, engine = World(small_tables(), num_passes=4), dict[int, World](), FailingEngine(MemoryEngine())
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         committed(store, world, 3, past)
@@ -191,9 +191,9 @@ PASS_BYTES = PASS_ROWS * BIG.row_bytes
 def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(
     tmp_path: Path, engine: str, commits: int
 ) -> None:
-    """At each of 50 commits and for any next uses; a further commit that is kept may cost a sub-dataset.
+    """At each of 50 commits and for any next uses; one more kept commit may cost a sub-dataset.
 
-    Live rows are the most of an epoch: what was needed at its fullest pass stays in the file for the next epoch.
+    Live rows are the peak of an epoch: space of its fullest pass stays in the file for the next epoch.
     """
     rng = np.random.default_rng(0)
     shapes = [rng.multinomial(PASS_ROWS, rng.dirichlet(np.ones(PASSES))) for _ in range(PASSES)]
@@ -222,5 +222,5 @@ def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(
 
 def file_bytes(path: Path, store: Store) -> int:
     """Return the bytes of all files below ``path``."""
-    store._opened.engine.drop([], shrink=True)  # what is dead is deleted beside the training
+    store._opened.engine.drop([], shrink=True)  # delete dead data, which otherwise happens during training
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""All rows of a store in a new order."""
+"""Rewriting all rows of a store in a new order."""
 
 import copy
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ WIDE = Table(name="wide", dim=16, optimizer=SGD(learning_rate=0.1), initializer=
 
 @contextmanager
 def sliced(slice_bytes: int | None, memory_bytes: int = 8000) -> Iterator[None]:
-    """Have slices of so few bytes, and so little memory, that rows are sorted in many of them and in files."""
+    """Use slices with few bytes, and little memory, so that rows are sorted in many of them and in files."""
     with pytest.MonkeyPatch.context() as patch:
         if slice_bytes is not None:
             patch.setattr(external_sort, "LEAST_SLICE_BYTES", slice_bytes)
@@ -82,10 +82,10 @@ def changed_rows(store: Store, since: int) -> dict[tuple[str, int], bytes]:
 def test_every_row_stands_once_in_the_range_of_its_first_use(
     seed: int, passes: int, uses: dict[tuple[int, int], int], slice_keys: int, retention: int, slice_bytes: int | None
 ) -> None:
-    """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used.
+    """Stored rows keep their bits, new keys get their initial row, and all others are never used.
 
-    So it is if nothing is retained. Small rows become one segment; in several, the order (table, hash) of the rows of
-    a first use goes on from segment to segment.
+    Nothing is retained. Small rows become one segment; in several, the order (table, hash) of the rows of
+    a first use continues from segment to segment.
     """
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
@@ -116,22 +116,24 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
 
 
 def place_of(group: Group, key: tuple[str, int]) -> tuple[int, int]:
-    """Return the place of a key in the order (table, hash)."""
+    """Return the sort key of a key: (table, hash)."""
     place = group.place(key[0])
     return place, int(hash_keys(np.array([key[1]]), group.tables[place].table_id)[0])
 
 
 def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: Path) -> None:
-    """Verification, which checks hash order and one row a key, finds nothing; a reader keeps its commit meanwhile."""
+    """Verification, which checks hash order and one row per key, finds no problem; a reader keeps its commit
+    meanwhile.
+    """
     world = World(small_tables(), num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 6)
         with Popen(command(READER, tmp_path / "s.tc"), stdin=PIPE, stdout=PIPE, text=True) as child:
             before = child.stdout.readline()
             told: dict[str, int] = {}
-            for _ in range(3):  # later commits would take the room of what the reader sees
+            for _ in range(3):  # later commits would reuse the reader's space
                 store.compact(progress=lambda what, rows: told.update({what: told.get(what, 0) + rows}))
-            after, _ = child.communicate("go on\n")
+            after, _ = child.communicate("continue\n")
             assert after == before
         assert told == {"read": 3 * len(world.rows), "write": 3 * len(world.rows)}
         assert rows_of(store) == world.rows
@@ -143,7 +145,7 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
 
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_after_any_failure_the_store_stands_where_it_stood(retain_segments: bool) -> None:
-    """Whichever call of the engine fails: the commit, its rows and nothing else."""
+    """At any failing call of the engine: exactly the commit and its rows remain."""
     world = World(small_tables(), keys_per_pass=30)
     memory = MemoryEngine()
     engine = FailingEngine(memory)
@@ -170,7 +172,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(retain_segments: bool
 
 
 def test_key_sets_that_change_meanwhile_are_found_out() -> None:
-    """Counts and slices that disagree would put rows where others belong."""
+    """Inconsistent counts and slices would put rows in wrong places."""
     world = World(small_tables())
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 2)
@@ -189,7 +191,7 @@ def test_key_sets_that_change_meanwhile_are_found_out() -> None:
 
 
 def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
-    """The file may not grow: the new segment does not fit, and the store is whole."""
+    """The file cannot grow: the new segment does not fit, and the store is intact."""
     world = World(small_tables(), keys_per_pass=200, universe=400)
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 1)
@@ -217,9 +219,9 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
 def test_a_schedule_is_entered_at_any_pass_and_inside_one(
     seed: int, before: int, inside: bool, first: int, sample: int, after: int, universe: int, slice_bytes: int | None
 ) -> None:
-    """Every pass from there on finds its rows; a store that stood inside a pass may enter, and so may one after it.
+    """Every later pass finds its rows; a store inside a pass can enter, and so can one after it.
 
-    What it kept through two such schedules, what retained and what changed since is what the world says.
+    Its retained segments and changes after two such schedules equal the world's.
     """
     world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
     memory = MemoryEngine()
@@ -259,7 +261,7 @@ def test_a_schedule_is_entered_at_any_pass_and_inside_one(
 
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_slices_change_neither_rows_nor_last_changes_nor_what_is_retained(retain_segments: bool) -> None:
-    """Of two stores alike one is rewritten in slices; verification finds nothing in it."""
+    """One of two equal stores is rewritten in slices; verification finds no problem."""
     told = []
     for slice_bytes in (None, 300):
         world = World(small_tables(), num_passes=4, keys_per_pass=30)
@@ -283,7 +285,7 @@ def test_slices_change_neither_rows_nor_last_changes_nor_what_is_retained(retain
 
 
 class Scratch:
-    """The temporary files of a process: writes, and the most bytes that they have at once."""
+    """The temporary files of a process: writes, and their peak size."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes, self.most, self._files = list[int](), 0, dict[int, int]()
@@ -316,7 +318,7 @@ class ManyUses:
         self._uses = self._keys * 7919 // step % passes
 
     def counts(self, _table_name: str) -> dict[int, int]:
-        """Return how many keys have each first use."""
+        """Return the number of keys of each first use."""
         return dict(enumerate(np.bincount(self._uses).tolist()))
 
     def slices(self, _table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -327,7 +329,7 @@ class ManyUses:
 
 
 MEMORY_BYTES = 128 << 10
-"""Less than a slice of the rows that follow."""
+"""Less than a slice of the rows below."""
 
 
 def filled(rows: int) -> Store:
@@ -342,7 +344,7 @@ def filled(rows: int) -> Store:
 def test_a_rewrite_writes_scratch_files_front_to_back_whatever_the_passes(
     retain_segments: bool,
 ) -> None:
-    """For 200 passes at most twice the writes of one, and never more bytes than an eighth of the entries."""
+    """For 200 passes at most twice the writes of one, and at most an eighth of the entries' bytes at a time."""
     rows, counts = 30_000, []
     for passes in (1, 200):
         with filled(rows) as store, sliced(1, MEMORY_BYTES), pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Row marks: what is marked is read back, whatever the windows and passes."""
+"""Row marks: marks are read back, for any windows and passes."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ from tiercache.store.compaction_plan import IDLE, STALE, USED, RowMarks, mark_co
 def test_marks_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, rows: int, seed: int, window: int, passes: int, chunk: int
 ) -> None:
-    """In several ascending passes over disjoint rows, in chunks that windows cut anywhere."""
+    """In several ascending sweeps over disjoint rows, in chunks cut anywhere by windows."""
     rng = np.random.default_rng(seed)
     expected, owner = rng.choice([IDLE, STALE, USED], rows).astype(np.uint8), rng.integers(0, passes, rows)
     with pytest.MonkeyPatch.context() as patch, RowMarks(rows, tmp_path_factory.getbasetemp(), "a test") as marks:
@@ -39,7 +39,7 @@ def test_marks_are_read_back(
 
 
 def test_marks_take_a_quarter_of_a_byte_a_row_and_room_only_where_rows_are_marked(tmp_path: Path) -> None:
-    """The file of 40 million rows has 10 MB, of which one window is written."""
+    """The file of 40 million rows has 10 MB, and one window of it is written."""
     with RowMarks(40_000_000, tmp_path, "a test") as marks:
         marks.set(mark_codes(np.array([39_999_999]), USED))
         marks.flush()

@@ -1,4 +1,4 @@
-"""The commit that last changed a row: kept by whatever moves the row, and read only where it must be."""
+"""Last changes: kept when a row moves, and read only if necessary."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ from tiercache.store.verification import Verification
 
 
 def check_all(store: Store, world: World, *, least: int = -1) -> None:
-    """Assert what changed since every commit that can be asked for."""
+    """Assert the changes since every possible commit."""
     for since in range(least, store.commit.id + 1):
         world.check_changes(store, since)
 
@@ -53,7 +53,7 @@ def mixed(store: Store, world: World) -> None:
 
 
 def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
-    """After it was closed and opened, too; rewrites of rewrites keep it, and nothing is wrong with the store."""
+    """Also after a reopen; repeated rewrites keep it, and the store verifies."""
     world = World(small_tables(), keys_per_pass=9, universe=40, block_rows=6)
     with home.open(small_tables(), retention=3) as store:
         mixed(store, world)
@@ -69,7 +69,9 @@ def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
 
 
 def test_only_what_may_have_changed_is_read() -> None:
-    """Of blocks that are older than a commit or newer as a whole no last changes; of rows, only those that changed."""
+    """Last changes of blocks that are entirely older or newer than a commit are not read; of rows, only changed ones
+    are.
+    """
     world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, page_rows=2)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         mixed(store, world)
@@ -86,9 +88,9 @@ def test_only_what_may_have_changed_is_read() -> None:
         assert read(-1)[0] == 0
         oldest = min(int(one.oldest_B[:].min()) for one in segment.changed)
         assert read(oldest)[0] > 0
-        newest = last - 2  # the last pass: what followed changed nothing
+        newest = last - 2  # the last pass: later commits changed nothing
         asked, rows, _ = read(newest - 1)
-        # Twice, given and counted; a block in which one table ends and another begins is read for both.
+        # Twice: returned and counted; a block shared by two tables is read for both.
         stored = CHANGED_BYTES * sum(layout.rows for layout in segment.layouts)
         assert 0 < asked <= 2 * (stored + 8 * CHANGED_BYTES * len(store.tables))
         assert 0 < rows < segment.row_bytes
@@ -98,7 +100,7 @@ def test_only_what_may_have_changed_is_read() -> None:
 
 
 def test_rows_that_one_commit_changed_need_no_last_changes_stored(home: Home) -> None:
-    """As those from outside that are put in the order of a schedule: its record says all."""
+    """Such as imported rows that are put in the order of a schedule: the record has the information."""
     world = World(small_tables(), keys_per_pass=9, universe=9)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as trained:
         world.run(trained, 1)
@@ -113,7 +115,7 @@ def test_rows_that_one_commit_changed_need_no_last_changes_stored(home: Home) ->
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_path: Path) -> None:
-    """``info`` has their bytes; when the segment goes, so do they."""
+    """``info`` includes their bytes; they are freed together with the segment."""
     world = World(small_tables(), keys_per_pass=20, universe=40)
     with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
         mixed(store, world)
@@ -139,7 +141,7 @@ def moved_store(tables: list[Table]) -> tuple[MemoryEngine, int]:
 
 
 def problems(engine: MemoryEngine) -> list[str]:
-    """Verify what an engine holds: its problems, or the error that ends it."""
+    """Verify an engine's data; return its problems, or the error."""
     with Store.open(None, engine=engine, mode="r") as store:
         try:
             return Verification(store).run()["problems"]
@@ -148,7 +150,7 @@ def problems(engine: MemoryEngine) -> list[str]:
 
 
 def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: list[Table]) -> None:
-    """Rows and keys are whole: they are read as before."""
+    """Rows and keys are intact: they are read as before."""
     engine, id_ = moved_store(tables)
     engine.blobs[min(name for name in engine.blobs if name.endswith(f"/{CHANGED}"))].data[0] ^= 1
     words = rf"block 0 of segment {id_} .* over the commits that changed its rows where"
@@ -165,7 +167,7 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
 
 @pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"is cut short: [\d,]+ of its [\d,]+ bytes")])
 def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: list[Table], cut: int, seen: str) -> None:
-    """As missing and cut rows are; a reader sees it when it reads them."""
+    """Like missing and truncated rows; a reader detects it when it reads them."""
     engine, _ = moved_store(tables)
     name = min(name for name in engine.blobs if name.endswith(f"/{CHANGED}"))
     blob = engine.blobs.pop(name)
@@ -188,7 +190,7 @@ def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: li
     ],
 )
 def test_a_description_of_last_changes_that_cannot_be_is_found(tables: list[Table], what: str, words: str) -> None:
-    """A commit after the one that named the segment, bounds the wrong way round, no numbers where several are."""
+    """A commit after the first one of the segment, swapped bounds, missing numbers."""
     engine, _ = moved_store(tables)
     with Store.open(None, engine=engine, mode="r") as store:
         segment = store.segments[0]

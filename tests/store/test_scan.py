@@ -60,7 +60,7 @@ def test_a_scan_gives_every_live_row_once_in_hash_order(
     chunk_rows: int,
     memory_bytes: int,
 ) -> None:
-    """At and inside passes, for any layout, chunk and memory, the rows are those of a dict."""
+    """At and inside passes, for any layout, chunk and memory, the rows equal a dict."""
     tables = small_tables()
     world = World(tables, seed=seed, num_passes=passes, page_rows=layout[0], block_rows=layout[1])
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
@@ -73,7 +73,7 @@ def test_a_scan_gives_every_live_row_once_in_hash_order(
 
 
 def test_rows_that_no_commit_names_are_not_scanned(home: Home, tables: list[Table]) -> None:
-    """A scan stands at the newest commit, whatever was dumped since."""
+    """A scan sees the newest commit, not later dumps."""
     world = World(tables)
     store = home.open(tables)
     with pytest.raises(ValueError, match="has no commit yet"):
@@ -87,7 +87,7 @@ def test_rows_that_no_commit_names_are_not_scanned(home: Home, tables: list[Tabl
 
 
 def test_commits_during_a_scan_change_nothing(home: Home, tables: list[Table]) -> None:
-    """It is of the commit that was the newest when it began, whatever is freed since."""
+    """It reads the commit that was the newest when it began, whatever is freed since."""
     world = World(tables)
     store = home.open(tables)
     world.run(store, 2)
@@ -108,7 +108,7 @@ def test_commits_during_a_scan_change_nothing(home: Home, tables: list[Table]) -
 
 
 def test_a_key_with_two_live_rows_is_an_error() -> None:
-    """No checksum sees it, a scan does."""
+    """Checksums cannot detect it, a scan does."""
     tables = small_tables()
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         Careless(tables).run(store, 1)
@@ -120,7 +120,7 @@ def test_a_key_with_two_live_rows_is_an_error() -> None:
 
 @pytest.mark.parametrize("num_ranges", [1, 8, 300])
 def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: int) -> None:
-    """A store of several times the memory: few ranges are merged, many are sorted, in a file that no folder shows."""
+    """A store of several times the memory: few ranges are merged, many are sorted, in an unlinked file."""
     memory, rows = 8 << 20, 24_000
     with Store.open(tmp_path / "s", tables=[BIG]) as store:
         for pass_index in range(2):
@@ -154,7 +154,7 @@ def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: i
     retained=st.booleans(),
 )
 def test_slices_of_hashes_have_the_rows_of_the_whole(seed: int, count: int, memory_bytes: int, retained: bool) -> None:
-    """One after the other, each row once, in hash order; stale rows are left out of each."""
+    """One after another, each row once, in hash order; stale rows are skipped in each."""
     world = World(small_tables(), seed=seed, keys_per_pass=20)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         world.run(store, 4)

@@ -1,4 +1,4 @@
-"""Compaction gives room back: what no commit and no reader needs is not kept on the disk."""
+"""Compaction returns space: data that no commit or reader needs is removed from the disk."""
 
 import errno
 import os
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.disk
 
 
 def taken(path: Path) -> int:
-    """Return the bytes that the file system keeps for a file."""
+    """Return the bytes of a file on disk."""
     return path.stat().st_blocks * 512
 
 
 def trained(path: Path, *, passes: int = 8, engine: str = "lmdb") -> int:
-    """Make a store of several segments; returns the bytes of its live rows with their keys."""
+    """Create a store of several segments; return the bytes of its live rows with their keys."""
     rows = 0
     with Store.open(path, tables=[BIG], engine=engine) as store:
         for pass_index in range(passes):
@@ -39,7 +39,7 @@ def trained(path: Path, *, passes: int = 8, engine: str = "lmdb") -> int:
 
 
 def test_compaction_gives_back_what_it_freed(tmp_path: Path) -> None:
-    """The blocks that are live lie at the end of the file: what is free before them are holes, and rows are there."""
+    """Live blocks are at the end of the file; the free space before them becomes holes, and the rows are intact."""
     live = trained(tmp_path / "s")
     before = taken(tmp_path / "s" / "blocks.bin")
     with Store.open(tmp_path / "s") as store:
@@ -53,7 +53,7 @@ def test_compaction_gives_back_what_it_freed(tmp_path: Path) -> None:
 
 
 def test_a_second_compaction_makes_the_file_shorter(tmp_path: Path) -> None:
-    """Its rows are written to the holes at the beginning, so that the end can go."""
+    """Its rows are written to the holes at the beginning, so the end can be cut."""
     live = trained(tmp_path / "s")
     for _ in range(2):
         with Store.open(tmp_path / "s") as store:
@@ -66,18 +66,20 @@ def test_a_second_compaction_makes_the_file_shorter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "most"), [("lmdb", 1.1), ("zarr", 1.5)])
 def test_info_counts_what_the_disk_keeps(tmp_path: Path, engine: str, most: float) -> None:
-    """Holes are no bytes of a store: compacted, it takes little more than its rows (Zarr pads the last chunk)."""
+    """Holes do not count as bytes of a store: after compaction, it is barely larger than its rows (Zarr pads the last
+    chunk).
+    """
     trained(tmp_path / "s", engine=engine)
     with Store.open(tmp_path / "s") as store:
         store.compact()
     found = info(tmp_path / "s")
     files = [file for file in (tmp_path / "s").rglob("*") if file.is_file()]
-    assert 0 <= found["file_bytes"] - sum(map(taken, files)) <= PAGE_BYTES  # the mark of a reader, while it looks
+    assert 0 <= found["file_bytes"] - sum(map(taken, files)) <= PAGE_BYTES  # the mark of a reader during the look
     assert 1 < found["space_amplification"] < most
 
 
 def test_holes_are_written_again(tmp_path: Path) -> None:
-    """Passes after a compaction go where room was given back, and the file is no longer for them."""
+    """Passes after a compaction use the freed places, and the file does not grow."""
     trained(tmp_path / "s")
     with Store.open(tmp_path / "s") as store:
         store.compact()
@@ -93,7 +95,7 @@ def test_holes_are_written_again(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> None:
-    """Its rows are as they were after the compaction; the commit of the next compaction gives all back."""
+    """Its rows are unchanged after the compaction; the commit of the next compaction frees everything."""
     live = trained(tmp_path / "s")
     with Popen(command(READER, tmp_path / "s"), stdin=PIPE, stdout=PIPE, text=True) as reader:
         first = reader.stdout.readline()
@@ -126,7 +128,7 @@ with Store.open(sys.argv[1]) as store:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_process_that_dies_at_a_hole_leaves_a_compacted_store(tmp_path: Path, moment: str) -> None:
-    """The commit was durable before the first of them; the next compaction gives back what is left."""
+    """The commit was durable before the first hole; the next compaction frees the rest."""
     live = trained(tmp_path / "s")
     assert ran(DYING, tmp_path / "s", moment).returncode == 9
     assert verify(tmp_path / "s")["problems"] == []
@@ -139,7 +141,7 @@ def test_a_process_that_dies_at_a_hole_leaves_a_compacted_store(tmp_path: Path, 
 
 
 def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the newest root of LMDB's file, which was synced, nor a block of a commit that is kept."""
+    """Neither the newest root of LMDB's file, which was synced, nor a block of a kept commit."""
     trained(tmp_path / "s")
     holes = []
 
@@ -161,14 +163,14 @@ def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_commit_of_training_keeps_its_room(tmp_path: Path) -> None:
-    """What it frees is for the next dump: the file has no holes then."""
+    """Its free space is for the next dump: the file has no holes then."""
     trained(tmp_path / "s")
     path = tmp_path / "s" / "blocks.bin"
     assert taken(path) >= path.stat().st_size
 
 
 def test_a_file_system_without_holes_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end goes all the same, and nothing else changes."""
+    """The end is cut anyway, and nothing else changes."""
     monkeypatch.setattr(module, "punch_hole", lambda *_: False)
     file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     blobs = put(file, [np.full(100_000, i, np.uint8) for i in range(4)])
@@ -188,7 +190,7 @@ def test_a_file_system_without_holes_keeps_the_file(tmp_path: Path, monkeypatch:
 def test_a_disk_that_is_full_shows_before_a_hole_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """With the bytes that were needed; the place is free again, and room is left for records."""
+    """The error has the bytes needed; the place is free again, and space is left for records."""
     with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         first, last = put(file, [aligned(600_000), np.full(10_000, 7, np.uint8)])
         file.flush()
@@ -212,7 +214,7 @@ def test_a_disk_that_is_full_shows_before_a_hole_is_written(
 
 
 def test_a_hole_reads_as_zeros_and_ends_where_it_should(tmp_path: Path) -> None:
-    """And errors of the system are errors."""
+    """And system errors are errors."""
     (tmp_path / "f").write_bytes(b"\1" * 40_960)
     handle = os.open(tmp_path / "f", os.O_RDWR)
     try:

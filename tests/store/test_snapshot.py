@@ -1,4 +1,4 @@
-"""Rows that are read while another thread makes commits."""
+"""Reads of rows while another thread commits."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 class Trained:
-    """A store that trains in steps, the engine below it, and what the rows of one table were after each pass."""
+    """A store that trains in steps, its engine, and the expected rows of one table after each pass."""
 
     def __init__(self, kind: str, path: Path, *, retention: int = 1) -> None:
         self.engine = Between(engine_of(kind, path))
@@ -33,12 +33,11 @@ class Trained:
         self.store = Store.open(None, tables=self.world.tables, engine=self.engine, retention=retention)
         self.seen: list[Rows] = []
         self.places = count(1, 1 if kind == "memory" else 5)
-        """Where commits may come between reads: a disk takes its time for each."""
+        """Reads before which a commit may happen: they are slow on a disk."""
         self.run(6)
         self.keys = np.array(list(self.seen[-1]))
 
     def run(self, passes: int) -> None:
-        """Train and commit."""
         for _ in range(passes):
             self.world.train()
             self.seen.append({key: row for (name, key), row in self.world.rows.items() if name == NAME})
@@ -47,7 +46,6 @@ class Trained:
             self.world.publish(self.store)
 
     def lookup(self, store: Store | None = None, *, missing: str = "error") -> Rows:
-        """Return all rows."""
         fields = (store or self.store).lookup(NAME, self.keys, missing=missing)
         return {key: b"".join(v[i].tobytes() for v in fields.values()) for i, key in enumerate(self.keys.tolist())}
 
@@ -62,7 +60,7 @@ def trained(kind: str, tmp_path: Path) -> Iterator[Trained]:
 
 @pytest.mark.parametrize("missing", ["error", "zeros", "initial"])
 def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(trained: Trained, missing: str) -> None:
-    """Before any read of it, one commit or several: never zeros, never a damage that is none."""
+    """With one commit or several before any of its reads: never zeros, and never false damage."""
     for nth in trained.places:
         trained.engine.in_reads(nth, lambda: trained.run(1 + nth % 3))  # noqa: B023 - called before it changes
         before = len(trained.seen) - 1
@@ -74,7 +72,7 @@ def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(train
 
 
 def test_a_lookup_beside_a_commit_half_made_waits_for_nothing(trained: Trained) -> None:
-    """The engine has published it and the store does not know it yet: the lookup has the rows that were appended."""
+    """The engine has published it and the store does not know it yet: the lookup returns the appended rows."""
     found: list[Rows] = []
 
     def look() -> None:
@@ -88,7 +86,7 @@ def test_a_lookup_beside_a_commit_half_made_waits_for_nothing(trained: Trained) 
 
 
 def test_lookups_beside_a_training_are_each_of_one_moment(trained: Trained) -> None:
-    """Two threads as they come; the training goes on until some lookups have ended beside it."""
+    """Two threads run freely; the training continues until some lookups have ended."""
     found: list[object] = []
     given_up = threading.Event()
 
@@ -110,7 +108,7 @@ def test_lookups_beside_a_training_are_each_of_one_moment(trained: Trained) -> N
 
 
 def test_what_a_reading_holds_is_freed_after_it(kind: str, tmp_path: Path) -> None:
-    """Commits go on meanwhile; the next one after it frees what only the reading needed."""
+    """Commits continue meanwhile; the next one after the read frees its data."""
     trained, quiet = Trained(kind, tmp_path / "s"), Trained(kind, tmp_path / "t")
     for one in (trained, quiet):
         scan = one.store.scan(NAME, chunk_rows=1)
@@ -129,7 +127,7 @@ def test_what_a_reading_holds_is_freed_after_it(kind: str, tmp_path: Path) -> No
 
 
 def test_damage_is_still_damage(tmp_path: Path) -> None:
-    """A blob that no commit dropped and that is not there ends a lookup at once, at whatever commit."""
+    """If a blob is missing without having been dropped, a lookup fails at once, at any commit."""
     trained = Trained("memory", tmp_path)
     for name in [name for name in trained.engine.blobs if name.endswith(("/rows", "/keys"))]:
         del trained.engine.blobs[name]
@@ -139,7 +137,7 @@ def test_damage_is_still_damage(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: Trained) -> None:
-    """Segments that are gone are an error; rows that were not found stay zeros."""
+    """Freed segments are an error; missing rows stay zeros."""
     keys = np.append(trained.keys, 999)
     ids, rows = trained.store.locate(NAME, keys, after=-1)
     group = next(g.index for g in trained.store.groups if NAME in [table.name for table in g.tables])
@@ -151,7 +149,7 @@ def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: 
 
 @pytest.mark.parametrize("since", [-1, 4])
 def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, since: int) -> None:
-    """Whichever read it comes before: every row is that of the commit with which it began."""
+    """Before any read: every row comes from the commit at the start."""
     for nth in trained.places:
         trained.engine.in_reads(nth, lambda: trained.run(2))
         before, expected = trained.seen[-1], trained.store.changed_rows(NAME, since=since)
@@ -167,7 +165,7 @@ def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, 
 
 
 def test_changes_of_retained_segments_are_of_one_commit(tmp_path: Path) -> None:
-    """They are scanned; and how many there are is known without reading a row."""
+    """They are scanned; their number is known without reading a row."""
     trained = Trained("memory", tmp_path)
     trained.world.keys_per_pass = 2
     trained.world.follow(trained.store, trained.world.draw(7))
@@ -181,7 +179,7 @@ def test_changes_of_retained_segments_are_of_one_commit(tmp_path: Path) -> None:
 
 
 def test_an_older_commit_that_is_given_up_is_read_for_as_long_as_it_is_open(kind: str, tmp_path: Path) -> None:
-    """Its rows are what they were, whatever is committed; it is not found a second time."""
+    """Its rows do not change with later commits; it cannot be opened a second time."""
     trained = Trained(kind, tmp_path / "s", retention=3)
     id_, rows, state = trained.store.commits[0].id, trained.seen[-3], trained.store.at(trained.store.commits[0].id)
     with trained.store, state as older, older.at(id_) as same:
@@ -204,7 +202,7 @@ def test_a_closed_store_ends_its_older_commits(kind: str, tmp_path: Path) -> Non
 
 
 def test_an_older_commit_is_opened_beside_a_training(trained: Trained) -> None:
-    """Whatever the other thread is at, it is one that is kept, or missing."""
+    """Whatever the other thread does, the commit is either kept or missing."""
     trainer = threading.Thread(target=trained.run, args=(8,))
     trainer.start()
     opened = 0

@@ -1,4 +1,4 @@
-"""What a store promises, on every engine."""
+"""The contract of a store, on every engine."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PLAIN: dict[str, Any] = {"state": b"", "schedule_digest": "", "settings": {}, "e
 
 
 def test_a_new_store_has_tables_and_no_commit(home: Home, tables: list[Table]) -> None:
-    """It is made of its tables, in the order of their ids, and opens without naming them again."""
+    """It is created with its tables, in the order of their ids, and opens without naming them again."""
     store = home.open(tables)
     assert store.commit is None
     assert store.segments == ()
@@ -24,7 +24,7 @@ def test_a_new_store_has_tables_and_no_commit(home: Home, tables: list[Table]) -
 
 
 def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
-    """Cursor, state, settings and every live row are there again."""
+    """Cursor, state, settings and every live row are restored."""
     store, world = home.open(tables), World(tables)
     world.run(store, 4)
     store = home.open(tables)
@@ -38,7 +38,7 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
 
 
 def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
-    """The engine has the newest commit, its state, and of each segment the blocks from the first live one on."""
+    """The engine has the newest commit, its state, and for each segment the blocks from the first live one on."""
     store, world = home.open(tables), World(tables)
     cut = 0
     for _ in range(7):
@@ -50,7 +50,7 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
 
 
 def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) -> None:
-    """A cursor with samples is refused without a segment written within the pass since the commit before."""
+    """A cursor with samples is refused without a segment written within the pass since the previous commit."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     with pytest.raises(ValueError, match="append them with within=True first"):
@@ -63,7 +63,7 @@ def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) 
 
 
 def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
-    """The segment that says so is kept, though it is empty."""
+    """The segment that records this is kept, though it is empty."""
     store = home.open(tables)
     layouts = [SegmentLayout.of(row_bytes=g.row_bytes, page_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
     store.append(0, layouts, [], within=True)
@@ -74,7 +74,7 @@ def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: lis
 
 
 def test_a_cursor_does_not_go_back(home: Home, tables: list[Table]) -> None:
-    """Rows that were freed cannot come back, so a commit before the newest one is refused."""
+    """Freed rows cannot return, so a commit before the newest one is refused."""
     store, world = home.open(tables), World(tables)
     world.run(store, 2)
     with pytest.raises(ValueError, match="cannot go back"):
@@ -92,7 +92,7 @@ def test_a_commit_cannot_name_a_dump_of_its_future(home: Home, tables: list[Tabl
 
 @pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
 def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], size: int) -> None:
-    """In a commit before any training: each 4 MiB of it have a checksum, and the state before it is freed."""
+    """In a commit before any training: each 4 MiB of it has a checksum, and the previous state is freed."""
     store = home.open(tables)
     state = np.random.default_rng(size).bytes(size)
     store.publish(Cursor(0, 0), **{**PLAIN, "state": b"x" * 5_000_000})
@@ -104,7 +104,7 @@ def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], siz
 
 
 def test_settings_must_be_plain_values(home: Home, tables: list[Table]) -> None:
-    """What JSON cannot hold is refused in words, and nothing is committed."""
+    """Values that JSON cannot represent are refused with a message, and nothing is committed."""
     store = home.open(tables)
     for bad in ({"x": object()}, {"x": float("nan")}):
         with pytest.raises(ValueError, match="plain JSON values"):
@@ -113,7 +113,7 @@ def test_settings_must_be_plain_values(home: Home, tables: list[Table]) -> None:
 
 
 def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, tables: list[Table]) -> None:
-    """Too few, twice, of another size, of other keys: each a ValueError, and nothing of it is left."""
+    """Too few, twice, of another size, with other keys: each a ValueError, and no part of it is left."""
     store, world = home.open(tables), World(tables)
     world.train()
     laid = [world.layout(group, within=False) for group in store.groups]
@@ -150,7 +150,7 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
 
 
 def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
-    """Bytes of rows, keys and state are counted apart, exactly."""
+    """Bytes of rows, keys and state are counted separately and exactly."""
     store, world = home.open(tables), World(tables)
     world.train()
     segment = world.append(store)
@@ -186,7 +186,7 @@ def test_reading_pages_that_are_not_there_is_a_value_error(home: Home, tables: l
 
 
 def test_reading_freed_blocks_is_refused(home: Home, tables: list[Table]) -> None:
-    """A block that a commit freed is an error in words, not other bytes."""
+    """A block that a commit freed is an error with a message, not other bytes."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     old = store.segments[0]

@@ -1,4 +1,4 @@
-"""Modules of the store import one another in one direction, whatever is imported first."""
+"""Modules of the store import each other in one direction, whichever is imported first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BELOW_ENGINES = {"bits", "files", "initializer", "layout", "locks", "optimizer",
 
 
 def imported(path: Path) -> set[str]:
-    """Return the modules of the store that a module imports, within functions and for types too."""
+    """Return the store modules that a module imports, including within functions and for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -33,7 +33,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_no_module_imports_what_imports_it() -> None:
-    """Nor does one import the package, whose names are those of all modules."""
+    """Nor does one import the package, which has the names of all modules."""
     TopologicalSorter({name: imported(path) for name, path in MODULES.items()}).prepare()
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -42,7 +42,7 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 def test_engines_know_files_and_layouts_and_nothing_of_commits() -> None:
-    """They are the floor of the store."""
+    """They are the lowest layer of the store."""
     below = {f"tiercache.store.{name}" for name in BELOW_ENGINES}
     for name, path in MODULES.items():
         if ".engines." in name:
@@ -53,5 +53,5 @@ def test_engines_know_files_and_layouts_and_nothing_of_commits() -> None:
 
 @pytest.mark.parametrize("module", ["store", "rank_writer", "rank_folder", "bulk_load", "engines.lmdb_engine"])
 def test_every_module_can_be_imported_first(module: str) -> None:
-    """In a process of its own."""
+    """In a separate process."""
     subprocess.run([sys.executable, "-c", f"import tiercache.store.{module}"], check=True)

@@ -1,4 +1,4 @@
-"""A store on every engine is a dict: whatever is done to it, and whenever it fails or its process dies."""
+"""A store on every engine is a dict, through any operations, failures and crashes."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ CONTRACTS = {"memory": engines.TestMemoryEngine, "lmdb": engines.TestLmdbEngine,
 
 
 def run(machine: type[StoreMachine], examples: int, steps: int = 15, **options: Any) -> None:
-    """Run a machine."""
     options = {"max_examples": examples, "stateful_step_count": steps, "deadline": None, **options}
     run_state_machine_as_test(machine, settings=settings(**options))
 
@@ -28,17 +27,17 @@ LONG = [pytest.param(engine, 100, 40, marks=pytest.mark.long) for engine in CONT
     ("engine", "examples", "steps"), [("memory", 50, 15), ("lmdb", 20, 15), ("zarr", 10, 15), *LONG]
 )
 def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, examples: int, steps: int) -> None:
-    """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows are what a dict says."""
+    """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows equal those in a dict."""
     run(StoreMachine.on(CONTRACTS[engine]), examples, steps)
 
 
 class Forgetful(MemoryEngine):
-    """Its newest head is not durable: a process that dies loses it, and what was put for it."""
+    """Its newest head is not durable: a crash loses it together with its blobs."""
 
     before: tuple[Head | None, dict[str, BlobBytes]] = (None, {})
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Publish, and know how it was before."""
+        """Publish, and remember the previous state."""
         if self.head is not None:
             self.before = self.head, dict(self.blobs)
         super().publish(head, before)
@@ -56,7 +55,7 @@ class Eager(MemoryEngine):
 
 
 def broken(engine: type[MemoryEngine]) -> type[StoreMachine]:
-    """Return the machine on an engine that is wrong."""
+    """Return the machine on a defective engine."""
 
     class Broken(StoreMachine):
         @classmethod

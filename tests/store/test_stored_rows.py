@@ -39,7 +39,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
-    """The same walk that float32 tables take, with the rows of the definition as the oracle."""
+    """The same walk as for float32 tables, with the definition's rows as the oracle."""
     tables = narrow_tables()
     world = World(tables, page_rows=3, block_rows=11)
     with home.open(tables) as store:
@@ -67,7 +67,7 @@ def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_from_outside_are_rounded_to_the_nearest(home: Home, dtype: str) -> None:
-    """What the dtype has comes back bit for bit; the optimizer state is float32."""
+    """Representable values are unchanged bit for bit; the optimizer state is float32."""
     table = Table(name="t", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Constant(value=0.1), dtype=dtype)
     rng = np.random.default_rng(3)
     keys = np.arange(50, dtype=np.int64)
@@ -85,7 +85,7 @@ def test_rows_from_outside_are_rounded_to_the_nearest(home: Home, dtype: str) ->
 
 
 def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their bytes in float32, of scans and of changes, and about as many."""
+    """By their bytes in float32, for scans and for changes, with about that size."""
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
     most = 1 << 14
     monkeypatch.setattr("tiercache.store.scan.SCAN_CHUNK_BYTES", most)
@@ -103,7 +103,7 @@ def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -
 @settings(max_examples=200, deadline=None)
 @given(st.floats(width=32), st.sampled_from(DTYPES))
 def test_rounding_to_the_nearest_is_that_of_all_numbers(value: float, dtype: str) -> None:
-    """Against a search among all of them; ties to even; at half a step beyond the largest it is infinity."""
+    """Compared with a search among all numbers; ties to even; half a step beyond the largest becomes infinity."""
     number = np.array([value], np.float32)
     bits = to_bits(number, dtype)
     if np.isnan(value):
@@ -123,7 +123,7 @@ def test_rounding_to_the_nearest_is_that_of_all_numbers(value: float, dtype: str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_bit_pattern_survives_float32(dtype: str) -> None:
-    """A number of 16 bits is one of float32; NaN stays NaN."""
+    """Every 16-bit number is a float32; NaN stays NaN."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     numbers = from_bits(bits, dtype)
     nan = np.isnan(numbers)
@@ -183,7 +183,7 @@ def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
-    """Into inner chunks of 16 KiB, or of a row that is larger; plain blocks are as they were."""
+    """Into inner chunks of 16 KiB, or of a larger row; plain blocks are unchanged."""
     for dim in (1, 3, 65, 500, 40_000):
         (group,) = group_tables([plain(dim=dim, compression=kind)])
         layout = base_layout(group, [])
@@ -196,7 +196,7 @@ def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
 
 
 def test_tables_of_different_compression_share_no_layout() -> None:
-    """And without any, records and groups are what they were."""
+    """Without compression, records and groups are unchanged."""
     one, two = plain(), plain(name="u")
     assert len(group_tables([one, two])) == 1
     assert len(group_tables([one, dataclasses.replace(two, compression="zstd")])) == 2
@@ -209,7 +209,7 @@ def test_tables_of_different_compression_share_no_layout() -> None:
 
 
 def test_an_engine_that_cannot_compress_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    """The sentence names the engine that can; without a choice that one is taken."""
+    """The message names the engine that can; by default that engine is used."""
     table = plain(compression="zstd")
     with pytest.raises(
         ValueError, match=r"table 't' asks for .*'zstd', and engine 'lmdb' has none: give engine='zarr'"
@@ -222,7 +222,7 @@ def test_an_engine_that_cannot_compress_is_refused_before_anything_is_made(tmp_p
 
 
 def test_a_store_keeps_its_compression(tmp_path: Path) -> None:
-    """Tables that do not speak of it open it; those that ask for another are refused."""
+    """Tables without a setting open it; tables with another one are refused."""
     Store.open(tmp_path / "s", tables=[plain(compression="zstd")]).close()
     with Store.open(tmp_path / "s", tables=[plain()]) as store:
         assert store.tables[0].compression == "zstd"
@@ -234,7 +234,7 @@ def test_a_store_keeps_its_compression(tmp_path: Path) -> None:
 
 
 def test_a_schema_may_ask_for_compression(tmp_path: Path) -> None:
-    """For all tables or for one; "none" leaves one out."""
+    """For all tables or for one; "none" excludes one."""
     (tmp_path / "s.toml").write_text(
         '[defaults]\ndim = 2\noptimizer = { name = "sgd", learning_rate = 0.1 }\ninitializer = "zeros"\n'
         'compression = "zstd"\n'

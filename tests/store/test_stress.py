@@ -1,4 +1,6 @@
-"""Long lives of a store against plain dicts: all ways to commit, in any order, with pins, older commits and changes."""
+"""Long lives of a store compared with plain dicts: all kinds of commits, in any order, with pins, older commits and
+changes.
+"""
 
 import copy
 
@@ -11,7 +13,7 @@ from tiercache.store import verify
 
 
 class Life:
-    """A store, and for each of its commits the world that it must show."""
+    """A store, and the expected world of each of its commits."""
 
     def __init__(self, home: Home, seed: int) -> None:
         self.home, self.draw = home, np.random.default_rng(seed)
@@ -19,10 +21,10 @@ class Life:
         self.store = home.open(self.world.tables, retention=2)
         self.scheduled = True
         self.kept: dict[int, tuple[World, bool]] = {}
-        """By id of each commit: the world, and whether a schedule leads on from it."""
+        """By id of each commit: the world, and True if a schedule continues from it."""
 
     def step(self) -> None:
-        """Do one thing, and compare all that can be seen."""
+        """Run one operation, and compare everything visible."""
         ways = [self.follow, self.compact, self.lay_over, self.pin, self.unpin, self.roll_back, self.reopen]
         if self.scheduled:
             ways += [self.train] * 5
@@ -32,7 +34,6 @@ class Life:
         self.check()
 
     def train(self) -> None:
-        """Train and commit a pass."""
         self.world.run(self.store, 1)
 
     def follow(self) -> None:
@@ -47,36 +48,33 @@ class Life:
         self.scheduled = False
 
     def lay_over(self) -> None:
-        """Import rows, of keys that there are and of new ones."""
+        """Import rows of existing and new keys."""
         keys = self.draw.choice(30, 5, replace=False) - 15
         self.world.lay_over(self.store, {table.name: keys.tolist() for table in self.world.tables[:2]})
         self.scheduled = False
 
     def pin(self) -> None:
-        """Keep a commit by name."""
         ids = [commit.id for commit in self.store.commits]
         name = str(self.draw.choice(["best", "first"]))
         chosen = ids[int(self.draw.integers(0, len(ids)))]
         assert self.store.pin(name, chosen).pins[name] == chosen
 
     def unpin(self) -> None:
-        """Give a name up."""
         for name in [*self.store.commit.pins][:1]:
             assert name not in self.store.unpin(name).pins
 
     def roll_back(self) -> None:
-        """Go back to a commit that is kept."""
+        """Roll back to a kept commit."""
         ids = [commit.id for commit in self.store.commits]
         chosen = ids[int(self.draw.integers(0, len(ids)))]
         self.world, self.scheduled = copy.deepcopy(self.kept[chosen])
         self.store.rollback(chosen)
 
     def reopen(self) -> None:
-        """Open it anew."""
         self.store = self.home.open()
 
     def check(self) -> None:
-        """Compare rows, changes, and each commit that is kept."""
+        """Compare rows, changes, and each kept commit."""
         store, world = self.store, self.world
         world.check(store, after=world.pass_index - 1)
         assert store.state() == world.state
@@ -86,14 +84,14 @@ class Life:
                 then, _ = self.kept[commit.id]
                 then.check(older, after=then.pass_index - 1)
             world.check_changes(store, commit.id)
-        if self.home.kind != "zarr":  # whose chunks have several blocks
+        if self.home.kind != "zarr":  # its chunks have several blocks
             assert stored_bytes(store) == needed_bytes(store)
 
 
 @pytest.mark.parametrize("steps", [25, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_commits_shows_what_plain_dicts_show(home: Home, steps: int, seed: int) -> None:
-    """Passes, schedules, imports, compactions, pins, rollbacks and reopenings; nothing that is free is left over."""
+    """Passes, schedules, imports, compactions, pins, rollbacks and reopenings; no free data is left over."""
     life = Life(home, seed)
     for _ in range(steps):
         life.step()

@@ -23,7 +23,6 @@ from tiercache.store.optimizer import Optimizer, RowWiseAdam, RowWiseRMSprop
 
 
 def table(**changes: Any) -> Table:
-    """Return a table."""
     values: dict[str, Any] = {"name": "t", "dim": 4, "optimizer": SGD(learning_rate=0.1), "initializer": Zeros()}
     return Table(**{**values, **changes})
 
@@ -43,7 +42,7 @@ def table(**changes: Any) -> Table:
 def test_a_row_is_the_vector_and_the_optimizer_state(
     optimizer: Optimizer, fields: list[tuple[str, int, float]], row_bytes: int
 ) -> None:
-    """Fields stand in a fixed order and take 4 bytes a number; state starts from 0 or Adagrad's initial accumulator."""
+    """Fields have a fixed order and take 4 bytes per number; state starts from 0 or Adagrad's initial accumulator."""
     made = table(optimizer=optimizer)
     assert [(f.name, f.width, f.initial) for f in made.fields] == fields
     assert made.row_bytes == row_bytes
@@ -61,7 +60,7 @@ def test_a_vector_of_16_bits_is_padded_to_words_and_the_state_is_float32(dtype: 
 
 
 def test_the_table_id_is_the_hash_of_the_name() -> None:
-    """Of its UTF-8, whatever else the table has."""
+    """From its UTF-8 bytes, independent of other settings."""
     assert table(name="größe", dim=7).table_id == xxh64("größe".encode())
 
 
@@ -84,7 +83,7 @@ def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: A
 
 
 def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None:
-    """A dtype's largest numbers may be drawn, and a record of a table that could draw more is read as it is."""
+    """A dtype's largest numbers can be drawn, and a record of a table that could draw larger ones is read unchanged."""
     assert table(dtype="float16", initializer=Normal(mean=-1e3, std=8e3)).dtype == "float16"
     assert table(initializer=Normal(std=1e38)).dtype == "float32"
     record = table(dtype="float16", initializer=Normal(mean=1.0)).to_record()
@@ -120,7 +119,7 @@ def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None
     ],
 )
 def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
-    """Each message names the table, what was seen and what is allowed."""
+    """Each message has the table, the value found and the values allowed."""
     with pytest.raises((ValueError, TypeError), match=words):
         table(**changes)
 
@@ -148,7 +147,7 @@ def test_a_bad_table_is_refused_in_words(changes: dict[str, Any], words: str) ->
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any) -> None:
-    """Rates, shares and bounds are checked when they are given."""
+    """Rates, shares and bounds are checked on construction."""
     with pytest.raises(ValueError, match=r" is | runs "):
         make()
 
@@ -174,7 +173,7 @@ def test_a_record_of_something_else_is_refused(record: dict[str, Any], words: st
 
 
 def test_tables_of_one_layout_make_a_group() -> None:
-    """Groups and their tables stand in the order of table ids, whatever order they come in; rows of one step alike."""
+    """Groups and their tables are in the order of table ids, for any input order; their rows step alike."""
     assert len(group_tables([table(name="a"), table(name="b", optimizer=SGD(learning_rate=0.2))])) == 2
     tables = [table(name=name, dim=dim) for name, dim in [("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)]]
     groups = group_tables(tables)
@@ -193,7 +192,7 @@ def test_tables_of_one_layout_make_a_group() -> None:
 
 
 def test_no_tables_and_two_of_one_name_are_refused() -> None:
-    """A store needs tables it can tell apart."""
+    """A store needs distinguishable tables."""
     with pytest.raises(ValueError, match="at least one"):
         group_tables([])
     with pytest.raises(ValueError, match="two tables are named 't'"):
@@ -209,7 +208,7 @@ def test_initializers_have_codes_for_kernels() -> None:
 
 
 def test_a_column_slice_is_recorded_and_a_whole_table_does_not_speak_of_slices() -> None:
-    """So stores of whole tables keep their bytes."""
+    """So stores of whole tables do not change."""
     part = table(dim=3, first_column=4, whole_dim=8)
     assert Table.from_record(json.loads(json.dumps(part.to_record()))) == part
     assert part != table(dim=3)
@@ -231,7 +230,7 @@ def test_a_column_slice_is_recorded_and_a_whole_table_does_not_speak_of_slices()
     ],
 )
 def test_columns_that_are_no_slice_are_refused(first: Any, whole: Any, words: str) -> None:
-    """In a table, and in the record of one."""
+    """In a table, and in its record."""
     with pytest.raises(ValueError, match=words):
         table(first_column=first, whole_dim=whole)
     with pytest.raises(ValueError, match=words):
@@ -239,7 +238,7 @@ def test_columns_that_are_no_slice_are_refused(first: Any, whole: Any, words: st
 
 
 def test_slices_share_a_group_unless_a_number_of_theirs_is_for_all_slices() -> None:
-    """Row-wise Adagrad has one sum for the whole row, which its slices must find together."""
+    """Row-wise Adagrad has one sum for the whole row, which its slices share."""
     for optimizer, groups in [(Adagrad(learning_rate=0.1), 1), (RowWiseAdagrad(learning_rate=0.1), 3)]:
         tables = [
             table(name="a", optimizer=optimizer, whole_dim=8),

@@ -1,4 +1,4 @@
-"""Stores that nobody closed, and stores that are closed where they cannot be."""
+"""Stores that were not closed, and stores that are closed in the wrong place."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 
 
 def held() -> int:
-    """Return how many files this process has open."""
+    """Return the number of open files of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
@@ -37,7 +37,7 @@ def trained(path: Path, kind: str) -> Store:
 
 @KINDS
 def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) -> None:
-    """With a warning that says which; what was appended and not committed is lost, as with close."""
+    """The warning names it; appended but uncommitted data is lost, as with close."""
     before = held()
     store = trained(tmp_path / "s", kind)
     dump(store, 2, {90: 10})
@@ -52,7 +52,7 @@ def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) ->
 @KINDS
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_a_cycle: bool) -> None:
-    """However many there were: no file, no lease, and so no room."""
+    """For any number of them: no file, no lease, and so no space."""
     trained(tmp_path / "s", kind).close()
     before = held()
     with pytest.warns(ResourceWarning, match="was never closed"):  # noqa: PT031
@@ -69,7 +69,7 @@ def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_
 
 @KINDS
 def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str) -> None:
-    """It keeps its store open, and says nothing when it goes; what it read is freed then."""
+    """It keeps its store open, and is silently collected; then its data is freed."""
     store = trained(tmp_path / "s", kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,7 +87,7 @@ def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str
 
 
 def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
-    """Whatever it failed at holds nothing either."""
+    """Whatever failed, it holds no resources."""
     trained(tmp_path / "s", "lmdb").close()
     before = held()
     with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
 
 
 def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) -> None:
-    """Nobody has to close them."""
+    """They need not be closed."""
     before = held()
     WriterLock(tmp_path)
     WriterLock(tmp_path).release()
@@ -114,7 +114,7 @@ def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) 
 
 
 def test_a_forked_child_closes_nothing_of_its_parent(tmp_path: Path) -> None:
-    """Its copy is garbage in silence."""
+    """Its copy is collected silently."""
     store = trained(tmp_path / "s", "lmdb")
     pid = os.fork()
     if pid == 0:  # pragma: no cover - in the child
@@ -134,7 +134,7 @@ def test_a_forked_child_closes_nothing_of_its_parent(tmp_path: Path) -> None:
     assert verify(tmp_path / "s")["problems"] == []
 
 
-# -- closed by a function that it calls ---------------------------------------------------------------------
+# -- closed by one of its callbacks ---------------------------------------------------------------------------
 
 
 def _rows(store: Store, close: Callable[[], None]) -> Iterator[Any]:
@@ -155,13 +155,12 @@ def _append(store: Store, close: Callable[[], None]) -> None:
 
 
 class _Uses:
-    """Uses of a schedule, whose reading closes the store."""
+    """Uses of a schedule that close the store when read."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
 
     def counts(self, _table: str) -> dict[int, int]:
-        """Return none."""
         return {}
 
     def slices(self, _table: str) -> Iterator[Any]:
@@ -183,7 +182,7 @@ CALLS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
 @KINDS
 @pytest.mark.parametrize("call", [*CALLS])
 def test_a_store_is_not_closed_from_within(tmp_path: Path, kind: str, call: str) -> None:
-    """It would wait for itself: an error says so, the step ends with it, and the store is open and whole."""
+    """It would wait for itself: an error says so, the step ends with it, and the store is open and intact."""
     store = trained(tmp_path / "s", kind)
     with pytest.raises(StoreError, match=r"cannot be closed inside a function that it calls") as caught:
         CALLS[call](store, store.close)
@@ -208,7 +207,7 @@ READS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
 @KINDS
 @pytest.mark.parametrize("call", [*READS])
 def test_what_only_reads_ends_with_an_error_where_it_is_closed(tmp_path: Path, kind: str, call: str) -> None:
-    """Or is done; it never waits."""
+    """Or finishes; it never waits."""
     store = trained(tmp_path / "s", kind)
     try:
         READS[call](store, store.close)

@@ -1,4 +1,4 @@
-"""Every commit that is kept is verified, each block once, in bounded memory; damage is said of whom it touches."""
+"""Every kept commit is verified, each block once, in bounded memory; damage is reported for the commits it affects."""
 
 import contextlib
 import re
@@ -35,13 +35,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
-    """Open the store for reading."""
     with Store.open(path, mode="r", commit=commit) as store:
         yield store
 
 
 def touched(path: Path) -> list[int]:
-    """Return the commits that are not whole when each is opened and read alone."""
+    """Return the commits that are damaged when each is opened and read alone."""
     found = []
     for id_ in KEPT:
         try:
@@ -54,14 +53,14 @@ def touched(path: Path) -> list[int]:
 
 
 def said(problem: str) -> list[int]:
-    """Return the commits that a sentence names."""
+    """Return the commits that a message names."""
     words = re.match(r"in commits? ([\d, and]+), (block|part|commits/|ranks/|the description)", problem)
     assert words is not None, problem
     return [int(id_) for id_ in re.findall(r"\d+", words[1])]
 
 
 def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
-    """As many blocks of rows as there are, whichever commits need them; progress ends at all bytes."""
+    """Every block of rows once, whichever commits need it; progress ends at all bytes."""
     seen: list[tuple[int, int]] = []
     found = verify(path, progress=lambda done, total: seen.append((done, total)))
     assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
@@ -76,7 +75,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
 
 
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
-    """Of rows, keys, state and what describes segments: as reading each commit alone finds it; blobs that only older
+    """In rows, keys, state and segment metadata: as reading each commit alone finds it; blobs that only older
     commits need count.
     """
     hit: set[tuple[int, ...]] = set()
@@ -94,7 +93,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
 
 @pytest.mark.parametrize("passes", range(1, 5))
 def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, passes: int) -> None:
-    """Before verification leases them: it reads those that are left. After that, they stay until it has read them."""
+    """Before verification leases them, it reads the remaining ones. After that, they stay until it has read them."""
     world = World(small_tables(), num_passes=4, block_rows=20)
     world.pass_index = 6
 
@@ -112,7 +111,7 @@ def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, pa
 
 
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
-    """In the sentence of the part, with exit code 1."""
+    """In the message of the part, with exit code 1."""
     with flipped(*byte_of(path, "states/0.3")):
         result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 1
@@ -120,7 +119,7 @@ def test_the_command_line_names_the_commits_too(path: Path) -> None:
 
 
 def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) -> None:
-    """A commit, or what it lists, that is damaged keeps it from opening; a bit elsewhere is found all the same."""
+    """A damaged commit, or rank list, cannot be opened; a flipped bit elsewhere is still found."""
     for name in ("commits/4", "ranks/0.4"):
         commit, state = byte_of(path, name), byte_of(path, "states/0.5")
         with flipped(*commit), flipped(*state):
@@ -137,7 +136,7 @@ PASSES, PASS_ROWS = 3, 6_000_000
 
 
 def make(path: Path) -> None:
-    """Dump pass after pass, each with other keys."""
+    """Dump passes, each with other keys."""
     with Store.open(path, tables=[ONE]) as store:
         layout = base_layout(store.groups[0], [Range(next_use=9, table_rows=(PASS_ROWS,))])
         rows = np.zeros(layout.rows * ONE.row_bytes, np.uint8)
@@ -149,7 +148,7 @@ def make(path: Path) -> None:
 
 
 def measure(path: Path) -> None:
-    """Verify, and compare what is taken with the bound."""
+    """Verify, and compare its memory with the bound."""
     peak = Peak()
     with Store.open(path, mode="r") as store:
         peak.begin()
@@ -167,7 +166,7 @@ def test_keys_that_exceed_the_memory_of_verification_are_sorted_in_a_file(tmp_pa
 
 
 def test_a_look_at_what_describes_rows_reads_none_of_them(path: Path) -> None:
-    """It finds what is wrong in commits and descriptions, key maps too, and what is missing; a row's bit it cannot."""
+    """It finds errors in commits, metadata and key maps, and missing blobs, but not a flipped bit of a row."""
     assert verify(path, deep=False)["problems"] == []
     newest = max(int(name.split("/")[1][2:]) for name in places(path) if name.startswith("segments/"))
     meta = f"segments/0.{newest}/meta"

@@ -1,4 +1,4 @@
-"""Requests under way: what is written, by whom, and what is waited for."""
+"""Requests in flight: their contents, threads and waits."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from tiercache.store.files import PAGE_BYTES
 
 MIB = 1 << 20
 LONG = np.ones(16 * MIB, np.uint8)
-"""A request of its own, where what follows it in the file is another place."""
+"""A separate request if the next data in the file is elsewhere."""
 
 
 class Disk:
-    """A file in memory that takes its time; says how many requests were under way at most, and who made them."""
+    """A slow file in memory; records the peak number of requests in flight, and their threads."""
 
     def __init__(self, num_bytes: int, seconds: float = 0.0, step: int = 1 << 40) -> None:
         self.data = np.zeros(num_bytes, np.uint8)
@@ -32,7 +32,7 @@ class Disk:
         self.threads: set[int] = set()
 
     def write(self, views: list[memoryview], offset: int) -> int:
-        """Write what ``WriteQueue`` asks for."""
+        """Write a request of ``WriteQueue``."""
         with self._one:
             self._now += 1
             self.most = max(self.most, self._now)
@@ -49,7 +49,7 @@ class Disk:
 @settings(max_examples=30)
 @given(data=st.data())
 def test_what_was_put_or_copied_is_there_after_a_flush(data: st.DataObject) -> None:
-    """Whatever stands beside each other, whichever is copied, and though the disk takes a part at a time."""
+    """For any adjacent requests, copied or not, and though the disk accepts a part at a time."""
     sizes = data.draw(st.lists(st.sampled_from([1, 4096, 5000, 700_000, 3 * MIB + 5]), min_size=1, max_size=25))
     disk = Disk(sum(sizes) + 2 * PAGE_BYTES * len(sizes), seconds=1e-4, step=data.draw(st.sampled_from([MIB, 1 << 40])))
     expected, at = np.zeros_like(disk.data), 0
@@ -72,7 +72,7 @@ def test_what_was_put_or_copied_is_there_after_a_flush(data: st.DataObject) -> N
 
 @pytest.mark.parametrize(("is_read", "most"), [(False, 2), (True, 1)])
 def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_read(*, is_read: bool, most: int) -> None:
-    """Of pages that lie apart."""
+    """For pages that are apart."""
     disk, page = Disk(64 * MIB, seconds=0.02), np.ones(2 * MIB, np.uint8)
     with closing(WriteQueue(disk.write, lambda: is_read)) as queue:
         for i in range(12):
@@ -83,7 +83,7 @@ def test_two_long_requests_are_under_way_at_a_time_and_one_where_the_file_is_rea
 
 
 def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As handing one over takes the interpreter from whoever trains: sixteen of a MiB, and what is left."""
+    """Each handover takes the interpreter from the training thread: sixteen of a MiB, and the rest."""
     disk, page, submit = Disk(128 * MIB), np.ones(MIB, np.uint8), ThreadPoolExecutor.submit
     handed, written = list[int](), list[int]()
 
@@ -100,7 +100,7 @@ def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pyt
     with closing(WriteQueue(write, bool)) as queue:
         for i in range(40):
             queue.put(page.data, 2 * i * MIB)
-        queue.put(page.data, 79 * MIB)  # beside the last
+        queue.put(page.data, 79 * MIB)  # adjacent to the last
         queue.flush()
     assert handed == [16, 16, 8]
     assert sorted(written) == [1] * 39 + [2]
@@ -108,7 +108,7 @@ def test_short_runs_that_lie_apart_are_one_request_up_to_a_size(monkeypatch: pyt
 
 
 def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
-    """No thread is begun for them."""
+    """No thread is started for them."""
     disk, page = Disk(64 * MIB), np.ones(40_960, np.uint8)
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(20):
@@ -133,7 +133,7 @@ def test_short_requests_and_a_single_one_are_made_by_the_caller() -> None:
 
 
 def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_given_up() -> None:
-    """Whoever frees its places may use them again."""
+    """Its places can be reused."""
     disk, page = Disk(128 * MIB, seconds=0.05), np.ones(2 * MIB, np.uint8)
 
     def write(views: list[memoryview], offset: int) -> int:
@@ -160,7 +160,7 @@ def test_a_request_that_fails_is_raised_and_nothing_is_under_way_when_it_was_giv
 
 
 def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> None:
-    """Its places are freed then, and may be written again."""
+    """Then its places are freed, and can be written again."""
     disk = Disk(64 * MIB, seconds=0.4)
     with closing(WriteQueue(disk.write, bool)) as queue:
         for i in range(3):
@@ -178,7 +178,7 @@ def test_an_interrupt_while_requests_are_waited_for_leaves_none_under_way() -> N
 
 
 def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the interpreter ends while a dump is under way."""
+    """Such as when the interpreter exits during a dump."""
 
     def refused(*_: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -194,7 +194,7 @@ def test_where_no_thread_can_be_had_the_caller_writes(monkeypatch: pytest.Monkey
 
 
 def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool takes what it is given before it fails to begin one more thread."""
+    """A pool accepts a task before it fails to start one more thread."""
     submit = ThreadPoolExecutor.submit
 
     def refused(pool: ThreadPoolExecutor, *arguments: Any) -> None:
@@ -216,7 +216,7 @@ def test_a_request_that_a_thread_has_although_it_was_refused_is_written_once(mon
 
 
 def test_a_request_that_no_thread_has_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where an interrupt comes just before it is handed over: nobody waits for it, and nobody writes it later."""
+    """For example, if an interrupt comes just before it is handed over: no thread waits for it or writes it later."""
     held = list[Any]()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _, *arguments: held.append(arguments))
     disk = Disk(64 * MIB)

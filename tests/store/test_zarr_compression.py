@@ -1,4 +1,4 @@
-"""Compressed chunks of the Zarr engine: read by ranges, smaller, damage is found before anything is decompressed."""
+"""Compressed chunks of the Zarr engine: range reads, smaller size, and damage is found before decompression."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ KINDS = ("zstd", "blosc")
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 400), page_rows=st.integers(1, 30), block_rows=st.integers(1, 90))
 def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: int, block_rows: int) -> None:
-    """Chunks hold the rows of blocks, or all rows; a block of whole pages that are small has them as inner chunks."""
+    """Chunks hold the rows of blocks, or all rows; a block of small whole pages has them as inner chunks."""
     ranges = (Range(next_use=1, table_rows=(rows,)),)
     layout = SegmentLayout.of(row_bytes=4, page_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
     chunk_rows, inner_rows = cut(layout)
@@ -35,7 +35,7 @@ def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: in
 
 
 def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pages of 64: the index, and eight inner chunks, are what is asked of the disk."""
+    """Two pages of 64: the index, and eight inner chunks, are read from disk."""
     layout = layout_of([16_384], page_rows=256, block_rows=16_384, dim=63, compression="zstd")
     rows = segment(layout)[1]
     read = 0
@@ -64,7 +64,7 @@ def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_repeat_themselves_take_less(tmp_path: Path, kind: str) -> None:
-    """A tenth, here."""
+    """A tenth in this case."""
     sizes = {}
     for compression in (None, kind):
         layout = layout_of([1000], page_rows=100, block_rows=500, compression=compression)
@@ -85,7 +85,7 @@ def test_rows_that_repeat_themselves_take_less(tmp_path: Path, kind: str) -> Non
 def test_a_changed_bit_is_found_before_anything_is_decompressed(
     tmp_path_factory: pytest.TempPathFactory, kind: str, place: int, bit: int, which: int
 ) -> None:
-    """In any chunk, at any place: rows, keys or index."""
+    """In any chunk, at any offset: rows, keys or index."""
     path = tmp_path_factory.mktemp("s")
     engine = ZarrEngine(path, create=True)
     contents = put(engine, segment(layout_of([9, 12], block_rows=6, compression=kind))[1:])
@@ -105,7 +105,7 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
 
 
 def test_what_points_beyond_a_chunk_is_an_error() -> None:
-    """An index with a right checksum and wrong places, and compressed bytes of another length."""
+    """An index with a correct checksum and wrong offsets, and compressed bytes of another length."""
     shards = ShardingCodec(compression="blosc", item_bytes=4, row_bytes=8, chunk_rows=8, inner_rows=4)
     rows = np.arange(64, dtype=np.uint8)
     shard = np.frombuffer(shards.encode(rows), np.uint8)
@@ -135,7 +135,7 @@ def test_what_points_beyond_a_chunk_is_an_error() -> None:
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 64), row_bytes=st.sampled_from([4, 8, 260]), seed=st.integers(0, 100))
 def test_no_shard_is_longer_than_the_most_that_one_has(kind: str, rows: int, row_bytes: int, seed: int) -> None:
-    """Also of noise, which does not become shorter."""
+    """Also for noise, which does not compress."""
     shards = ShardingCodec(compression=kind, item_bytes=4, row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
     noise = np.random.default_rng(seed).integers(0, 256, rows * row_bytes, dtype=np.uint8)
     assert len(shards.encode(noise)) <= shards.most_bytes

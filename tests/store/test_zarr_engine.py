@@ -1,4 +1,4 @@
-"""The Zarr engine's objects, as ``zarr.open`` reads them too, and what it says of torn, missing and leftover ones."""
+"""The Zarr engine's objects, also read by ``zarr.open``, and errors for torn, missing and leftover ones."""
 
 import os
 import threading
@@ -39,17 +39,17 @@ from tiercache.store.store_errors import BlockReadError, CorruptStoreError, Stor
 pytestmark = pytest.mark.disk
 
 VECTOR = 12
-"""Bytes of a vector of the layouts here: rows of 16 bytes with one number of state."""
+"""Bytes of a vector in these layouts: rows of 16 bytes with one number of state."""
 
 
 @pytest.fixture
 def small_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let chunks have three blocks of vectors of seven rows, and more of keys and state."""
+    """Use chunks with three blocks of vectors of seven rows, and more of keys and state."""
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 3 * 7 * VECTOR + 5)
 
 
 def made(path: Path, *contents: Content) -> list[Content]:
-    """Make an engine with some blobs and a commit, and close it."""
+    """Create an engine with some blobs and a commit, and close it."""
     engine = ZarrEngine(path, create=True)
     put_ = publish(engine, 0, contents)
     engine.close()
@@ -66,7 +66,9 @@ def objects(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("small_objects")
 def test_chunks_are_few_and_have_their_whole_length(tmp_path: Path) -> None:
-    """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding, nor has a blob."""
+    """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding, and neither has a
+    blob.
+    """
     made(tmp_path, *segment(layout_of([10, 47]), 1)[1:], *segment(layout_of([10]), 2)[1:])
     sizes = {name: len(data) for name, data in objects(tmp_path).items() if "/c." in name}
     chunk = 21 * VECTOR
@@ -81,7 +83,7 @@ def test_chunks_are_few_and_have_their_whole_length(tmp_path: Path) -> None:
 
 
 def test_a_large_blob_is_cut_into_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many bytes, whatever parts it was put in; it goes with all of them."""
+    """With a fixed number of bytes, for any parts; all of them are dropped with it."""
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 1 << 16)
     data = some_bytes(300_000)
     contents = made(
@@ -104,7 +106,7 @@ def test_a_large_blob_is_cut_into_objects(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_zarr_reads_the_arrays(tmp_path: Path, dtype: str, compression: str | None) -> None:
-    """Each field of all rows, keys and last changes; a chunk that was dropped reads as NaN."""
+    """Each field of all rows, keys and last changes; a dropped chunk reads as NaN."""
     of = layout_of([10, 20], dtype=dtype, compression=compression, page_rows=100, block_rows=100)
     meta, rows, keys, changed = segment(of, 4)
     made(tmp_path, meta, rows, keys, changed)
@@ -132,7 +134,7 @@ def test_zarr_reads_the_arrays(tmp_path: Path, dtype: str, compression: str | No
     direct=st.booleans(),
 )
 def test_bytes_are_written_to_any_place(tmp_path: Path, cuts: list[int], order: Any, direct: bool) -> None:
-    """In any order, past the page cache or through it: neighbors share pages, and neither spoils the other's bytes."""
+    """In any order, past the page cache or through it: neighbors share pages, and neither damages the other's bytes."""
     ends = sorted(cuts)
     data, path = some_bytes(ends[-1], 3), tmp_path / "file"
     runs = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -152,7 +154,7 @@ def test_bytes_are_written_to_any_place(tmp_path: Path, cuts: list[int], order: 
 
 
 def test_a_read_over_blocks_has_zeros_between_them(tmp_path: Path) -> None:
-    """As the blob has, which pads each block to whole pages."""
+    """The blob, too, pads each block to whole pages."""
     of = layout_of([17], page_rows=100)
     contents = made(tmp_path, *segment(of, 1))
     engine = ZarrEngine(tmp_path, create=False, readonly=True)
@@ -170,7 +172,7 @@ DAMAGES = ("missing", "short", "long", "folder", "pipe", "empty")
 
 
 def spoil(file: Path, damage: str) -> None:
-    """Damage a file, or put something else in its place."""
+    """Damage a file, or replace it by something else."""
     data = file.read_bytes()
     file.unlink()
     match damage:
@@ -192,7 +194,7 @@ def spoil(file: Path, damage: str) -> None:
 def test_a_chunk_that_is_not_whole_is_an_error_in_words(
     tmp_path: Path, array: str, damage: str, compression: str | None
 ) -> None:
-    """Never read as the array's fill value, never another error, and nothing waits for the end of a pipe."""
+    """Never read as the array's fill value, never another error, and no wait for the end of a pipe."""
     contents = made(tmp_path, *segment(layout_of([100, 900], block_rows=2000, compression=compression), 1))
     (chunk,) = (file for file in (tmp_path / "segments/0.1/0" / array).iterdir() if file.name != "zarr.json")
     spoil(chunk, damage)
@@ -212,7 +214,7 @@ def test_a_chunk_that_is_not_whole_is_an_error_in_words(
 
 @pytest.mark.usefixtures("small_objects")
 def test_a_blob_ends_where_a_chunk_is_missing(tmp_path: Path) -> None:
-    """Of any field: what is before it is there; and what is missing at the front may have been dropped."""
+    """In any field: earlier data is readable; missing chunks at the front may have been dropped."""
     contents = made(tmp_path, *segment(layout_of([63]), 1)[1:])
     rows, engine = contents[0].blob, ZarrEngine(tmp_path, create=False, readonly=True)
     step = paged(7 * 16)
@@ -235,7 +237,7 @@ NO_ROWS = (
     "node", [b"", b"{", b"[]", b'{"shape": []}', NO_ROWS, NO_ROWS.replace(b"[[", b'[["w", 0, "f"], ['), b"\xff"]
 )
 def test_arrays_that_nothing_describes_are_leftovers(tmp_path: Path, node: bytes) -> None:
-    """They have no bytes, are read by what the store knows of them, and can be dropped; one array describes a group."""
+    """They have no bytes, can be read with the store's metadata, and can be dropped; one array describes a group."""
     contents = made(tmp_path, *segment(layout_of([10]), 1))
     nodes = [*(tmp_path / "segments/0.1/0").glob("*/zarr.json")]
     whole = nodes[0].read_bytes()
@@ -260,7 +262,7 @@ def test_arrays_that_nothing_describes_are_leftovers(tmp_path: Path, node: bytes
 
 
 def test_one_object_of_a_group_says_how_long_its_blobs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list reads no more, and none of what is known; whatever compresses the arrays."""
+    """A listing reads only one unknown object; for any compression."""
     ways = (None, "zstd", "blosc")
     segments = [segment(layout_of([10, 47], compression=way), i) for i, way in enumerate(ways)]
     contents = made(tmp_path, *(one for some in segments for one in some))
@@ -281,7 +283,7 @@ def test_one_object_of_a_group_says_how_long_its_blobs_are(tmp_path: Path, monke
 
 
 def test_a_blob_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) -> None:
-    """To write, and to read."""
+    """For writing and for reading."""
     engine = ZarrEngine(tmp_path, create=True)
     for compression in (None, "zstd"):
         rows = segment(layout_of([9], block_rows=6, compression=compression), 1)[1]
@@ -301,7 +303,7 @@ def test_a_blob_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) -> N
 
 
 def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None:
-    """By path or as a Zarr store object; readers are no writers, and closing lets the next one in."""
+    """By path or as a Zarr store object; readers are not writers, and closing lets the next one in."""
     ways: tuple[Callable[[], Any], ...] = (lambda: tmp_path, lambda: LocalStore(tmp_path), lambda: str(tmp_path))
     made(tmp_path)
     for first in ways:
@@ -316,7 +318,7 @@ def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None
 
 
 def test_a_reader_is_refused_to_write(tmp_path: Path) -> None:
-    """Whatever it asks for; and it makes no folder."""
+    """For any operation; and it creates no folder."""
     contents = made(tmp_path)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
     for call in (lambda: put(reader, contents), lambda: publish(reader, 1), lambda: reader.drop([])):
@@ -328,7 +330,7 @@ def test_a_reader_is_refused_to_write(tmp_path: Path) -> None:
 
 
 def test_an_opening_for_writing_finds_what_a_crash_left(tmp_path: Path) -> None:
-    """Objects, what describes arrays, bare folders; a reader deletes nothing, and nobody's files stay."""
+    """Objects, array metadata, empty folders; a reader deletes nothing, and foreign files stay."""
     contents = made(tmp_path, *segment(layout_of([10]), 1), plain("states/0.1", some_bytes(50)))
     before = objects(tmp_path)
     left = [
@@ -365,7 +367,7 @@ def test_an_opening_for_writing_finds_what_a_crash_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
 def test_a_put_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
-    """And the same blobs can be put after it."""
+    """And the same blobs can be put afterwards."""
     store: Any = tmp_path if place == "disk" else MemoryStore()
     engine = ZarrEngine(store, create=True)
     kept = publish(engine, 0)
@@ -387,7 +389,7 @@ def test_a_put_that_fails_leaves_no_object(tmp_path: Path, place: str) -> None:
 
 
 def test_a_writer_holds_bounded_memory() -> None:
-    """Buffers are used again, and one more is not given before one came back; a large one comes alone."""
+    """Buffers are reused, and a further one waits until one is returned; a large one is exclusive."""
     buffers = Buffers()
     held = [buffers.take(16 << 20) for _ in range(4)]
     assert sum(buffer.size for buffer in held) <= WRITE_BYTES
@@ -406,7 +408,7 @@ def test_a_writer_holds_bounded_memory() -> None:
 
 
 def test_copies_of_parts_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 blocks of 16 KiB, 64 KiB at a time; the rows are all there."""
+    """64 blocks of 16 KiB, 64 KiB at a time; all rows arrive."""
     taken_: list[weakref.ref[np.ndarray]] = []
     most = 0
 
@@ -427,7 +429,7 @@ def test_copies_of_parts_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_read_past_the_end_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    """Also in padding."""
+    """Also within padding."""
     (meta, *_), engine = made(tmp_path, *segment(layout_of([9]), 1)), ZarrEngine(tmp_path, create=False, readonly=True)
     with pytest.raises(BlockReadError, match="ends at byte 5,000 of 5,001"):
         engine.read(ReadRequest(meta.blob, 1, np.empty(5000, np.uint8)))
@@ -437,7 +439,7 @@ def test_a_read_past_the_end_is_refused_before_anything_is_read(tmp_path: Path) 
 
 
 def test_commits_without_a_head_are_no_new_store(tmp_path: Path) -> None:
-    """They are what is left of one: nothing is deleted."""
+    """They are remains of a store: nothing is deleted."""
     made(tmp_path, *segment(layout_of([10]), 1))
     (tmp_path / "heads/1").unlink()
     before = objects(tmp_path)
@@ -448,7 +450,7 @@ def test_commits_without_a_head_are_no_new_store(tmp_path: Path) -> None:
 
 
 def test_a_writer_looks_for_its_blobs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list that a store asks for when it opens serves what follows."""
+    """The listing when a store opens is reused afterwards."""
     contents = made(tmp_path, *segment(layout_of([30]), 1))
     engine, looks = ZarrEngine(tmp_path, create=False), 0
     sizes = engine._objects.sizes

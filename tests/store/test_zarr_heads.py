@@ -1,4 +1,4 @@
-"""Heads of the Zarr engine: durable before they count, and one that failed does not."""
+"""Heads of the Zarr engine: durable before they are valid, and invalid if they failed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def commit(engine: ZarrEngine, number: int) -> None:
 
 
 def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its name before the publish returns; one that cannot be synced leaves nothing."""
+    """And its name before the publish returns; one that cannot be synced is removed."""
     engine, seen = ZarrEngine(tmp_path, create=True), []
     sync = zarr_objects.sync
 
@@ -62,7 +62,7 @@ def test_a_head_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: p
 
 
 def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publish fails, those after it too, and the store opens where it was."""
+    """The publish fails, and so do later ones, and the store opens at its old commit."""
     engine = ZarrEngine(tmp_path, create=True)
     publish(engine, 0)
     put(engine, [plain("states/0.1", some_bytes(10))])
@@ -82,7 +82,7 @@ def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: py
 
 
 def reopened(path: Path, number: int) -> None:
-    """Open a store at a commit, drop what was put after it, and publish the next."""
+    """Open a store at a commit, drop later data, and publish the next."""
     engine = ZarrEngine(path, create=False)
     assert engine.newest() == head_of(number)
     engine.drop([(name, None) for name in engine.list() if name.startswith(("commits", "states"))])
@@ -94,7 +94,9 @@ def reopened(path: Path, number: int) -> None:
 def test_a_head_that_cannot_be_withdrawn_stops_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """It may be there after a power failure or not, so nothing of either commit is dropped, and nobody says which."""
+    """It may exist after a power failure or not, so nothing of either commit is dropped, and the error names
+    neither.
+    """
     engine, sync = ZarrEngine(tmp_path, create=True), zarr_objects.sync
     kept = publish(engine, 0, segment(layout_of([10]), 1))
 
@@ -164,7 +166,7 @@ def test_what_is_dropped_before_it_is_published_is_not_synced(tmp_path: Path) ->
 
 
 def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it fills up, in chunks, descriptions, records or the head, the store stays at its commit."""
+    """Wherever it fills up, in chunks, metadata, records or the head, the store stays at its commit."""
     engine = ZarrEngine(tmp_path, create=True)
     layout = layout_of([10, 20])
     kept = publish(engine, 0, segment(layout, 0))
@@ -207,7 +209,7 @@ def test_a_full_disk_is_an_error_in_words_at_every_write(tmp_path: Path, monkeyp
 
 
 def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows leave it, records use it; nothing is asked of the source of what cannot be put."""
+    """Rows leave it free, records use it; if data does not fit, its source is not read."""
     free = 0
 
     def room(_: Path, needed: int) -> None:
@@ -237,7 +239,7 @@ def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.
 def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a head went while it looked it looks again; a head that it saw is never followed by an older one."""
+    """If a head disappears during its read it reads again; it never returns an older head than before."""
     writer = ZarrEngine(tmp_path, create=True)
     publish(writer, 0)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
@@ -269,7 +271,7 @@ def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
 def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
-    """Missing, with other bytes, or something else in its place: an older commit does not stand in for it."""
+    """Missing, with other bytes, or of another type: an older commit does not replace it."""
     made(tmp_path)
     head = tmp_path / "heads/1"
     data = head.read_bytes()
@@ -302,7 +304,7 @@ def test_a_damaged_head_is_refused(tmp_path: Path, damage: str) -> None:
     ],
 )
 def test_a_head_that_no_writer_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
-    """Although its checksum is right."""
+    """Despite a correct checksum."""
     made(tmp_path)
     (tmp_path / "heads/1").write_bytes(encode("head", values, {}))
     with pytest.raises(CorruptStoreError, match=r"head 1 of .* cannot be read .*: restore the store from a copy"):
@@ -310,7 +312,6 @@ def test_a_head_that_no_writer_wrote_is_refused(tmp_path: Path, values: dict[str
 
 
 def test_a_head_comes_back() -> None:
-    """From its record."""
     for head in (None, Head("commits/3-2", 77, "ab" * 32)):
         for writer in ("", "me"):
             one = HeadRecord(5, head, "cd" * 32, writer=writer)

@@ -1,4 +1,4 @@
-"""Files of the Zarr engine get shorter as the fronts of their blobs are dropped."""
+"""Files of the Zarr engine shrink as the fronts of their blobs are dropped."""
 
 from pathlib import Path
 
@@ -13,21 +13,21 @@ from tiercache.store.files import PAGE_BYTES
 pytestmark = pytest.mark.disk
 
 VECTOR_BYTES = 12
-"""Of the layouts here: rows of 16 bytes with one number of state."""
+"""Bytes of a vector in these layouts: rows of 16 bytes with one number of state."""
 
 
 def taken(path: Path) -> int:
-    """Return the bytes that the file system keeps for a file."""
+    """Return the bytes of a file on disk."""
     return path.stat().st_blocks * 512
 
 
 def large_layout() -> BlobRows:
-    """Return one with eight blocks of 100,008 bytes of vectors, so that blocks begin within pages."""
+    """Return a layout with eight blocks of 100,008 bytes of vectors, so that blocks begin within pages."""
     return layout_of([8 * 8334], page_rows=1000, block_rows=8334)
 
 
 def test_pages_before_the_first_block_that_is_left_are_holes(tmp_path: Path) -> None:
-    """A page that two blocks share goes with the second; the rest is read as it was, and a reopening drops it again."""
+    """A page that two blocks share is kept for the second; other data is unchanged, and a reopening drops it again."""
     engine = ZarrEngine(tmp_path, create=True)
     contents = segment(large_layout(), 1)
     rest = publish(engine, 0, contents)[-1:]
@@ -47,7 +47,7 @@ def test_pages_before_the_first_block_that_is_left_are_holes(tmp_path: Path) -> 
 
 
 def test_a_front_that_a_crash_kept_is_given_back_by_the_next_opening(tmp_path: Path) -> None:
-    """From what describes the arrays alone."""
+    """From the array metadata alone."""
     contents = segment(large_layout(), 1)
     engine = ZarrEngine(tmp_path, create=True)
     publish(engine, 0, contents)
@@ -62,7 +62,7 @@ def test_a_front_that_a_crash_kept_is_given_back_by_the_next_opening(tmp_path: P
 
 
 def test_files_and_folders_go_with_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk with its last block, the folder of a group with its last blob, and of a segment with the last of all."""
+    """A chunk with its last block, the folder of a group with its last blob, and of a segment with its last group."""
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 3 * 7 * VECTOR_BYTES + 5)  # chunks of three blocks of vectors
     engine = ZarrEngine(tmp_path, create=True)
     meta, rows, keys, changed = put(engine, segment(layout_of([10, 47]), 1))

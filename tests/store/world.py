@@ -1,6 +1,6 @@
-"""A small world to store: a cyclic schedule over made-up passes, and a dict that says what every row is now.
+"""A small world to store: a cyclic schedule over random passes, and a dict of the current value of every row.
 
-The slow obvious version of what a store is for: tests compare the store with it.
+The slow obvious version of a store: tests compare the store with it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ Int64s = NDArray[np.int64]
 
 @dataclass
 class World:
-    """Passes of keys for tables; ``rows`` is what each key's row is, ``uses`` the next use it was stored with.
+    """Passes of keys for tables; ``rows`` has each key's row, ``uses`` the next use with which it was stored.
 
-    ``pass_index`` is the next one, ``state`` the dense state of the newest commit. Rows are made of
-    schedule, pass, table and key. ``changed`` is the commit that last changed each row but those
-    ``trained`` since, which the next one will have changed.
+    ``pass_index`` is the next pass, ``state`` the dense state of the newest commit. Rows are functions of
+    schedule, pass, table and key. ``changed`` is the commit that last changed each row, except rows
+    ``trained`` since, which the next commit will change.
     """
 
     tables: Sequence[Table]
@@ -52,7 +52,6 @@ class World:
         self.passes = self.draw(self.seed)
 
     def draw(self, seed: int) -> list[dict[str, Int64s]]:
-        """Return made-up passes."""
         generator = np.random.default_rng(seed)
         return [
             {
@@ -92,7 +91,7 @@ class World:
                 self.trained.add((table.name, key))
 
     def layout(self, group: Group, *, within: bool) -> tuple[SegmentLayout, list[Key]]:
-        """Return the layout of the present pass's dump, and its keys in order; note their next uses."""
+        """Return the layout of the present pass's dump, and its keys in order; record their next uses."""
         uses: dict[int, list[list[Key]]] = {}
         for place, table in enumerate(group.tables):
             keys = np.sort(self.passes[self.pass_index % self.num_passes][table.name])
@@ -126,7 +125,7 @@ class World:
             yield group.index, block, data[: len(packed)], numbers[: last - first]
 
     def pack_page(self, layout: SegmentLayout, keys: list[Key], group: Group, page: int) -> bytes:
-        """Return the bytes of a page: field after field, in each row after row."""
+        """Return the bytes of a page: field by field, and in each row by row."""
         first, last = layout.row_of_page(page), layout.row_of_page(page + 1)
         rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
         cuts = np.cumsum([f.words for f in group.fields])[:-1]
@@ -145,7 +144,7 @@ class World:
         return store.append(self.pass_index, layouts, blocks, within=within)
 
     def compact(self, store: Store) -> None:
-        """Compact; from now on no row has a next use, and only ``follow`` leads on."""
+        """Compact; from now on no row has a next use, and only ``follow`` can continue."""
         store.compact()
         self.uses = dict.fromkeys(self.rows, NEVER)
 
@@ -157,7 +156,7 @@ class World:
         *,
         start: tuple[int, int] | None = None,
     ) -> Commit:
-        """Enter a schedule of other passes: rows wait for the first of them, and keys that are new have a row."""
+        """Enter a schedule of other passes: rows wait for the first of them, and new keys have a row."""
         self.passes, self.num_passes, self.pass_index = passes, len(passes), 0 if start is None else start[0]
         self.schedule += 1
         upcoming = range(self.pass_index, self.pass_index + self.num_passes)
@@ -178,7 +177,7 @@ class World:
         return commit
 
     def lay_over(self, store: Store, keys: dict[str, list[int]]) -> Commit:
-        """Import made-up rows of keys; from now on no row has a next use, and only ``follow`` leads on."""
+        """Import random rows for keys; from now on no row has a next use, and only ``follow`` can continue."""
         chunks = []
         for table in self.tables:
             if not keys.get(table.name):
@@ -197,7 +196,7 @@ class World:
         return commit
 
     def run_to(self, other: Self) -> None:
-        """Stand where another world of the same passes stands."""
+        """Move to the state of another world of the same passes."""
         self.pass_index, self.rows, self.uses, self.state = (
             other.pass_index,
             {**other.rows},
@@ -215,7 +214,7 @@ class World:
             self.publish(store)
 
     def publish(self, store: Store, *, sample: int = 0) -> None:
-        """Commit where the world stands."""
+        """Commit the state of the world."""
         state = f"state at {self.pass_index}, {sample}".encode()
         commit = store.publish(
             Cursor(self.pass_index, sample),
@@ -228,14 +227,14 @@ class World:
         self._note(commit)
 
     def _note(self, commit: Commit) -> None:
-        """Note that ``commit`` has what was trained."""
+        """Record that ``commit`` has the trained rows."""
         self.changed |= dict.fromkeys(self.trained, commit.id)
         self.trained = set()
 
     def check_changes(self, store: Store, since: int) -> None:
-        """Assert that exactly the rows that changed after commit ``since`` are given, each once, and are counted.
+        """Assert that exactly the rows that changed after commit ``since`` are returned, once each, and are counted.
 
-        Of one that a rollback gave up nothing is asked.
+        A commit that a rollback gave up is not checked.
         """
         if store.commit is not None and any(first <= since <= last for first, last in store.commit.abandoned):
             return
@@ -253,7 +252,7 @@ class World:
             assert store.changed_rows(table.name, since=since) == len(wanted)
 
     def check(self, store: Store, *, after: int) -> None:
-        """Assert that every row that is not of pass ``after`` or older uses is found, with the right bits."""
+        """Assert that every row is found with its bits, except rows whose next use is pass ``after`` or earlier."""
         for group in store.groups:
             wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
             with store.pinned() as snapshot:
@@ -275,7 +274,7 @@ class World:
         assert self._loaded(store, pass_index) == expected
 
     def check_within(self, store: Store) -> None:
-        """Assert that, after a commit inside the present pass, its key set loads as it is now."""
+        """Assert that, after a commit inside the present pass, its key set loads with its current rows."""
         assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
@@ -334,7 +333,7 @@ class WorldUses:
         self._tables, self._uses, self._slice_keys = {table.name: table for table in tables}, uses, slice_keys
 
     def counts(self, table_name: str) -> Mapping[int, int]:
-        """Return how many keys of a table have each first use."""
+        """Return the number of keys of a table with each first use."""
         mine = [use for (name, _), use in self._uses.items() if name == table_name]
         return {use: mine.count(use) for use in mine}
 
