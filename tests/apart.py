@@ -1,4 +1,4 @@
-"""Code in processes of its own, which import what these tests import."""
+"""Code in separate processes, which import the same modules as these tests."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def command(code: str, *arguments: object) -> list[str]:
 
 
 def ran(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, whatever that is."""
+    """Run it to its end, whatever the exit code."""
     return subprocess.run(command(code, *arguments), capture_output=True, text=True, check=False)

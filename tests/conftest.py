@@ -1,22 +1,20 @@
-"""What all tests share: how threads wait, that Ctrl-C interrupts, and that no test of Hypothesis asserts a time.
+"""Setup for all tests: waiting threads, Ctrl-C, memory file systems, and Hypothesis without deadlines.
 
 OpenMP's threads spin while they wait for each other. Where other processes want the cores, each of the many tiny
-kernels of a test then waits for the scheduler, which makes tests ten times slower. It must be said before the first
+kernels of a test then waits for the scheduler, which makes tests ten times slower. It must be set before the first
 import of torch.
 
-The threads that carry messages between ranks spin where what they wait for was put to sleep by whom it woke, with the
-lock in its hand. What runs as a batch job puts nobody to sleep when it wakes, where a system lets it be one.
+Gloo's threads spin if the notifier is preempted while it holds the lock; as a batch job (SCHED_BATCH) a process does
+not preempt others when it wakes, if the system allows it.
 
-A shell that starts a job in the background has it ignore Ctrl-C; tests that press it want it all the same.
+A session has one fork server; it imports the modules of all killed processes, so that a process costs milliseconds.
 
-A session has one fork server; it imports what is killed in any test, so that a process costs milliseconds.
-
-Processes that tests start import this checkout wherever they run, and what these tests themselves can import.
+Processes started by tests import from this checkout, with the same path as these tests, wherever they run.
 
 The ranks of a session are four processes that stay alive between tests; they start at their first use.
 
-Files of tests lie in memory, where the system has it: kills lose nothing of it, and nothing waits for a disk. Those of
-tests that are marked "disk" lie on the disk.
+Test files are in memory if the system supports it: kills lose none of it, and nothing waits for a disk. Files of tests
+that are marked "disk" are on the disk.
 """
 
 import contextlib
@@ -36,13 +34,13 @@ from tests.dist.pool import RanksPool
 
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES = 1 << 30
-"""More than the tests that run at the same time have in files."""
+"""More than concurrent tests have in files."""
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _FOLDERS = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _FOLDERS)))
 if hasattr(os, "SCHED_BATCH"):
-    with contextlib.suppress(OSError):  # a sandbox may refuse it, and tests only take longer then
+    with contextlib.suppress(OSError):  # a sandbox may refuse it; tests then only take longer
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.io.killed", "tests.data.killed"])
@@ -54,7 +52,7 @@ settings.load_profile("untimed")
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder of the test's own."""
+    """A folder for the test."""
     if request.node.get_closest_marker("disk") is None:
         yield tmp_path
         return

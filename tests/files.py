@@ -1,4 +1,4 @@
-"""Files of folders, compared byte by byte, and bits of them that flip."""
+"""Files of folders, compared byte by byte, and flips of their bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, at: int, mask: int = 1) -> int:
-    """Flip bits of a byte of a file where it stands, and return the byte as it was."""
+    """Flip bits of a byte of a file in place, and return the original byte."""
     with path.open("r+b", buffering=0) as file:
         file.seek(at)
         (byte,) = file.read(1)
@@ -27,7 +27,7 @@ def flip(path: Path, at: int, mask: int = 1) -> int:
 
 @contextmanager
 def flipped(path: Path, at: int, mask: int = 1) -> Iterator[None]:
-    """Flip bits of a byte of a file; afterward it is what it was, whatever was written, unless something went wrong."""
+    """Flip bits of a byte of a file; afterward restore it, whatever was written, unless something went wrong."""
     byte = flip(path, at, mask)
     yield
     with path.open("r+b", buffering=0) as file:

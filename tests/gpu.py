@@ -27,7 +27,7 @@ TRAINING = TIERS + [f"tests/train/test_{name}.py" for name in (
     "row_gradients", "adoption", "store_given", "single_modules", "closing", "real_gpu", "table_steps",
     "finite", "batch_mapping",
 )]  # fmt: skip
-# On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
+# On a GPU alone: the shim guards each array with extra pages, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/train/test_{name}.py" for name in (
     "crash", "entering", "reorganize", "store_budget",
 )]  # fmt: skip
@@ -48,7 +48,7 @@ CPU_ALONE = {
     "damaged_passes": "what reads files, before a device has a part in it",
     "batch_parts": "orders and arrays of the host",
     "scaled_loss": "what is refused, with models on the CPU",
-    "registered": "what a cache is given beside tables, with models on the CPU",
+    "registered": "objects registered with a cache, with models on the CPU",
     "compiled": "operators and graphs, with models on the CPU",
     "convert": "which modules take the place of which, with models on the CPU",
     "dtypes_and_devices": "default dtypes and names of devices, with models on the CPU",
@@ -72,9 +72,9 @@ CPU_ALONE = {
     "row_writes": "writes by operators of torch, with models on the CPU",
     "loaders": "loaders and forms of keys of the host, whose batches test_raw_keys trains on a GPU",
 }
-"""The other files of tests/train and tests/rows, and why a GPU would show nothing there."""
+"""The other files of tests/train and tests/rows, and why they are not run on a GPU."""
 NOT_ON_GPU = (
-    "killed_at_random",  # trains on the CPU in processes of its own; test_raw_keys kills one on the GPU
+    "killed_at_random",  # trains on the CPU in separate processes; test_raw_keys kills one on the GPU
     "rows_from_outside",  # writes into the arrays of a InMemoryCache, which on a GPU are copies
 )
 SANITIZED = [f"{KERNELS}/test_{name}.py" for name in (
@@ -82,7 +82,7 @@ SANITIZED = [f"{KERNELS}/test_{name}.py" for name in (
 )]  # fmt: skip
 SANITIZER = ("--error-exitcode", "9", "--target-processes", "application-only")  # not the compilers that tests call
 SANITIZERS = {
-    # Errors of CUDA's own calls are no bad address: runtimes ask drivers for functions that older ones do not have.
+    # CUDA's own failed calls are not bad addresses: runtimes ask drivers for functions that older ones lack.
     "memcheck": ("--report-api-errors", "no"),
     "racecheck": (),
 }
@@ -103,17 +103,17 @@ def run(command: list[str], **variables: str) -> int:
 
 
 def pytest(*arguments: str) -> list[str]:
-    """Return the command of some tests."""
+    """Return the pytest command for some tests."""
     return [sys.executable, "-m", "pytest", "-m", "not long", *arguments, *sys.argv[1:]]
 
 
 def without(*names: str) -> tuple[str, str]:
-    """Return what leaves tests out by a part of their names."""
+    """Return the option that deselects tests by parts of their names."""
     return "-k", f"not ({' or '.join(names)})"
 
 
 def sanitize(kind: str, **variables: str) -> int:
-    """Look for bad addresses, or races, in the kernels."""
+    """Check the kernels for bad addresses, or races."""
     tool = shutil.which("compute-sanitizer") or shutil.which(TOOLKIT)
     if tool is None:
         say(
@@ -127,7 +127,7 @@ def sanitize(kind: str, **variables: str) -> int:
 
 
 def main() -> int:
-    """Return how the worst part ended; ``--part`` names one of them, anything else goes to pytest."""
+    """Return the worst exit code; ``--part`` selects a part, other arguments go to pytest."""
     parts = PARTS
     if "--part" in sys.argv:
         at = sys.argv.index("--part")

@@ -1,8 +1,8 @@
 """The measured difference between lazy and dense updates, for docs/migration.md: python -m tests.lazy_updates.
 
 Users click items by the product of hidden vectors; most users and items are rare. The same model is trained on the same
-batches with torch's dense optimizer, which moves every row in every step, and with the rows' own, which moves the rows
-of the batch. The loss is of clicks that were not trained.
+batches with torch's dense optimizer, which moves every row in every step, and with row optimizers, which move the rows
+of the batch. The loss is on held-out clicks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def loss(users: torch.Tensor, items: torch.Tensor, clicked: torch.Tensor) -> tor
 
 
 def untrained_loss(tables: dict[str, torch.Tensor]) -> float:
-    """Return the loss of vectors (rows, DIM) on the clicks that were not trained."""
+    """Return the loss of vectors (rows, DIM) on the held-out clicks."""
     user, item, clicked = (torch.from_numpy(values[SAMPLES:]) for values in clicks().values())
     return float(loss(tables["user"][user], tables["item"][item], clicked).detach())
 

@@ -1,4 +1,4 @@
-"""The memory of a process that is not backed by files: what something takes of it at most."""
+"""The peak memory of a process that is not backed by files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def anonymous_bytes() -> int:
-    """Return what this process has now."""
+    """Return this process's anonymous memory."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) << 10
 
 
 class Peak(threading.Thread):
-    """Watches this process from when it is made, and counts anew from ``begin`` on."""
+    """Watches this process's memory from its creation; ``begin`` resets the peak."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -29,12 +29,12 @@ class Peak(threading.Thread):
         self.start()
 
     def begin(self) -> None:
-        """Count what is taken beside what there is now."""
+        """Reset: count memory in addition to the current one."""
         self._before = self._most = anonymous_bytes()
 
     @property
     def taken(self) -> int:
-        """The most that was taken."""
+        """The peak of additional memory."""
         return self._most - self._before
 
     def run(self) -> None:
@@ -45,7 +45,7 @@ class Peak(threading.Thread):
 
 
 def run_alone(measure: Callable[[Path], None], folder: Path) -> None:
-    """Measure in a process of its own, which has nothing else in its memory."""
+    """Measure in a separate process, whose memory has nothing else."""
     process = multiprocessing.get_context("spawn").Process(target=measure, args=(folder,))
     process.start()
     process.join(300)

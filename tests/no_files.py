@@ -1,4 +1,4 @@
-"""What may stand in the place of a small file, and is none."""
+"""Objects other than files in place of a small file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
     "a link to a FIFO": lambda path: (os.mkfifo(f"{path}.fifo"), path.symlink_to(f"{path}.fifo")),
     "a link to itself": lambda path: path.symlink_to(path),
 }
-"""By name, what makes one."""
+"""By name, the function that makes one."""
 
 
 @contextmanager
 def at_once(seconds: int = 30) -> Iterator[None]:
-    """Fail where something is waited for that never comes."""
+    """Fail if a call hangs."""
 
     def waited(*_: object) -> None:
         raise AssertionError("it waits without end")

@@ -1,4 +1,4 @@
-"""The benchmarks run, write the figures they promise, and those of their figures that are facts are right."""
+"""The benchmarks run, write all promised figures, and their deterministic figures are right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAID = ("command", "date", "cpu", "cores", "memory_bytes", "kernel", "python", "
 
 
 def figures(module: str, folder: Path, *options: str) -> dict[str, Any]:
-    """Run a benchmark in its smallest form and return what it wrote."""
+    """Run a benchmark in its smallest form and return its figures."""
     path = folder / "figures.json"
     command = [sys.executable, "-W", "ignore", "-m", module, "--tiny", "--json", str(path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -87,7 +87,7 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
 
 
 def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Path) -> None:
-    """The smallest run trains both to the same losses, and its sums are those of its parts."""
+    """The smallest run trains both to the same losses, and its totals equal the sums of its parts."""
     found = figures("benchmarks.adoption", tmp_path)
     assert_has(found, (*SAID, "speedup", "converted_vs_native", "speedup_of_epochs"))
     parts = found["extract_seconds"] + found["open_seconds"] + found["epochs_seconds"]
@@ -108,7 +108,7 @@ def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -
 
 
 def test_a_flip_that_shows_another_row_is_silent_and_one_that_ends_the_process_a_crash(tmp_path: Path) -> None:
-    """A row of the training that the store does not have, a tail of a file that nobody reads, a file that is none."""
+    """A row of the training that the store lacks, an unread tail of a file, something that is not a file."""
     training = Training()
     training.make(tmp_path / "lmdb", "lmdb")
     flip = ("head", "HEAD", 4000, 1)
@@ -129,7 +129,7 @@ def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:
 
 
 def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> None:
-    """Means are those of each repeat's turns; sizes whose turns are no whole repeats or epochs are refused."""
+    """Means are over each repeat's turns; sizes that do not divide into whole repeats or epochs are refused."""
     assert means([1, 3, 5, 8], 2) == [2, 6.5]
     with pytest.raises(ValueError, match="not whole repeats, 3 "):
         replace(QUICK, repeats=3)
@@ -138,7 +138,7 @@ def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> Non
 
 
 def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> None:
-    """The smallest run has all its keys; a batch moves its counts beside the bytes that must move."""
+    """The smallest run has all its keys; a batch moves its counts in addition to the necessary bytes."""
     found = figures("benchmarks.exchange", tmp_path)
     assert_has(found, (*SAID, "time_ratio", "cpu_ratio", "time_ratio_of_calls", "time_saved_by_unique_ids"))
     assert 1 < found["wire_ratio"] <= 1.05
@@ -191,7 +191,7 @@ POOLS = ("pool_one", "pool_none", "pool_sum", "pool_mean", "pool_max", "pool_wei
 
 
 def bytes_of_lookups(entries: int, dim: int, number: int) -> dict[str, int]:
-    """Return the bytes that each lookup must move, of vectors with numbers of so many bytes; bags have two ids."""
+    """Return the bytes that each lookup must move, for vectors with ``number`` bytes per number; bags have two ids."""
     one, bags, slots, to_step = 4 * dim * entries, entries // 2, 4 * entries, 8 * entries
     rows, pooled, offsets, id_to_slot = number * dim * entries, 4 * dim * bags, 8 * bags, 3 * slots
     of_bags = id_to_slot + to_step + offsets + rows + pooled
@@ -283,7 +283,7 @@ def test_the_synthetic_models_are_those_that_were_published(
 
 
 def test_ids_follow_the_power_law_and_are_permuted() -> None:
-    """The formula's ranks, counted; and no id stands where its rank would."""
+    """The formula's ranks, counted; and ids are shuffled."""
     rows, count = 1000, 200_000
     drawn = np.bincount(permuted_power_law(np.random.default_rng(0), rows, count), minlength=rows)
     power = -0.05
@@ -318,7 +318,7 @@ def test_the_synthetic_models_run_in_memory_in_host_memory_and_on_disk(tmp_path:
 
 @pytest.mark.long
 def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> None:
-    """By the shim; what one call found is there for the next, and a part that lacks it says what to run."""
+    """On the shim; a part's results are kept for the next call, and a part that lacks them names the one to run."""
     options = ("--model", "tiny", "--dry", "--folder", str(tmp_path / "data"))
     prepared = figures("benchmarks.synthetic_models", tmp_path, *options, "--prepare")
     assert prepared["device"] == "shim"
@@ -335,7 +335,7 @@ def test_the_synthetic_models_run_without_a_gpu_part_by_part(tmp_path: Path) -> 
 
 
 def test_out_of_core_on_a_gpu_runs_every_demand_without_one(tmp_path: Path) -> None:
-    """One store goes on from demand to demand and ends each window with the rows of memory, by the CUDA sources."""
+    """One store continues from demand to demand and ends each window with the rows of memory, by the CUDA sources."""
     found = figures("benchmarks.out_of_core", tmp_path, "--device", "cuda", "--dry")
     assert_has(found, SAID)
     assert found["device"] == "shim"
@@ -361,7 +361,7 @@ def test_out_of_core_on_a_gpu_says_what_it_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["--quick", "--tiny"])
 def test_out_of_core_on_a_gpu_has_no_small_form_but_the_dry_one(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody who asks for a small run gets the one of 40 GB."""
+    """A request for a small run never starts the one of 40 GB."""
     with pytest.raises(SystemExit):
         out_of_core.main(["--device", "cuda", form])
     said = " ".join(capsys.readouterr().err.split())
@@ -411,7 +411,7 @@ def _best_of_all_choices(passes: list[Any], capacities: list[int]) -> int:
     ],
 )
 def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdict: str) -> None:
-    """A verdict says whether the goal, the least or nothing was reached."""
+    """A verdict tells if the goal, the minimum or nothing was reached."""
     goal = Goal(key="x", goal=0.9, below=True) if below else Goal(key="x", goal=0.97, least=0.93)
     assert goal.verdict(value) == verdict
 

@@ -1,6 +1,6 @@
-"""The code and the commands of the README and of docs/ run as they stand there, page by page.
+"""The code and the commands of the README and of docs/ run as written, page by page.
 
-Blocks of a page share their names, in order. All of them run: what is not to be run is marked as no language.
+Blocks of a page share their names, in order. All of them run, except blocks without a language.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_clicks(folder: Path, names: str, seed: int, samples: int) -> None:
 
 
 def write_of_schema_page(folder: Path) -> None:
-    """Write the data that the page of schemas speaks of."""
+    """Write the data of the page of schemas."""
     for month in (1, 2):
         data = {
             "late": [1.0, None, 0.0], "distance": [100, 300, 2500], "delay": [5.0, None, -3.0],
@@ -87,7 +87,7 @@ def write_of_schema_page(folder: Path) -> None:
 
 
 def set_up() -> str:
-    """Return the code that is behind every page but those that begin at nothing: the model of the README."""
+    """Return the setup code for all pages that do not start from scratch: the model of the README."""
     main = next(one.text for one in blocks(README) if one.language == "python")
     return (
         "import numpy as np\n" + main.split("schema = ")[0] + "schema = tc.Schema.load('clicks.toml')\n"
@@ -126,10 +126,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def begun(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names that the code of a page begins with, and go to a folder with the data that it speaks of."""
+    """Return the initial names for the code of a page, and change to a folder with its data."""
     monkeypatch.chdir(tmp_path)
     page: Path = request.param
-    if page in {README, START}:  # they begin at nothing
+    if page in {README, START}:  # they start from scratch
         write_clicks(tmp_path, "clicks/day.parquet", 0, 3000)
         return {"page": page, "__name__": "__main__"}
     if page == SCHEMA:
@@ -173,7 +173,7 @@ TOLD = {
     "triple_passes/": ("2 samples",),
     "history_passes/": ("2 samples",),
 }
-"""What extractions of the page of schemas say."""
+"""Expected output of the extractions in the page of schemas."""
 
 
 @pytest.mark.parametrize(("page", "begun"), [(one, one) for one in PAGES], ids=lambda one: one.stem, indirect=["begun"])
@@ -185,7 +185,7 @@ def test_the_code_of_a_page_runs(page: Path, begun: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("begun", [README], indirect=True)
 def test_the_main_job_of_the_readme_has_nothing_to_do_again(begun: dict[str, Any]) -> None:
-    """It makes a commit for each pass; run again it goes on behind the last one."""
+    """It makes a commit for each pass; run again it resumes after the last one."""
     schema, main = blocks(README)[:2]
     run_block(schema, begun)
     run_block(main, begun)
@@ -196,7 +196,7 @@ def test_the_main_job_of_the_readme_has_nothing_to_do_again(begun: dict[str, Any
 
 @pytest.mark.parametrize("begun", [SCHEMA], indirect=True)
 def test_what_a_schema_leaves_out_has_the_defaults_of_the_page(begun: dict[str, Any]) -> None:
-    """Of dims, optimizers and initial rows."""
+    """For dims, optimizers and initial rows."""
     run_block(blocks(SCHEMA)[0], begun)
     user = tc.Schema.load("clicks.toml").tables[0]
     assert (user.dim, user.optimizer, user.initializer) == (

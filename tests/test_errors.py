@@ -1,4 +1,4 @@
-"""What users catch, in one module."""
+"""The errors that users catch, in one module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tiercache.kernels.cuda import cupy_device as cuda
 
 
 def test_every_error_has_its_line_in_the_tree() -> None:
-    """Those of this package and its kernels; the store's have a tree of their own."""
+    """Errors of this package and its kernels; the store has a separate tree."""
     for name in errors.__all__:
         error = getattr(errors, name)
         assert issubclass(error, Exception)

@@ -1,4 +1,4 @@
-"""The examples run, and what they promise holds."""
+"""The examples run and keep their promises."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_one_other_bit_in_a_row_or_in_a_dense_weight_is_found() -> None:
     ],
 )
 def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
-    """In its small form; its exit code says whether it held."""
+    """In its small form; its exit code tells if it held."""
     pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install '.[plots]'")
     command = [sys.executable, "-m", *f"examples.{example}".split(), "--quick", "--folder", str(tmp_path / "made")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

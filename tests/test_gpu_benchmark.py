@@ -1,4 +1,4 @@
-"""benchmarks.gpu runs its parts under their limits and keeps what each found; benchmarks.gpu_idle counts calls."""
+"""benchmarks.gpu runs its parts under limits and keeps each one's results; benchmarks.gpu_idle counts calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run(*command: str) -> str:
-    """Run a command from the root and return what it printed."""
+    """Run a command from the root and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -44,7 +44,7 @@ def run(*command: str) -> str:
 
 
 def figures(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what each part wrote."""
+    """Return the results of each part."""
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
@@ -111,7 +111,7 @@ def test_a_part_that_is_cut_keeps_what_it_found_and_ends_what_it_started(
 
 
 def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it found before is kept."""
+    """Its earlier results are kept."""
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(bad_part, 20))
     assert gpu.main([str(tmp_path), "env", "ncu", "--dry"]) == 1
     found = figures(tmp_path)
@@ -121,7 +121,7 @@ def test_a_part_that_fails_says_why_and_the_next_one_runs(tmp_path: Path, monkey
 
 
 def test_parts_end_when_the_time_of_all_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part is cut by what is left, and those after it are not begun."""
+    """A part is cut by the remaining time, and later ones are not started."""
     monkeypatch.setattr(gpu, "MOST_SECONDS", 3)
     monkeypatch.setitem(gpu.PARTS, "env", gpu.Part(cut_part, 60))
     assert gpu.main([str(tmp_path), "env", "ncu", "--dry"]) == 1
@@ -166,7 +166,7 @@ def test_a_step_over_an_idle_gpu_is_counted_and_waits_for_nothing(tmp_path: Path
 
 
 def test_an_idle_gpu_gives_memory_again_when_no_tensor_uses_it() -> None:
-    """As torch's caching allocator does; a view is a use, and so is a tensor that shares the memory."""
+    """A GPU without work frees memory like torch's caching allocator: a view, or a shared tensor, keeps it."""
     gpu = IdleGpu()
     first = gpu.tensor((4,), torch.float32)
     address, view = first.data_ptr(), first[1:]

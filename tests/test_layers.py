@@ -23,7 +23,7 @@ TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Return the import name of a file; that of a package is its folder's."""
+    """Return the import name of a file; for a package, its folder's."""
     parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -40,7 +40,7 @@ def imports_of(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
 
 
 def graph_of(folder: Path) -> dict[str, set[str]]:
-    """Return what each module of a package imports of it."""
+    """Return each module's imports from its package."""
     modules = {name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
     return {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
 
@@ -73,7 +73,7 @@ def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Return what the packages, and the modules beside them, import of each other; the front door is left out."""
+    """Return the imports between packages and top-level modules; the front door is left out."""
     found: dict[str, set[str]] = {}
     for name, targets in graph.items():
         if "." in name:
@@ -114,7 +114,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 
 
 def test_two_modules_never_share_a_name() -> None:
-    """But for kernels of the CPU and of a GPU, which are twins; packages are named by their folders."""
+    """Except kernels of the CPU and of a GPU, which are twins; packages are named by their folders."""
     last = Counter(path.stem for path in FOLDER.rglob("*.py") if not path.stem.startswith("__"))
     twins = {name.rsplit(".", 1)[1] for name in GRAPH if name.rsplit(".", 1)[0] in TWINS}
     shared = {stem for stem, count in last.items() if count > 1}

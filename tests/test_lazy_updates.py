@@ -1,4 +1,4 @@
-"""The difference between lazy and dense updates that docs/migration.md tells."""
+"""The difference between lazy and dense updates in docs/migration.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
     "rule", [rule if rule == "Adam" else pytest.param(rule, marks=pytest.mark.long) for rule in RULES]
 )
 def test_the_page_tells_the_measured_losses(rule: str) -> None:
-    """Those of `python -m tests.lazy_updates`, within what another machine's rounding may change."""
+    """From `python -m tests.lazy_updates`, within another machine's rounding."""
     row = re.search(rf"^\| `{re.escape(rule)}`[^|]*\| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
     assert row is not None, f"no row of {rule}"
     assert losses(rule) == pytest.approx([float(told) for told in row.groups()], abs=0.003)

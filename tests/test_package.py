@@ -54,7 +54,7 @@ print("trained")
 
 
 def run(*command: str, **options: object) -> str:
-    """Run a command and return what it printed; its errors are the test's."""
+    """Run a command and return its output; its errors fail the test."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
@@ -62,7 +62,7 @@ def run(*command: str, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build sdist and wheel once, from a copy of what git tracks, so that no build leftovers count."""
+    """Build sdist and wheel once, from a copy of the files that git tracks, so that build leftovers do not count."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     listed = run("git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z").split("\0")
     for name in filter(None, listed):

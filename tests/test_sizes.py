@@ -26,8 +26,8 @@ def test_sizes_are_read_as_people_mean_them(text: str | int, num_bytes: int) -> 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB"])
 def test_what_is_no_size_is_refused(text: object) -> None:
-    """Anything but whole bytes, at least one, is a ValueError that names what was seen."""
-    with pytest.raises(ValueError, match="is no size"):
+    """Anything but whole bytes, at least one, is a ValueError that names the value."""
+    with pytest.raises(ValueError, match="invalid size"):
         parse_bytes(text)  # type: ignore[arg-type]
 
 
@@ -51,6 +51,6 @@ def test_two_sizes_that_look_alike_are_told_to_the_byte() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "1"), (1 << 20, "1MiB"), (3 << 29, "1536MiB"), (10**6, "1000000")])
 def test_a_size_is_written_so_that_it_is_read_as_it_is(num_bytes: int, text: str) -> None:
-    """What an error says to give to a command."""
+    """For the option that an error suggests."""
     assert option_bytes(num_bytes) == text
     assert parse_bytes(text) == num_bytes

@@ -1,4 +1,4 @@
-"""Walks: which files and functions one budget, one batch, one key and one row enter, from a trace of a tiny training.
+"""Walks: the files and functions that one budget, batch, key and row enter, from a trace of a tiny training.
 
 ``python -m tests.walks [--calls]`` prints them. Functions are counted once however often they are called; lambdas,
 comprehensions and code outside the package are not counted.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(tc.__file__).parent
 DEVICE_BUDGET = 41_943_049
-"""A number of bytes that nothing else in the training is."""
+"""A number of bytes that is unique in the training."""
 KEYS = 64
 
 
@@ -79,7 +79,7 @@ def traced(
 ) -> Walk:
     """Run a function and return its walk through the package; with ``threads`` on those that it starts, too.
 
-    keep: tells if a call belongs to the walk, given its frame at the call.
+    keep: returns True if a call belongs to the walk, given its frame at the call.
     """
     walk = Walk(name)
 
@@ -90,7 +90,7 @@ def traced(
         if keep(frame):
             walk.calls.append(Call(file_of(frame), code.co_qualname, caller_of(frame)))
 
-    gc.collect()  # what others left is closed when it is collected: no part of the walk
+    gc.collect()  # other tests' garbage is closed now, not during the walk
     gc.disable()
     if threads:
         threading.setprofile(note)
@@ -118,7 +118,7 @@ def caller_of(frame: FrameType) -> str:
 
 
 def carries(value: object, number: int, depth: int = 0) -> bool:
-    """Tell if a value is a number, as an int or as text, or has it in a field or as an element, two levels deep."""
+    """Return True if a value is a number, as an int or as text, or has it in a field or element, two levels deep."""
     if isinstance(value, int | str) and not isinstance(value, bool):
         return value in {number, str(number)}
     if depth > 1:
@@ -131,7 +131,7 @@ def carries(value: object, number: int, depth: int = 0) -> bool:
 
 
 def arguments_carry(frame: FrameType, number: int) -> bool:
-    """Tell if an argument of the function that a frame begins is, or has, a number."""
+    """Return True if an argument of a frame's function is, or has, a number."""
     code = frame.f_code
     packed = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + packed]

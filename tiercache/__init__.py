@@ -1,6 +1,6 @@
 """tiercache: embedding tables larger than memory, trained in PyTorch from an SSD parameter store.
 
-Public names load what they need when they are first used.
+Public names are loaded on first use.
 """
 
 from __future__ import annotations

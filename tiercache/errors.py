@@ -1,4 +1,4 @@
-"""Errors outside the store. A message says what was found, what is allowed and what to change.
+"""Errors outside the store. A message states the problem, the expected value and the remedy.
 
 TierCacheError
  ├─ SchemaError      the description of the data is wrong: unknown key, unknown table, a name used twice
@@ -12,7 +12,7 @@ TierCacheError
  ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
  └─ RankError        (a RuntimeError) ranks differ, or one failed, ended or timed out
  CudaError            (a RuntimeError) a GPU cannot be used: names the cause and what to install
- └─ NoGpuError       there is none: no driver, or one that shows no GPU
+ └─ NoGpuError       no driver, or no GPU that it shows
 
 All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
 ImportExportWarning: files or state that an export or import leaves out. StoreError and its tree:

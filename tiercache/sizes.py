@@ -17,18 +17,18 @@ def parse_bytes(size: int | str) -> int:
     Raises BudgetError for anything else, for fractions of a byte and for less than 1 byte.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise BudgetError(f"{size!r} is no size: give a number of bytes or text such as '64MiB'")
+        raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB'")
     if isinstance(size, int):
         num_bytes: float = size
     else:
         match = _SIZE.fullmatch(size)
         if match is None or (match[3] and not match[2]):
-            raise BudgetError(f"{size!r} is no size: give a number of bytes or text such as '64MiB' or '8GB'")
+            raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB' or '8GB'")
         power = _UNITS[match[2].lower()]
         factor = 1 << power if match[3] else 1000 ** (power // 10)
         num_bytes = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
     if num_bytes < 1 or num_bytes != int(num_bytes):
-        raise BudgetError(f"{size!r} is no size: whole bytes, at least 1")
+        raise BudgetError(f"invalid size {size!r}: expected whole bytes, at least 1")
     return int(num_bytes)
 
 

@@ -14,7 +14,7 @@ ONE = ("estimate", "--rows", "1e6", "--dim", "64", "--samples", "2e6", "--passes
 
 
 def test_the_command_prints_what_the_function_returns() -> None:
-    """As JSON, all of it; as a table, each figure with its formula."""
+    """The JSON has all of it; the table has each figure with its formula."""
     tables = [
         tc.Table(name="user", dim=64, optimizer=tc.optim.Adam(), dtype="float16"),
         tc.Table(name="a:b", dim=8, optimizer=tc.optim.Adam(), dtype="float16"),
@@ -33,7 +33,7 @@ def test_the_command_prints_what_the_function_returns() -> None:
     ended = invoke("estimate", *options, "--json")
     assert ended.exit_code == 0
     record = json.loads(ended.stdout)
-    rates = {"rates": record["rates"] | {"copy": found.rates.copy_}}  # which is measured each time
+    rates = {"rates": record["rates"] | {"copy": found.rates.copy_}}  # measured each time
     assert record | rates == json.loads(json.dumps(found.to_record()))
     shown = invoke("estimate", *options)
     assert shown.exit_code == 0
@@ -45,7 +45,7 @@ def test_the_command_prints_what_the_function_returns() -> None:
 
 @pytest.mark.parametrize("optimizer", KINDS)
 def test_every_optimizer_has_the_bytes_of_its_rows(optimizer: str) -> None:
-    """By the name that it has in a schema."""
+    """Named like in a schema."""
     found = json.loads(invoke(*ONE, "--optimizer", optimizer, "--json").stdout)
     row = tc.Table(name="t", dim=64, optimizer=KINDS[optimizer]()).row_bytes
     assert found["device_bytes"] == found["rows_per_pass"] * (row + 28)
@@ -65,7 +65,7 @@ def test_every_optimizer_has_the_bytes_of_its_rows(optimizer: str) -> None:
         (("--samples", "1e6", "--rows", "5", "--dim", "0"), "dim of table 'table' is 0"),
         (("--samples", "1e6", "--rows", "5", "--optimizer", "lion"), "optimizer 'lion' is unknown: it must be one of"),
         (("--samples", "1e6", "--rows", "5", "--dtype", "int8"), "dtype of table 'table' is 'int8'"),
-        (("--samples", "1e6", "--rows", "5", "--device-budget", "much"), "'much' is no size"),
+        (("--samples", "1e6", "--rows", "5", "--device-budget", "much"), "invalid size 'much'"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_one_line(options: tuple[str, ...], words: str) -> None:
@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_one_line(options: tuple[str, ...], words: str) -
 
 
 def test_warnings_of_the_machine_are_on_standard_error() -> None:
-    """Beside JSON, too."""
+    """Also with JSON."""
     ended = invoke("estimate", "--rows", "1e10", "--samples", "1e11", "--passes", "200", "--disk-gbps", "2", "--json")
     assert ended.exit_code == 0
     assert json.loads(ended.stdout)["warnings"]

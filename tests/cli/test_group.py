@@ -1,4 +1,4 @@
-"""What holds for every command of the group, and `info` and `verify` of stores and datasets."""
+"""Rules for every command of the group, and `info` and `verify` of stores and datasets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def test_every_command_is_tried() -> None:
-    """The group is flat, and has these commands and those that others test."""
+    """The group is flat, and has these commands and those tested elsewhere."""
     names = {command.name for command in app.registered_commands}
     assert COMMANDS.keys() <= names
     assert names - COMMANDS.keys() <= {"report", "pin", "unpin"}
@@ -102,7 +102,7 @@ def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> No
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup", "estimate"}))
 def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: Path, command: str) -> None:
-    """Exit code 1 for what is not there, 2 for a command line that makes no sense."""
+    """Exit code 1 for a missing path, 2 for invalid usage."""
     arguments = [Path(one).name if one not in {"s.tc", "passes", "numpy"} else "gone" for one in COMMANDS[command]]
     assert error_of(command, *(one.replace("part-0", "gone") for one in arguments))
     assert invoke(command, "--no-such-option").exit_code == 2
@@ -131,7 +131,7 @@ def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
 
 
 def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
-    """Keys of a text file and of a .npy file, unknown ones among them; a line that is no key is refused."""
+    """Keys of a text file and of a .npy file, some of them unknown; an invalid line is refused."""
     Path("keys.txt").write_text("1\n2\n\n9999\n")
     np.save("keys.npy", np.array([3, 4]))
     listed = ["commit 1 (retention)"]
@@ -161,7 +161,7 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
 
 
 def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: Path) -> None:
-    """Each says what it did; a store that follows the dataset already is left as it is."""
+    """Each reports its result; a store that follows the dataset already is unchanged."""
     assert "commit 2 has the rows in the order of passes" in run("reorganize", "s.tc", "passes")
     assert "s.tc follows passes already" in run("reorganize", "s.tc", "passes")
     assert told("reorganize", "s.tc", "passes") == {"commit": 2, "rewritten": False}
@@ -180,7 +180,7 @@ def test_what_is_neither_store_nor_dataset_is_said(folder: Path) -> None:
     (folder / "half" / "unfinished").mkdir(parents=True)
     for name, words in (
         (".", "is neither a store nor a dataset"),
-        ("gone", "there is nothing at gone"),
+        ("gone", "nothing at gone"),
         ("half", "is unfinished: run the same extraction again"),
     ):
         for command in ("info", "verify"):
@@ -202,14 +202,14 @@ def failing(error: BaseException) -> Callable[..., Any]:
         (PermissionError(13, "Permission denied", "s.tc/data.mdb"), "s.tc/data.mdb: Permission denied"),
         (OSError(28, "No space left on device"), "No space left on device"),
         (KeyboardInterrupt(), "interrupted: the same command may be run again"),
-        (MemoryError(), "there is not enough memory"),
-        (ValueError("a sentence\nof two lines"), "a sentence of two lines"),
+        (MemoryError(), "out of memory"),
+        (ValueError("a message\nof two lines"), "a message of two lines"),
     ],
 )
 def test_what_may_be_expected_is_a_sentence_and_no_traceback(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
 ) -> None:
-    """Whatever the system says, and Ctrl-C; a defect keeps its traceback."""
+    """For any error of the system, and Ctrl-C; a defect keeps its traceback."""
     monkeypatch.setattr("tiercache.store.info", failing(error))
     assert words in error_of("info", "s.tc")
     monkeypatch.setattr("tiercache.store.info", failing(KeyError("defect")))
@@ -231,7 +231,7 @@ def test_commands_on_stores_name_a_dataset(folder: Path) -> None:
 
 
 def test_a_path_with_nul_is_refused(folder: Path) -> None:
-    """By the parser of the command line, or by the command; there is no traceback."""
+    """By the command line's parser, or by the command; without a traceback."""
     for command in (
         ("info", "a\0b"),
         ("compact", "a\0b"),
@@ -250,7 +250,7 @@ def test_a_path_with_nul_is_refused(folder: Path) -> None:
 
 
 def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process of its own does."""
+    """Also in a separate process."""
     assert run("--version") == f"tiercache {tc.__version__}\n"
     done = ran("import sys; from tiercache.cli import main; sys.argv = ['tiercache', 'info', '/gone']; main()")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
@@ -277,7 +277,7 @@ EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device
         ),
         ((*EXTRACT, "new", "part-0.parquet", "--schema", "none.toml"), "the schema none.toml cannot be read"),
         ((*EXTRACT_ALL, "new", "--split-by", "day"), "split_by is 'day': one of budget"),
-        ((*EXTRACT_ALL, "new", "--memory-limit", "much"), "'much' is no size"),
+        ((*EXTRACT_ALL, "new", "--memory-limit", "much"), "invalid size 'much'"),
         ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is no directory"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Pa
 
 
 def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those for 16-bit dtypes too; and it says so before it begins."""
+    """Also those for 16-bit dtypes; and it says so before it begins."""
     asked: list[Any] = []
     monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: False)
     monkeypatch.setattr(kernels, "prepare", lambda notify=None, *, narrow=False: asked.append(narrow))
@@ -312,14 +312,14 @@ def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest
 
 
 def test_an_extraction_without_a_terminal_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error; none where nothing is to be shown."""
+    """One line on standard error; none if output is off."""
     for shown, said in ((True, "compiling kernels (first run, about half a minute) ...\n"), (False, "")):
         ProgressReporter(shown, 1).begin("compile")
         assert capsys.readouterr().err == said
 
 
 def test_the_command_extracts(folder: Path) -> None:
-    """Files, patterns, options and earlier datasets go to the function; one line says what was made."""
+    """Files, patterns, options and earlier datasets are passed to the function; one line describes the result."""
     command = (
         "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "new", "--device-budget", "64MiB",
         "--split-by", "rows=1000", "--batch-multiple", "1000", "--min-count", "2", "--memory-limit", "32MiB",

@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def real(name: str) -> Path:
     """Return a file of real data; without it the test is skipped."""
     if not (DATA / name).exists():
-        pytest.skip(f"{DATA / name} is absent: it is no part of the project")
+        pytest.skip(f"{DATA / name} is absent: it is not part of the project")
     return DATA / name
 
 
@@ -85,7 +85,7 @@ def counts_of(data: tc.PassDataset, table: str) -> dict[int, int]:
 
 
 def texts_of(*columns: Any) -> dict[int, int]:
-    """Return the keys of the texts in columns with how often they occur."""
+    """Return the keys of the texts in columns with their counts."""
     found = Counter[int]()
     for column in columns:
         for pair in pc.value_counts(column).to_pylist():
@@ -163,7 +163,7 @@ def test_a_store_of_texts_is_trained_looked_up_and_copied(folder: Path) -> None:
 
 
 def test_criteo_files_have_hexadecimal_keys_and_logarithms(folder: Path) -> None:
-    """As the page's command reads them: no schema, missing values, no header."""
+    """The page's command reads them: no schema, missing values, no header."""
     random, n = np.random.default_rng(0), 10_000
     numbers = random.integers(-2, 1000, (n, 13)).astype(object)
     keys = np.minimum(random.zipf(1.2, (n, 26)), 1 << 31)

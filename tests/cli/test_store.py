@@ -79,14 +79,14 @@ def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_
         for i, key in enumerate(keys.tolist()):
             assert b"".join(values[i].tobytes() for values in fields) == past[3].rows[one.name, key]
     assert "only the rows that changed since commit 2" in error_of("import", tmp_path / "out", tmp_path / "copy.tc")
-    assert "knows no changes since 7" in error_of("export", path, tmp_path / "x", "--since", 7, "--format", "numpy")
+    assert "has no changes since 7" in error_of("export", path, tmp_path / "x", "--since", 7, "--format", "numpy")
     assert not (tmp_path / "x").exists()
 
 
 def test_what_takes_long_says_how_far_it_is(
     trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups, exports and differences tell what they have done, in steps, up to all of it."""
+    """Lookups, exports and differences report progress in steps, up to the total."""
     path, past = trained
     calls: list[tuple[str, int, int]] = []
 
@@ -147,7 +147,7 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
 
 
 def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, World]]) -> None:
-    """It is kept beside the newest ones; info shows it."""
+    """It is kept in addition to the newest ones; info shows it."""
     path, _ = trained
     assert told("pin", path, "best", 1) == {"commit": 4, "name": "best", "pinned": 1}
     assert "commit 4 is kept as 'now'" in run("pin", path, "now")
@@ -165,14 +165,14 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
         (["lookup", "PATH", "nobody", "1"], "has no table 'nobody'"),
         (["lookup", "PATH", "user", "99999999999999999999"], "key 99999999999999999999 is beyond int64"),
         (["lookup", "PATH", "user", "--", "-9223372036854775809"], "key -9223372036854775809 is beyond int64"),
-        (["lookup", "PATH", "user", "alice"], "'alice' is no integer key: give --string"),
+        (["lookup", "PATH", "user", "alice"], "'alice' is not an integer key: give --string"),
         (["lookup", "PATH", "user", "9999"], "1 of 1 keys have no row in table 'user'"),
-        (["lookup", "PATH", "user"], "there is no key to look up"),
+        (["lookup", "PATH", "user"], "no key to look up"),
         (["lookup", "PATH", "user", "--string", "--cross", "a"], "give either --string or --cross"),
         (["unpin", "PATH", "best"], "has no pinned commit 'best'"),
         (["pin", "PATH", "best", "0"], "has no commit 0"),
         (["rollback", "PATH", "--to", "0"], "has no commit 0: give one of 1, 2, 3"),
-        (["changes", "PATH", "--since", "7"], "knows no changes since 7"),
+        (["changes", "PATH", "--since", "7"], "has no changes since 7"),
         (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': it must be TABLE=TENSOR"),
     ],
 )
@@ -251,7 +251,7 @@ def test_key_of_knows_integers_bytes_nulls_and_reserved_keys(monkeypatch: pytest
 
 
 def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_path: Path) -> None:
-    """By the words of the data; integers among a cross's values are those of an integer column, unless quoted."""
+    """By the values in the data; integers in a cross are values of an integer column, unless quoted."""
     (only,) = dataset
     rows = {
         one.name: {key: np.float32(i).tobytes() for i, key in enumerate(only.keys(one.name).tolist())}

@@ -1,4 +1,4 @@
-"""What a terminal would obey is shown escaped: cells of files, names of files, and names of tables."""
+"""Control characters in cells, file names and table names are escaped in output."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_texts_and_tables_of_commands_are_escaped(capsys: pytest.CaptureFixture[
 
 
 def test_the_help_of_extract_shows_sections_in_brackets() -> None:
-    """They are no markup."""
+    """Brackets are not parsed as markup."""
     shown = run("extract", "--help")
     assert "[source] format" in shown
     assert "\\[" not in shown

@@ -200,7 +200,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
         PassDataset.open(small.path)
     manifest.unlink()
     manifest.mkdir()
-    with pytest.raises(DatasetError, match=r"dataset.json cannot be read \(no file is there"):
+    with pytest.raises(DatasetError, match=r"dataset.json cannot be read \(it is not a regular file"):
         PassDataset.open(small.path)
 
 

@@ -251,7 +251,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"data": None}, TierCacheError, "the data are None: give files, folders or patterns"),
         ({"data": 5}, TierCacheError, "the data are 5: give files"),
         ({"out": "a\0b"}, TierCacheError, r"the path '.*a\\x00b' has a NUL character: give the dataset another dir"),
-        ({"device_budget": "much"}, ValueError, "'much' is no size"),
+        ({"device_budget": "much"}, ValueError, "invalid size 'much'"),
     ],
 )
 def test_what_cannot_be_done_says_the_numbers(

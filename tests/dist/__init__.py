@@ -1,1 +1,1 @@
-"""Several ranks: how they talk, what they own, and that they train as one process does."""
+"""Several ranks: communication, ownership, and training that ends as on one process."""

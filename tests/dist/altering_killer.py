@@ -3,8 +3,8 @@
     python -m tests.dist.altering_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
 The store has three ranks and tables of every sharding. A process forgets rows, alters the tables, compacts, and does so
-again. After each kill the store must be at one of these commits, not before one that was made, with the rows, the
-tables, the state and the position that it has without a kill. Then another process takes the remaining steps. Ends with
+again. After each kill the store must be at one of these commits, not before one that was made, with the same rows,
+tables, state and position as without a kill. Then another process takes the remaining steps. Ends with
 status 1 otherwise.
 """
 
@@ -47,11 +47,11 @@ STEPS = (
     lambda store: forget(store, "item", np.arange(0, 60, 4)),
     lambda store: store.compact(),
 )
-"""Each makes one commit; the first one is that after ``COMMITS``."""
+"""Each makes one commit, beginning after ``COMMITS``."""
 
 
 def take_steps(path: Path, teller: Teller) -> None:
-    """Take the steps that are left, one after the other."""
+    """Take the remaining steps in order."""
     with Store.open(path) as store:
         for number in range(store.commit.id + 1 - COMMITS, len(STEPS)):
             teller.note(begun=COMMITS + number)
@@ -60,7 +60,7 @@ def take_steps(path: Path, teller: Teller) -> None:
 
 
 def digest_of(store: Store) -> str:
-    """Return the SHA-256 of all that is read of a store at its commit."""
+    """Return the SHA-256 of all reads of a store at its commit."""
     found = hashlib.sha256(json.dumps([table.to_record() for table in store.tables]).encode())
     for table in store.tables:
         for keys, fields in store.scan(table.name):
@@ -71,12 +71,12 @@ def digest_of(store: Store) -> str:
 
 
 class Altering:
-    """A store is changed, and changed on by another process."""
+    """One process changes a store, and another one continues."""
 
     points = 1
 
     def __init__(self, base: Path, engine: str) -> None:
-        """Make the store in ``base``, and note what it has at each commit without a kill."""
+        """Make the store in ``base``, and note its content at each commit without a kill."""
         self._base, self._kills = base, 0
         base.parent.mkdir(parents=True)
         shutil.rmtree(base, ignore_errors=True)
@@ -117,13 +117,13 @@ class Altering:
         return run(1, work)
 
     def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
-        """Have every other process that goes on killed too."""
+        """Kill every other process that continues, too."""
         if len(runs) > 1 or self._kills % 2 == 0:
             return None
         return At(generator.randrange(max(1, self.points // generator.choice([2, 8]))))
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at the newest commit and read all that are kept, in a process of its own."""
+        """Check the newest commit and read all kept ones, in a separate process."""
         done = max((number for one in runs for number in one.of("done")), default=COMMITS - 1)
         ended = run(1, lambda _, teller: self._look(folder / "s", done, teller, last=last))
         wrong = [*runs[-1].of("wrong"), *ended.of("wrong"), *ended.of("error")]
@@ -135,7 +135,7 @@ class Altering:
             stands = store.commit.id
             teller.say("stands", stands)
             if not done <= stands <= done + 1 or (last and stands != COMMITS + len(STEPS) - 1):
-                teller.say("wrong", f"it stands at commit {stands}, and {done} was made")
+                teller.say("wrong", f"it is at commit {stands}, and {done} was made")
             for commit in store.commits:
                 with store.at(commit.id) as at:
                     if digest_of(at) != self.expected.get(commit.id):
@@ -147,7 +147,7 @@ class Altering:
 
 
 def main() -> int:
-    """Kill at as many points as was asked for, of all that there are."""
+    """Kill at some of all possible points."""
     options = options_of("altering", kills=None)
     workload = Altering(options.folder / "base" / "s", options.engine)
     killer, figures = Killer(options.folder, workload, seed=options.seed), Counter[str]()

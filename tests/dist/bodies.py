@@ -1,4 +1,4 @@
-"""What ranks do in the tests of how they talk: each function runs on every rank of a run."""
+"""Bodies of the communication tests: each function runs on every rank of a run."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ from tiercache.values.batch import Batch
 
 
 def who(ranks: AnyCommunicator) -> list[int]:
-    """Say who this is."""
+    """Return this rank's number and the number of ranks."""
     return [ranks.rank, ranks.size]
 
 
 def small_values(ranks: AnyCommunicator) -> list[Any]:
-    """Tell each other a value of many kinds, nothing at all, numbers beyond 32 bits, and the least of some."""
+    """Exchange values of many kinds, nothing at all, numbers beyond 32 bits, and minima."""
     told = {"rank": ranks.rank, "words": "é" * ranks.rank, "list": list(range(ranks.rank)), "none": None}
     none, zeros = torch.empty(0, dtype=torch.float32), [0] * ranks.size
     nothing = [len(ranks.all_to_all(none, zeros, zeros)), len(ranks.all_gather(none, zeros))]
@@ -36,7 +36,7 @@ def small_values(ranks: AnyCommunicator) -> list[Any]:
 
 
 def uneven_exchange(ranks: AnyCommunicator, dtype: str, silent: bool = False) -> list[Any]:
-    """Send ``3 s + r`` elements from rank s to rank r, each element 16 s + r; nothing from rank 0 where ``silent``."""
+    """Send ``3 s + r`` elements from rank s to rank r, each element 16 s + r; nothing from rank 0 if ``silent``."""
 
     def size(source: int, target: int) -> int:
         return 0 if silent and source == 0 else 3 * source + target
@@ -64,14 +64,14 @@ def uneven_gather(ranks: AnyCommunicator, dtype: str, sizes: list[int]) -> list[
 
 
 def even_gather(ranks: AnyCommunicator) -> list[float]:
-    """Gather one number of every rank, and count the collectives that torch is asked for."""
+    """Gather one number of every rank, and count torch's collectives."""
     with patch.object(dist, "broadcast", side_effect=AssertionError("one for each rank")) as broadcast:
         gathered = ranks.all_gather(torch.full((1,), ranks.rank + 0.5, dtype=torch.float64), [1] * ranks.size)
     return [broadcast.call_count, *gathered.tolist()]
 
 
 def two_threads(ranks: AnyCommunicator) -> list[float]:
-    """On even ranks a thread's exchanges begin before those of the main thread, on odd ranks after they ended."""
+    """Exchange on a second thread: before the main thread's exchanges on even ranks, after them on odd ranks."""
     other = ranks.clone()
     ones = torch.ones(ranks.size)
     one_each = [1] * ranks.size
@@ -83,7 +83,7 @@ def two_threads(ranks: AnyCommunicator) -> list[float]:
             total += on.all_to_all(ones * scale * step, one_each, one_each)
         sums[name] = float(total.sum())
 
-    thread = threading.Thread(target=exchange, args=("beside", other, 2.0))
+    thread = threading.Thread(target=exchange, args=("other", other, 2.0))
     if ranks.rank % 2:
         exchange("main", ranks, 1.0)
         thread.start()
@@ -92,7 +92,7 @@ def two_threads(ranks: AnyCommunicator) -> list[float]:
         exchange("main", ranks, 1.0)
     thread.join()
     other.close()
-    return [sums["main"], sums["beside"]]
+    return [sums["main"], sums["other"]]
 
 
 def dense_layers(ranks: AnyCommunicator) -> list[float]:
@@ -108,7 +108,7 @@ def dense_layers(ranks: AnyCommunicator) -> list[float]:
 
 
 def gives_back_too_early(ranks: AnyCommunicator) -> list[Any]:
-    """Give gradients of collected vectors back before their backward and behind it, on each rank of its samples."""
+    """Return gradients of collected vectors before their backward and after it, for each rank's samples."""
     outputs = torch.full((2 + ranks.rank, 3), 1.0, requires_grad=True)
     stage, said = StageInput(ranks), ""
     found = stage.collect(outputs * 2, Batch(torch.empty(0), torch.empty(0), {}, None, 2 + ranks.rank))  # type: ignore[arg-type]
@@ -124,11 +124,11 @@ def gives_back_too_early(ranks: AnyCommunicator) -> list[Any]:
 
 
 def fails_in_the_body(ranks: AnyCommunicator, who: list[int], kind: str) -> Any:
-    """Fail on some ranks inside of ``raise_on_all``, before the collective that the others go on to."""
+    """Fail on some ranks inside ``raise_on_all``, before the others' next collective."""
     with ranks.raise_on_all("opening the store"):
         if ranks.rank in who:
             raise {"BudgetError": BudgetError, "KeyError": KeyError, "OSError": OSError}[kind](f"no room {ranks.rank}")
-    return ranks.all_gather_object("went on")
+    return ranks.all_gather_object("continued")
 
 
 def goes_on_after_an_error(ranks: AnyCommunicator) -> list[Any]:
@@ -141,7 +141,7 @@ def goes_on_after_an_error(ranks: AnyCommunicator) -> list[Any]:
 
 
 def keeps_its_cause(ranks: AnyCommunicator) -> None:
-    """Rank 0's own error has a cause, and it is alone with it."""
+    """Raise an error with a cause on rank 0."""
     with ranks.raise_on_all("reading"):
         if ranks.rank == 0:
             try:
@@ -151,7 +151,7 @@ def keeps_its_cause(ranks: AnyCommunicator) -> None:
 
 
 def leaves_early(ranks: AnyCommunicator) -> None:
-    """Rank 0 ends with an error of its own, outside of any agreement, while the others wait for it."""
+    """Leave rank 0 by an error outside of any agreement, while the others wait for it."""
     if ranks.rank == 0:
         raise ValueError("on my own")
     ranks.barrier("waiting for rank 0")
@@ -166,7 +166,7 @@ def talks_after_leaving(ranks: AnyCommunicator) -> None:
 
 
 def compare(ranks: AnyCommunicator, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
-    """Compare facts; the last rank has another version of the package where one is given."""
+    """Compare facts; the last rank has another ``version`` of the package, if given."""
     from tiercache.dist import consistency
 
     kept = consistency.__version__
@@ -179,7 +179,7 @@ def compare(ranks: AnyCommunicator, by_rank: list[dict[str, Any]], version: str 
 
 
 def waits_of_groups(ranks: AnyCommunicator) -> list[float]:
-    """Return for how many seconds the process groups of a clone wait."""
+    """Return the time-outs of a clone's process groups, in seconds."""
     clone = ranks.clone()
     groups = clone._host, clone._data
     waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -188,9 +188,9 @@ def waits_of_groups(ranks: AnyCommunicator) -> list[float]:
 
 
 def groups_without_the_last(ranks: AnyCommunicator, after: int, part: bool) -> None:
-    """Make a clone, and another one, while the last rank stops after so many process groups.
+    """Make a clone, and another one, while the last rank stops after ``after`` process groups.
 
-    part: of a group that has one rank less than there are.
+    part: use a group with one rank less than the default.
     """
     plain, made, last = dist.new_group, [0], ranks.size - 1 - part
     group = plain(list(range(ranks.size - 1))) if part else None
@@ -211,14 +211,14 @@ def groups_without_the_last(ranks: AnyCommunicator, after: int, part: bool) -> N
 
 
 def waits_for_different_things(ranks: AnyCommunicator) -> None:
-    """Rank 1 exchanges splits for something else."""
+    """Exchange splits on rank 1 for a different purpose."""
     ranks.exchange_splits(
         np.zeros((ranks.size, 2), np.int64), "stepping rows" if ranks.rank == 1 else "asking for rows"
     )
 
 
 def joins_a_part(ranks: AnyCommunicator) -> list[Any]:
-    """Ranks 1 and above talk in a group of their own, again and again."""
+    """Have ranks 1 and above communicate in a separate group, several times."""
     group: Any = dist.new_group(list(range(1, ranks.size)))
     if ranks.rank == 0:
         try:
@@ -242,7 +242,7 @@ def is_on_cuda(_: AnyCommunicator) -> None:
 
 
 def hangs(ranks: AnyCommunicator) -> None:
-    """Rank 1 sleeps for longer than the test waits."""
+    """Sleep on rank 1 for longer than the test waits."""
     sys.stderr.write("about to hang\n")
     if ranks.rank == 1:
         time.sleep(60)
@@ -250,7 +250,7 @@ def hangs(ranks: AnyCommunicator) -> None:
 
 
 def dies(ranks: AnyCommunicator) -> None:
-    """Rank 1 is killed."""
+    """Kill rank 1."""
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.barrier()

@@ -1,4 +1,4 @@
-"""One entry of the conformance list: tables, features, where they stand; its training on ranks and in one process."""
+"""One entry of the conformance list: tables, features and sharding; its training on ranks and in one process."""
 
 import gc
 import re
@@ -31,10 +31,10 @@ class Entry:
 
     tables: tuple[tc.Table, ...]
     rows: tuple[int, ...]
-    """How many keys each table may have."""
+    """Number of keys of each table."""
     specs: tuple[Spec, ...]
     sharding: Callable[[Any, int], ShardingPlan | str]
-    """Says where tables of an entry stand on so many ranks."""
+    """Returns the sharding of an entry's tables for a number of ranks."""
     num_samples: int = 67
     pass_samples: int = 35
     batch: int = 16
@@ -42,7 +42,7 @@ class Entry:
     epochs: int = 1
     longest: int = 4
     empty: float = 0.0
-    """The share of ragged lists that are empty, beside those of length 0."""
+    """The share of ragged lists that are empty, in addition to lists of random length 0."""
     unknown: float = 0.0
     """The share of keys that are the out-of-vocabulary row's."""
     seed: int = 0
@@ -51,21 +51,21 @@ class Entry:
     singles: tuple[str, ...] = ()
     """Features that are looked up unpooled."""
     read_by: str = "rank"
-    """What each rank reads: as of ``Pass.batches``. Weights have no factors where it is "owner"."""
+    """The samples that each rank reads, as for ``Pass.batches``. Weights have no factors if it is "owner"."""
     idle: tuple[str, ...] = ()
     """Features that are looked up without a gradient: their rows are not stepped."""
     twice: bool = False
-    """Whether two modules look the same features up."""
+    """True if two modules look up the same features."""
     exact: bool = False
-    """Whether the loss is such that gradients are whole numbers and no sum is rounded."""
+    """True if the loss makes gradients whole numbers, so that no sum is rounded."""
     rates: Mapping[int, tuple[float, tuple[str, ...] | None]] = field(default_factory=dict)
-    """By step: the learning rate from it on, and of which tables."""
+    """By step: the new learning rate, and its tables."""
     discarded: tuple[int, ...] = ()
     """Steps whose gradients are dropped."""
     commits: bool = False
-    """Whether there is a commit behind every step."""
+    """True if there is a commit after every step."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the cache. A host_budget of "smallest" is the least that all ranks can do with."""
+    """Options of the cache. A host_budget of "smallest" is the least that suffices on all ranks."""
 
     @property
     def schema(self) -> tc.Schema:
@@ -138,7 +138,7 @@ class Model(nn.Module):
         self.weights: list[torch.Tensor] = []
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return the loss of the batch, and keep what was looked up and the weights."""
+        """Return the loss of the batch, and keep the looked-up vectors and the weights."""
         self.weights = [torch.from_numpy(np.array(batch.ids[name].weights)) for name in self.weighted]
         given = {}
         for i, (name, weight) in enumerate(zip(self.weighted, self.weights, strict=True)):
@@ -166,10 +166,10 @@ class Model(nn.Module):
 
 
 def tracked(cache: Any, entry: Entry, size: int) -> tuple[Model, nn.Module, torch.optim.Optimizer]:
-    """Return the model of an entry, what of it is called, and its optimizer: tracked, with the same weights always."""
+    """Return the model of an entry, the callable and its optimizer: registered, with the same initial weights."""
     torch.manual_seed(1)
     model = Model(cache, entry)
-    some_idle = bool(entry.idle)  # what is looked up without a loss has no gradient, as torch has it
+    some_idle = bool(entry.idle)  # an output without a loss has no gradient, as in torch
     trained = DistributedDataParallel(model, find_unused_parameters=some_idle) if size > 1 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
@@ -185,9 +185,9 @@ def run(
     each_step: Callable[[int], None] = lambda step: None,
     ready: tuple[Model, nn.Module, torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Train an entry, with what ``tracked`` returned where it was called before.
+    """Train an entry, with the result of ``tracked`` if that was called before.
 
-    Returns by batch what was looked up and the gradients of weights, and the dense weights.
+    Returns by batch the looked-up vectors and the gradients of weights, and the dense weights.
     """
     model, trained, optimizer = ready or tracked(cache, entry, size)
     step, outputs, weights = 0, [], []
@@ -226,7 +226,7 @@ def known(name: str | dict[str, Any]) -> Entry:
 
 
 def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) -> tc.TierCache:
-    """Open the sharded store of an entry, with the smallest host budget where it asks for that."""
+    """Open the sharded store of an entry, with the smallest host budget if it needs that."""
     options: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB", **entry.options, **given}
     options["sharding"] = entry.sharding(entry, ranks.size)
     passes, path = tc.PassDataset.open(Path(folder) / "passes"), Path(folder) / "model.tc"
@@ -255,7 +255,7 @@ def train(
 
 
 def evaluate(ranks: AnyCommunicator, name: str, folder: str, *, at: list[int], schedule: str) -> dict[str, Any]:
-    """Train an entry and look the evaluation set up behind some steps; return what was found by step and batch."""
+    """Train an entry and look up the evaluation set after some steps; return the vectors by step and batch."""
     entry, found = known(name), {}
     tests = tc.PassDataset.open(Path(folder) / "tests")
     with open_cache(ranks, entry, folder) as cache:
@@ -271,7 +271,7 @@ def evaluate(ranks: AnyCommunicator, name: str, folder: str, *, at: list[int], s
 
 
 def looked_up(cache: Any, entry: Entry, tests: tc.PassDataset, **options: Any) -> dict[str, Any]:
-    """Return the vectors of an evaluation by batch, those of this rank's samples, and how many slices there were."""
+    """Return the vectors of an evaluation by batch, for this rank's samples, and the number of slices."""
     bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in entry.specs})
     slices, found = 0, []
     for piece in cache.evaluate(tests):
@@ -283,7 +283,7 @@ def looked_up(cache: Any, entry: Entry, tests: tc.PassDataset, **options: Any) -
 
 
 def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int, number: int) -> dict[str, Any]:
-    """Have one rank look up a local id that its pass does not have, then train as if nothing had been."""
+    """Have one rank look up a local id that its pass does not have, then train as usual."""
     entry = known(name)
     with open_cache(ranks, entry, folder) as cache:
         ready = tracked(cache, entry, ranks.size)
@@ -301,7 +301,7 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
         said = ["", ""]
         try:
             bag = tc.EmbeddingBagCollection(cache.schema).requires_grad_(False)
-            bag(next(p.batches(entry.batch)))  # a rank alone is told at the lookup
+            bag(next(p.batches(entry.batch)))  # with one rank the lookup raises
         except (IndexError, tc.TierCacheError) as error:
             said = [type(error).__name__, str(error)]
         p.source.read = read  # type: ignore[method-assign]
@@ -309,7 +309,7 @@ def ask_wrongly(ranks: AnyCommunicator, name: str, folder: str, *, bad_rank: int
 
 
 def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
-    """Close a cache within a loop over its passes; return what is complained of when the loop is collected."""
+    """Close a cache within a loop over its passes; return the warnings when the loop is collected."""
     found: list[str] = []
     before, sys.unraisablehook = sys.unraisablehook, lambda unraisable: found.append(str(unraisable.exc_value))
     try:
@@ -324,7 +324,7 @@ def leave_a_loop(ranks: AnyCommunicator, name: str, folder: str) -> list[str]:
 
 
 def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> None:
-    """Do what is refused, on all ranks."""
+    """Try a refused operation on all ranks."""
     entry = known(name)
     wrong: dict[str, Any] = {
         "a table that there is not": {"sharding": {"t9": "row_wise"}},

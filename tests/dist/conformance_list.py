@@ -1,7 +1,6 @@
-"""The conformance list: what several ranks must do as one process does, by name.
+"""The conformance list, by name: trainings that must end on several ranks as on one process.
 
-The first half are the behaviors that sharded embeddings of other projects are tested for; the second those that they
-are not.
+The first half are the behaviors that sharded embeddings of other projects are tested for; the second half are others.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ FAST = tc.optim.SGD(learning_rate=1.5)
 
 
 def tables_of(sizes: Sequence[tuple[int, int]], *optimizers: Any, **options: Any) -> dict[str, Any]:
-    """Return tables of these (rows, dim), optimizers in turn, whose rows begin each with values of their own."""
+    """Return tables of these (rows, dim), with optimizers in turn and a different initializer each."""
     chosen = optimizers or (FAST,)
     return {
         "tables": tuple(
@@ -30,7 +29,7 @@ def tables_of(sizes: Sequence[tuple[int, int]], *optimizers: Any, **options: Any
 
 
 def a_feature_each(count: int, *specs: dict[str, Any]) -> tuple[Spec, ...]:
-    """Return a feature of each table, of these kinds in turn: single ids where there are none."""
+    """Return a feature of each table, of these kinds in turn: single ids by default."""
     kinds = specs or ({},)
     return tuple(Spec(name=f"f{i}", table=f"t{i}", **kinds[i % len(kinds)]) for i in range(count))
 
@@ -108,7 +107,7 @@ MERLIN = {
         **tables_of(((30, 15),)), specs=a_feature_each(1, RAGGED),
         sharding=lambda entry, size: ShardingPlan(size, {"t0": sliced(15, range(size))}),
     ),
-    "slices that stand on other ranks than the first": Entry(
+    "slices on other ranks than the first": Entry(
         **tables_of(((30, 15), (20, 6))), specs=a_feature_each(2),
         sharding=lambda entry, size: ShardingPlan(
             size, {"t0": sliced(15, [size - 1, *range(size - 1), size - 1]), "t1": TableSharding("row_wise")}
@@ -191,7 +190,7 @@ BEYOND = {
     "a commit every third pass": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"commit_every": 3}
     ),
-    "a commit behind every step": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, commits=True),
+    "a commit after every step": Entry(**tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, commits=True),
     "a shuffled order of passes": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order_seed": 5}
     ),
@@ -252,7 +251,7 @@ STEADY = (
     tc.optim.SGD(learning_rate=0.1, decay=0.01), tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.1),
     tc.optim.RowWiseAdagrad(learning_rate=0.1, eps=1e-2, decay=0.02), tc.optim.Adam(learning_rate=0.01, eps=1e-3),
 )  # fmt: skip
-"""Rules that do not make a large step of a gradient that is nothing but rounding."""
+"""Rules that do not turn rounding errors in a gradient into a large step."""
 
 
 def random_entry(record: dict[str, Any]) -> Entry:

@@ -1,4 +1,4 @@
-"""A training on ranks that keeps moments by name, and goes on from one."""
+"""A training on ranks that keeps states by name, and resumes from one."""
 
 from typing import Any
 

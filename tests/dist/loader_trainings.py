@@ -1,4 +1,4 @@
-"""Trainings on every rank of a run, or in one process, out of the user's own dataset."""
+"""Trainings on every rank of a run, or in one process, from the user's own dataset."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tiercache.dist.communicator import AnyCommunicator
 
 
 class Pairs(nn.Module):
-    """Two tables and no other parameter, so that nothing but rows is averaged over ranks."""
+    """Two tables and no other parameter, so that only rows are averaged over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Pairs(nn.Module):
 
 
 def converted() -> nn.Module:
-    """Return the model with tables of ours, the same on each rank."""
+    """Return the converted model, the same on each rank."""
     torch.manual_seed(3)
     return tc.convert(Pairs(), optimizer=tc.optim.SGD(learning_rate=0.2))
 
 
 def run(data: str, store: str, stop: int | None = None, batch_size: int = 20, **options: Any) -> int:
-    """Train two epochs, or until a commit after so many batches; return the samples that this rank had."""
+    """Train two epochs, or until a commit after ``stop`` batches; return this rank's number of samples."""
     model, done, samples = converted(), 0, 0
     options = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False} | options
     with tc.TierCache(store, data, model=model, **options) as cache:

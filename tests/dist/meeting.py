@@ -1,4 +1,4 @@
-"""Ranks without torch: threads of one process, or forked processes that any of which may be killed."""
+"""Ranks without torch: threads of one process, or forked processes that may be killed."""
 
 import json
 import socket
@@ -11,17 +11,17 @@ from typing import Any
 from tiercache.errors import RankError
 
 SECONDS = 60.0
-"""After which a rank is given up."""
+"""Time-out for a rank."""
 
 
 class _Agreeing:
-    """What a meeting needs beside ``all_gather_object``."""
+    """The methods of a meeting built on ``all_gather_object``."""
 
     rank: int
     size: int
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Raise where any rank brings an error."""
+        """Raise an error if any rank has one."""
         told = self.all_gather_object(None if error is None else str(error))
         if error is not None:
             raise error
@@ -31,7 +31,7 @@ class _Agreeing:
 
     @contextmanager
     def raise_on_all(self, what: str) -> Iterator[None]:
-        """Run the body on each rank, without a meeting inside; where one fails, all raise."""
+        """Run the body on each rank, without a meeting inside; if one fails, all raise."""
         error: Exception | None = None
         try:
             yield
@@ -40,7 +40,7 @@ class _Agreeing:
         self.agree(what, error)
 
     def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
-        """Return what each rank brings."""
+        """Gather an object from each rank."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class _Threads(_Agreeing):
         self._shared, self._barrier = shared, barrier
 
     def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
-        """Return what each rank brings."""
+        """Gather an object from each rank."""
         try:
             self._barrier.wait()
             self._shared[self.rank] = json.dumps(mine)
@@ -63,13 +63,13 @@ class _Threads(_Agreeing):
 
 
 def meet(size: int, body: Callable[[Any], Any]) -> list[Any]:
-    """Run ``body(ranks)`` on so many threads; returns what each returned or raised, in rank order."""
+    """Run ``body(ranks)`` on ``size`` threads; returns each one's result or error, in rank order."""
     shared, barrier = [None] * size, threading.Barrier(size, timeout=SECONDS)
 
     def run(rank: int) -> Any:
         try:
             return body(_Threads(rank, shared, barrier))
-        except Exception as error:  # the test looks at it
+        except Exception as error:  # the test checks it
             return error
 
     with ThreadPoolExecutor(size) as pool:
@@ -77,7 +77,7 @@ def meet(size: int, body: Callable[[Any], Any]) -> list[Any]:
 
 
 class Processes(_Agreeing):
-    """A rank that is a process: rank 0 has a socket to each other one, the others one to rank 0."""
+    """A rank in a process: rank 0 has a socket to each other one, the others one to rank 0."""
 
     def __init__(self, rank: int, size: int, sockets: Sequence[socket.socket]) -> None:
         self.rank, self.size = rank, size
@@ -87,7 +87,7 @@ class Processes(_Agreeing):
             one.settimeout(SECONDS)
 
     def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
-        """Return what each rank brings. Raises RankError where one is gone."""
+        """Gather an object from each rank. Raises RankError if one is gone."""
         try:
             if self.rank == 0:
                 told = [mine, *(self._hear(i) for i in range(self.size - 1))]

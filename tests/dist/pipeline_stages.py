@@ -1,8 +1,8 @@
 """A dense part in two stages: torchrun --nproc-per-node 2 -m tests.dist.pipeline_stages.
 
 The embeddings stay outside the pipeline: every rank looks up its part of the batch in rows that all ranks share, the
-first stage gets the vectors of all, and the last stage has the loss. It prints the loss of the first and the last
-epoch, and those of the same model without stages on one process, which they equal.
+first stage gets all vectors, and the last stage has the loss. Prints the loss of the first and the last epoch, which
+equal the losses of the same model without stages on one process.
 """
 
 import argparse

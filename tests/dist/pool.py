@@ -1,7 +1,7 @@
 """Processes that play the ranks of every test of a session, so that no test waits for torch to be imported.
 
 ``pool.run(3, "tests.dist.bodies:name", number=5)`` calls ``name(ranks, number=5)`` on three ranks, in process groups
-made for this run, and returns what each of them returned. Nothing here is imported before the threads are set.
+made for this run, and returns each one's result. Nothing here is imported before the thread counts are set.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 MOST_RANKS = 4
 LIMIT_SECONDS = 60.0
 PATIENCE = 0.75
-"""Part of a run's limit after which a rank gives up others, so that it says so before the run is killed."""
+"""Share of a run's limit after which a rank gives up on others, so that it reports before the run is killed."""
 START_SECONDS = 300.0
-"""How long ranks may take to import what trainings need; no run's limit counts it."""
+"""Time for ranks to import everything; not part of a run's limit."""
 LAST_WORDS_SECONDS = 2.0
-"""How long ranks are given to end by themselves after one of them died, and to write where they hang."""
+"""Time for ranks to exit after one of them died, and to write their stacks."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An error of a body, as it is told to the test."""
+    """An error of a body, as reported to the test."""
 
     kind: str
     sentence: str
@@ -47,7 +47,7 @@ class Raised:
 
 
 class RunFailedError(AssertionError):
-    """A run did not return on every rank; ``errors`` has each rank's error, None where it has none."""
+    """A run did not return on every rank; ``errors`` has each rank's error, None without one."""
 
     def __init__(self, message: str, errors: list[Raised | None]) -> None:
         super().__init__(message)
@@ -74,8 +74,8 @@ class RanksPool:
     def run(self, size: int, body: str, *, limit: float = LIMIT_SECONDS, **arguments: Any) -> list[Any]:
         """Call ``body`` ("module:name") on ``size`` ranks with JSON arguments; return JSON values and arrays by rank.
 
-        After ``limit`` seconds, or when a rank dies, all processes are killed and the test fails with what every rank
-        wrote; the next run starts new ones.
+        After ``limit`` seconds, or when a rank dies, all processes are killed and the test fails with all ranks'
+        output; the next run starts new ones.
         """
         told = self._call(size, body, limit, arguments)
         errors = [answer if isinstance(answer, Raised) else None for answer in told]
@@ -87,7 +87,7 @@ class RanksPool:
     def errors(
         self, size: int, body: str, *, limit: float = LIMIT_SECONDS, **arguments: Any
     ) -> list[tuple[str, str] | None]:
-        """As ``run``, for bodies that raise: each rank's error as (type, sentence), None where it returned."""
+        """Do the same as ``run``, for bodies that raise: each rank's error as (type, message), None if it returned."""
         told = self._call(size, body, limit, arguments)
         return [(answer.kind, answer.sentence) if isinstance(answer, Raised) else None for answer in told]
 
@@ -107,7 +107,7 @@ class RanksPool:
                     continue
                 try:
                     told[rank] = self._pipes[rank].recv()
-                except EOFError:  # its process is gone: the others get a moment to say what they make of it
+                except EOFError:  # its process is gone: the others get a moment to report
                     told[rank] = Raised("Dead", f"rank {rank} died", None, "died")
                     until = min(until, time.monotonic() + LAST_WORDS_SECONDS)
         if len(told) == size and not any(isinstance(a, Raised) and a.kind == "Dead" for a in told.values()):
@@ -117,7 +117,7 @@ class RanksPool:
     def _failure(self, size: int, body: str, limit: float, told: dict[int, Any]) -> RunFailedError:
         hanging = [rank for rank in range(size) if rank not in told]
         for rank in hanging:
-            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes where its threads are
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # faulthandler writes its threads' stacks
         if hanging:
             time.sleep(LAST_WORDS_SECONDS / 4)
         words = [f"{body} on {size} ranks did not return everywhere within {limit:g} seconds; hanging: {hanging}"]

@@ -1,4 +1,4 @@
-"""Trainings by raw keys that run on every rank of a run, or in one process: the same loop over the same samples."""
+"""Trainings by raw keys that run on every rank or in one process: the same loop over the same samples."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import KeyNotInPassError, RankError
 
 CASE = replace(BAGS, num_samples=81, pass_rows=40, batch=14, shuffle=False)
-"""Passes of 40, 40 and 1 samples, in batches of 14, 14 and 12; of the last one only one rank has any."""
+"""Passes of 40, 40 and 1 samples, in batches of 14, 14 and 12; in the last pass only one rank has a sample."""
 Arguments = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -42,10 +42,10 @@ def dealt(arguments: Arguments, low: int, high: int) -> Arguments:
 
 
 def cut(number: int, size: int, num_ranks: int, deal: str) -> list[int]:
-    """Return where the samples of each rank begin in a batch, and where they end."""
+    """Return the start of each rank's samples in a batch, and the end."""
     if deal == "even":
         return [rank * size // num_ranks for rank in range(num_ranks + 1)]
-    if deal == "ended":  # rank 0 has all but what the others have of the first two batches
+    if deal == "ended":  # rank 0 has all but the others' samples of the first two batches
         return cut(number, size, num_ranks, "even") if number < 2 else [0, *[size] * num_ranks]
     random = np.random.default_rng([number, size, num_ranks])
     inner = np.sort(random.choice([0, 0, size // 3, size - 1, size], num_ranks - 1))
@@ -53,7 +53,7 @@ def cut(number: int, size: int, num_ranks: int, deal: str) -> list[int]:
 
 
 def foreign(arguments: Arguments) -> Arguments:
-    """Replace every fifth key: by one of other passes, or of none."""
+    """Replace every fifth key: by one of other passes, or by an unknown one."""
     keys, others = arguments
     for name, given in keys.items():
         values = np.array(given[0] if isinstance(given, tuple) else given)
@@ -64,7 +64,7 @@ def foreign(arguments: Arguments) -> Arguments:
 
 
 def reweighed(arguments: Arguments, number: int) -> Arguments:
-    """Weigh a feature that the schema does not, and in every other batch do not weigh the one that it does."""
+    """Weight an unweighted feature, and in every other batch leave the weighted one unweighted."""
     keys, others = arguments
     weights = dict(others["weights"]) if number % 2 else {}
     weights["tag"] = np.arange(np.asarray(keys["tag"][0]).size, dtype=np.float32) % 3 - 0.5
@@ -95,7 +95,7 @@ def run(
     evaluates: bool = False,
     reweighs: bool = False,
 ) -> dict[str, Any]:
-    """Train on the samples of one rank; until a commit behind batch ``stop``, (pass, batch), where said."""
+    """Train on the samples of one rank; until a commit after batch ``stop``, (pass, batch), if given."""
     evaluated, most = [], 0
     single = tc.EmbeddingCollection(cache.schema, ["user", "item"]) if evaluates else None
     if single is not None:
@@ -129,7 +129,7 @@ def run(
 
 
 def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **options: Any) -> dict[str, Any]:
-    """Train a sharded store by the raw keys of this rank's samples; by the CUDA kernels, on the shim, where said."""
+    """Train a sharded store by raw keys of this rank's samples; with the CUDA kernels on the shim if ``on_shim``."""
     how = {name: options.pop(name) for name in ("deal", "missing", "stop", "evaluates", "reweighs") if name in options}
     place = Path(folder)
     samples, keys = tc.PassDataset.open(place / "passes"), tc.PassDataset.open(place / "keys")
@@ -143,7 +143,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
 
 
 def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
-    """Have rank 1 bring a key that the pass lacks; then all go on with another batch."""
+    """Give rank 1 a key that the pass lacks; then continue on all ranks with another batch."""
     samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
@@ -171,7 +171,7 @@ def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
 
 
 def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
-    """Have rank 1 leave the batches of a pass before rank 0 does, or use it another way."""
+    """Have rank 1 leave the batches of a pass before rank 0 does, or misuse them in another way."""
     samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model, last = Net(cache, CASE), ranks.rank == 1
@@ -191,7 +191,7 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
 
 
 def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
-    """Make batches of which no rank has a sample."""
+    """Make batches without samples on any rank."""
     keys = tc.PassDataset.open(Path(folder) / "keys")
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
@@ -222,7 +222,7 @@ def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
 
 
 def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
-    """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
+    """Train passes that have the out-of-vocabulary row; then look up unknown keys, as many as the rank's number."""
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row_wise"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)

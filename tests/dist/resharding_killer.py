@@ -1,11 +1,11 @@
-"""Kills processes that divide a store among other ranks, and looks at what is left each time.
+"""Kills processes that divide a store among other ranks, and checks the store each time.
 
     python -m tests.dist.resharding_killer --folder DIR [--kills N] [--seed N]
 
 Every rank opens the store as a training does, and so reads the old rows and writes new ones. One rank, or all, are
-killed just before or after a call that touches the disk, or at a random instant; some are killed again as they begin
-anew, or the old ranks open the store between. After each kill it must stand at the old commit or at the new one, with
-their bits; at the end at the new one, with the bits and the blobs of a run without a kill and no other rank's folder.
+killed just before or after a call that touches the disk, or at a random instant; some are killed again as they start
+over, or the old ranks open the store in between. After each kill it must be at the old or the new commit, with their
+bits; at the end at the new one, with the bits and the blobs of a run without a kill and without other ranks' folders.
 Ends with status 1 otherwise.
 """
 
@@ -45,7 +45,7 @@ PHASES = (
     "freeing old rows", "deleting old ranks", "reading or closing",
 )  # fmt: skip
 INSTANTS = 3
-"""Kills at random instants beside one in each phase."""
+"""Kills at random instants per phase, in addition to one at a call."""
 CASE = one_case()
 TRAINED = 2
 """Passes of the old ranks: one trained, one with a commit of all ranks; the last rank has prepared a third one."""
@@ -53,16 +53,16 @@ TRAINED = 2
 
 @dataclass(frozen=True)
 class Way:
-    """From which ranks to which."""
+    """The numbers of ranks before and after."""
 
     before: int
     after: int
     engine: str
     disks: str = ""
-    """Which ranks above 0 are on disks of their own: the "old" ones, the "new" ones."""
+    """The ranks above 0 on other disks: the "old" ones, the "new" ones."""
 
     def folders(self, path: Path, which: str) -> list[Path] | None:
-        """Return where the old or the new ranks of the store at ``path`` are."""
+        """Return the folders of the old or the new ranks of the store at ``path``."""
         size = self.before if which == "old" else self.after
         disks = path.parents[1] / "disks"
         return [path, *(disks / f"{which} {rank}" for rank in range(1, size))] if which in self.disks else None
@@ -87,10 +87,10 @@ def opened(path: Path, ranks: Any, num_ranks: int, turn: int, folders: Sequence[
 
 
 def contents(store: Store) -> dict[str, Any]:
-    """Return what a store has: where it stands, its rows and states; and the records and blobs of each rank."""
+    """Return a store's position, rows and states; and the records and blobs of each rank."""
     rows = []
     for table in store.tables:
-        chunks = list(store.scan(table.name))  # in hash order, whichever rank they are of
+        chunks = list(store.scan(table.name))  # in hash order, from all ranks
         arrays = [
             [keys for keys, _ in chunks],
             *([fields[i] for _, fields in chunks] for i in range(len(table.fields))),
@@ -99,7 +99,7 @@ def contents(store: Store) -> dict[str, Any]:
     records = []
     for rank in ranks_of(store):
         assert rank.commit is not None
-        # which have the digests of what describes segments: the checksums that verification compares
+        # these have the digests of segments' descriptions: the checksums that verification compares
         records.append(_digest([rank.commit.to_bytes(), rank.commit.own.to_bytes()]))
     return {
         "cursor": list(store.commit.cursor),
@@ -111,14 +111,14 @@ def contents(store: Store) -> dict[str, Any]:
 
 
 def whole(path: Path) -> tuple[int, dict[str, Any], list[str]]:
-    """Return the newest commit and the contents of a store, and what is wrong with any of its ranks."""
+    """Return the newest commit and the contents of a store, and the problems of its ranks."""
     with Store.open(path, mode="r") as store, contextlib.redirect_stdout(io.StringIO()):
         report, _ = verify_store(store)
         return store.commit.id, contents(store), report["problems"]
 
 
 def ranks_of(store: Store) -> Sequence[Store]:
-    """Return what each rank of a store has."""
+    """Return the store of each rank."""
     return store.ranks or [store]
 
 
@@ -131,7 +131,7 @@ def _digest(data: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InPhase:
-    """A kill at a point of a phase: of the rank that is there, or of all."""
+    """A kill at a point of a phase: of one rank, or of all."""
 
     phase: str
     rank: int
@@ -143,7 +143,7 @@ class InPhase:
 
     @contextlib.contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die there."""
+        """Watch, and die at the point."""
         seen: list[None] = []
 
         def reached(*_: object) -> None:
@@ -157,15 +157,15 @@ class InPhase:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count where it was killed."""
+        """Count the kill's phase."""
         counts[self.phase] += ended.killed > 0
 
 
 class Resharding:
-    """Ranks take a store up that other ranks trained, and write its rows anew for themselves."""
+    """New ranks open a store that other ranks trained, and rewrite its rows."""
 
     def __init__(self, way: Way, folder: Path) -> None:
-        """Train the old ranks of a way, and divide their store without a kill: the end of all others must be alike.
+        """Train the old ranks of a way, and divide their store without a kill, as the expected result.
 
         Commits name folders on other disks by their paths, so these stay where they are in every run.
         """
@@ -212,24 +212,24 @@ class Resharding:
         assert self.new[2] == []
         self.points = [(name, rank, n) for rank, seen in ended.of("points") for name, n in sorted(seen.items())]
         shutil.rmtree(folder / "new")
-        self.begin(folder / "new")  # once more, as fast as runs are whose points are not watched
+        self.begin(folder / "new")  # once more without watching points, for the timing
         begun = time.monotonic()
         _without_a_kill(way.after, lambda ranks, _: self._walk(path, ranks))
         self.seconds = time.monotonic() - begun
         shutil.rmtree(folder / "new")
 
     def begin(self, folder: Path) -> None:
-        """Put the old ranks there."""
+        """Copy the old ranks' store."""
         self._turns += 1
         shutil.copytree(self.template.parent, folder, dirs_exist_ok=True)
         shutil.rmtree(self._disks, ignore_errors=True)
         if self._old_disks.exists():
             shutil.copytree(self._old_disks, self._disks)
-            for home in self._disks.glob("*/*/home.json"):  # that is the template
+            for home in self._disks.glob("*/*/home.json"):  # the template's
                 home.unlink()
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Open the store on all ranks, by the old ones before where it is a turn of theirs."""
+        """Open the store on all ranks, with the old ones first if it is their turn."""
         path, when = folder / "s", {}
         if isinstance(death, After):
             when = {"kill_after": death.seconds, "victim": death.victim}
@@ -246,7 +246,7 @@ class Resharding:
             between += [["wrong", f"opened by the old ranks, {one}"] for one in self._compare(path)[1]]
         ended = run(self.way.after, work, **when)  # type: ignore[arg-type]
         while isinstance(death, InPhase) and not ended.killed and death.number:
-            # as all ranks delete all files, another one may leave fewer for this one
+            # all ranks delete all files, so another one may leave fewer for this one
             shutil.rmtree(folder)
             self.begin(folder)
             death = replace(death, number=death.number // 2)
@@ -255,14 +255,14 @@ class Resharding:
         return ended
 
     def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
-        """Kill every third that begins anew once more."""
+        """Kill every third run that starts over once more."""
         if len(runs) > 1 or self._turns % 3 != 1:
             return None
         victim = generator.randrange(self.way.after)
         return At(generator.randrange(400), rank=victim, everyone=self.way.after > 1 and generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Compare what is there with the old ranks or the new ones, and the folders and blobs at the end."""
+        """Compare the store with the expected ranks, old or new, and the folders and blobs at the end."""
         path, counts = folder / "s", Counter[str]()
         stands, wrong = self._compare(path, last=last)
         wrong += [sentence for kind, sentence in runs[-1].said if kind == "wrong"]
@@ -277,23 +277,23 @@ class Resharding:
         return Found(wrong=[(FAILING, sentence) for sentence in wrong], counts=counts)
 
     def _compare(self, path: Path, *, last: bool = False) -> tuple[str, list[str]]:
-        """Return with which ranks the store stands, and what of it is not as with those."""
+        """Return which ranks the store has, and its differences from the expected one."""
         looked = run(1, lambda _, teller: teller.say("whole", whole(path)))
         if looked.of("error"):
             return "no", looked.of("error")
         ((id_, found, wrong),) = looked.of("whole")
         stands = "old" if id_ == self.old[0] else "new"
         for name, value in (self.old if stands == "old" else self.new)[1].items():
-            if found[name] != value and (last or name != "blobs"):  # the next opening drops what a kill left
+            if found[name] != value and (last or name != "blobs"):  # the next opening drops a kill's leftovers
                 wrong.append(f"it stands with {stands} ranks with other {name}: {found[name]}")
         return stands, wrong
 
     def _walk(self, path: Path, ranks: Processes) -> None:
-        """Be a rank that goes on with the store; returns when all have opened it."""
+        """Be a rank that continues with the store; returns when all have opened it."""
         _open(path, ranks, self.way.after, 1, self.way.folders(path, "new"))
 
     def _names(self, path: Path) -> list[str]:
-        """Return which folders of ranks, and notes of some, there are and should not be, and the other way round."""
+        """Return unexpected and missing folders of ranks, and notes of folders."""
         record = newest_record(path)
         assert record is not None
         there = {*path.glob("rank-*"), *path.glob("other-ranks.json*"), *self._disks.glob("*/*")}
@@ -321,7 +321,7 @@ def _without_a_kill(num_ranks: int, work: Callable[[Processes, Teller], None]) -
 
 
 def phase() -> str:
-    """Return what the thread is doing, from the functions that it is in."""
+    """Return the thread's phase, from the functions on its stack."""
     names, frame = set(), sys._getframe(1)
     while frame is not None:
         names.add(frame.f_code.co_qualname)
@@ -338,7 +338,7 @@ def phase() -> str:
 
 
 def main() -> int:
-    """Kill as often as was asked for."""
+    """Kill ``--kills`` times."""
     modules = ("tests.crash.warm", "tests.dist.warm", "tiercache.store.engines.zarr_engine")
     options = options_of("resharding", kills=20, modules=modules)
     outcome, some = Outcome(), WAYS if options.kills >= 100 else WAYS[:3]
@@ -346,7 +346,7 @@ def main() -> int:
         folder = options.folder / f"{way.before}-{way.after} {way.engine}"
         workload = Resharding(way, folder)
         killer = Killer(folder, workload, seed=options.seed)
-        # the last ones first: where kills are no whole turns, more of them find new ranks
+        # the last ones first: if kills are not a multiple of the phases, more of them find new ranks
         names = [name for name in reversed(PHASES) if any(one[0] == name for one in workload.points)]
         share, turns = options.kills * (i + 1) / len(some), itertools.cycle(range(len(names) + INSTANTS))
         with contextlib.suppress(EnoughError):

@@ -1,4 +1,4 @@
-"""A small training of a sharded store that is divided anew: its case, sharding plans, and what each rank does."""
+"""A small training of a sharded store that is divided again: its case, sharding plans, and each rank's part."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -53,9 +53,9 @@ def train_to_cursor(
     seed: int = 99,
     shards: ShardWriter | None = None,
 ) -> Net:
-    """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go.
+    """Train from the store's position to a commit at ``cursor``; passes in ``skip`` load and dump their rows untrained.
 
-    shards: what the store is of, whose commits are published.
+    shards: the writer of the store, which publishes its commits.
     """
     last_pass, sample_end = cursor
     with tiered(store, passes, order_seed=case.order_seed) as cache:
@@ -99,7 +99,7 @@ def let_through(
 
 
 def publish(cache: tc.TierCache, shards: ShardWriter | None) -> None:
-    """Publish the commit that the cache has prepared, where its store is what a rank has. Collective."""
+    """Publish the commit that the cache has prepared, if its store is one rank of several. Collective."""
     if shards is not None:
         cache.drain()
         if shards.ahead:
@@ -107,7 +107,7 @@ def publish(cache: tc.TierCache, shards: ShardWriter | None) -> None:
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
-    """Run a body on threads, each a rank, and raise what the first raised."""
+    """Run a body on threads, each a rank, and raise the first one's error."""
     found = meet(size, body) if size > 1 else [body(communicator_of())]
     for one in found:
         if isinstance(one, Exception):
@@ -116,7 +116,7 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
 
 
 def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
-    """Open shards, or write them anew."""
+    """Open shards, or rewrite them."""
     share = ShardView(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 

@@ -3,9 +3,9 @@
     python -m tests.dist.rollback_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
 The store has three ranks and keeps three commits; for two kills of three one rank, or all, have prepared a commit that
-was never published. After each kill it must stand where it stood, or, as it must once the rollback has returned, where
-it was rolled back to, with the rows of every commit that is kept; some rollbacks are made again and killed again. Then
-its ranks open it, which drops all that no commit names, and train on. Ends with status 1 otherwise.
+was never published. After each kill the store must be unchanged or, once the rollback has returned, at the target, with
+the rows of every kept commit; some rollbacks are repeated and killed again. Then its ranks open it, which drops all
+uncommitted blobs, and train on. Ends with status 1 otherwise.
 """
 
 import gc
@@ -35,18 +35,18 @@ from tiercache.store.verification import verify_store
 
 RANKS, COMMITS, RETENTION = 3, 6, 3
 TO, NEW = COMMITS - 3, COMMITS
-"""The oldest that is kept, which lacks keys that the next one has, and the one that the rollback makes."""
+"""The oldest kept commit, which lacks keys that the next one has, and the commit that the rollback makes."""
 AHEAD: tuple[tuple[int, ...], ...] = ((), (1,), (0, 1, 2))
 """The ranks that have prepared a commit before the rollback."""
 STOOD = {COMMITS - 1: Cursor(3, 5), NEW: Cursor(2), COMMITS + 1: Cursor(2)}
-"""Where the store may stand by its newest commit; the last where the rollback was made twice."""
+"""Allowed positions by newest commit; the last if the rollback was made twice."""
 
 
 class Rollback:
     """A store is rolled back, opened by its ranks and trained on."""
 
     def __init__(self, base: Path, engine: str, *, ahead: tuple[int, ...]) -> None:
-        """Make the store of three ranks in ``base``, with a commit that those ``ahead`` have prepared."""
+        """Make the store of three ranks in ``base``, with a commit that the ranks ``ahead`` have prepared."""
         self._base, self._kills = base, 0
 
         def make(_: Processes, __: Teller) -> None:
@@ -58,12 +58,12 @@ class Rollback:
         run(1, make)
 
     def begin(self, folder: Path) -> None:
-        """Put the store there."""
+        """Copy the store."""
         self._kills += 1
         shutil.copytree(self._base, folder / "s")
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Roll back, anew where that was done; then go on."""
+        """Roll back, or repeat that; then continue."""
         path = folder / "s"
 
         def work(_: Processes, teller: Teller) -> None:
@@ -78,16 +78,16 @@ class Rollback:
         return run(1, work)
 
     def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
-        """Have every other rollback made and killed again, at a point that the first may have had."""
+        """Repeat and kill every other rollback, at a point that the first may have had."""
         if len(runs) > 1 or self._kills % 2 == 0:
             return None
         return At(generator.randrange(self.points // generator.choice([1, 4])))  # some early: it has fewer points
 
     points = 1
-    """How many a rollback has."""
+    """Number of points of a rollback."""
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at the newest commit and read all that are kept, in a process of its own."""
+        """Check the newest commit and read all kept ones, in a separate process."""
         done = max((n for one in runs for n in one.of("done")), default=-1)
         ended = run(1, lambda _, teller: look(folder / "s", done, teller, last=last))
         wrong = [*runs[-1].of("wrong"), *ended.of("wrong"), *ended.of("error")]
@@ -96,20 +96,20 @@ class Rollback:
 
 
 def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
-    """Tell where the store stands and what is wrong with it, as it was left or at the end."""
+    """Report the store's position and problems, after a kill or at the end."""
     id_, cursor = newest(path)
     if last and cursor != Cursor(3, 5):
-        teller.say("wrong", f"it went on to {cursor}")
+        teller.say("wrong", f"it continued to {cursor}")
     if not last:
         teller.say("stands", id_)
         if STOOD.get(id_) != cursor or id_ < done:
-            teller.say("wrong", f"it stands at commit {id_}, {cursor}, and {done} was made")
+            teller.say("wrong", f"it is at commit {id_}, {cursor}, and {done} was made")
     for problem in of_all_commits(path):
         teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
 
 
 def go_on(path: Path) -> list[str]:
-    """Have the ranks open what is there, roll back where that is to be done, and train on; return what is wrong."""
+    """Open the store on its ranks, roll back if needed, and train on; return the problems."""
     record, found = newest_record(path), list[str]()
     assert record is not None
     if any(errors := train_shards(path, RANKS, 0)):
@@ -130,7 +130,7 @@ def go_on(path: Path) -> list[str]:
 
     kept = meet(RANKS, train)
     if any(ids != kept[0] for ids in kept) or not isinstance(kept[0], list) or len(kept[0]) != RETENTION:
-        found.append(f"the ranks that went on have commits {kept}")
+        found.append(f"the ranks that continued have commits {kept}")
     return found + [f"at the end, {problem}" for problem in leftovers(path)]
 
 
@@ -142,19 +142,19 @@ def newest(path: Path) -> tuple[int, Cursor]:
 
 
 def of_all_commits(path: Path) -> list[str]:
-    """Return what is wrong with any commit of a store, and what its verification says."""
+    """Return the problems of all commits of a store, and of its verification."""
     found = []
     with Store.open(path, mode="r") as store:
         for one in store.commits:
             with store.at(one.id) as at:
                 found += [f"commit {one.id}: {problem}" for problem in problems(at)]
     with Store.open(path, mode="r") as store, redirect_stdout(StringIO()):
-        found += verify_store(store)[0]["problems"]  # ``verify`` starts a process each time: there would be hundreds
+        found += verify_store(store)[0]["problems"]  # ``verify`` starts a process each time: too slow for hundreds
     return found
 
 
 def leftovers(path: Path) -> list[str]:
-    """Return what ranks have, opened for writing, that no commit that is kept needs."""
+    """Return blobs of ranks, opened for writing, that no kept commit needs."""
     gc.collect()  # a verification has leases until then
     found = []
     with Store.open(path) as store:
@@ -166,7 +166,7 @@ def leftovers(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Kill at as many points as was asked for, of all that there are."""
+    """Kill at some of all possible points."""
     options = options_of("rollback", kills=None)
     figures, wrong = Counter[str](), list[str]()
     for ahead in AHEAD:
@@ -181,8 +181,8 @@ def main() -> int:
                 killer.kill(At((2 * i + 1) * len(points) // (2 * wanted)))
             figures["points"] += len(points)
         stood = killer.outcome.stood
-        figures["stood before"] += stood[COMMITS - 1]
-        figures["stood after"] += stood[NEW] + stood[COMMITS + 1]
+        figures["found before"] += stood[COMMITS - 1]
+        figures["found after"] += stood[NEW] + stood[COMMITS + 1]
         figures.update({name: killer.outcome.counts[name] for name in ("kills", "second_kills")})
         wrong += killer.outcome.problems
     print(json.dumps({**figures, "problems": wrong}, indent=1))  # noqa: T201

@@ -1,6 +1,6 @@
-"""A training of made-up rows on several ranks: every row is a function of table, key and what trained it last.
+"""A training of made-up rows on several ranks: every row is a function of table, key and its last training.
 
-So what the sharded store must hold at a cursor is known without having run anything: that is the oracle.
+So the expected content of the sharded store at a cursor is known without running anything: the oracle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNIVERSE = 60
 
 
 def sharding_on(num_ranks: int, turn: int = 0) -> ShardingPlan:
-    """Return a sharding of every kind; another one for another ``turn``."""
+    """Return a sharding of every kind; varies with ``turn``."""
     ways = [
         TableSharding("row_wise"),
         sliced(5, list(range(num_ranks))) if num_ranks > 1 else TableSharding("data_parallel"),
@@ -82,7 +82,7 @@ def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
 
 
 def world_of(sharding: ShardingPlan, rank: int) -> ShardWorld:
-    """Return the world of one rank: of each pass the keys that it owns."""
+    """Return the world of one rank: the keys that it owns in each pass."""
     world = ShardWorld(sharding.shard_tables(TABLES, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
     bounds = [bound - (bound == 1 << 64) for bound in hash_bounds(sharding.num_ranks)[rank : rank + 2]]
     passes = whole_passes()
@@ -98,7 +98,7 @@ def world_of(sharding: ShardingPlan, rank: int) -> ShardWorld:
 
 
 def next_cursor(cursor: Cursor | None) -> Cursor:
-    """Return where the next commit stands: every other pass commits in its midst, too."""
+    """Return the cursor of the next commit: every other pass commits in its middle, too."""
     if cursor is None:
         return Cursor(0)
     if cursor.pass_index % 2 and not cursor.sample:
@@ -109,7 +109,7 @@ def next_cursor(cursor: Cursor | None) -> Cursor:
 def advance(
     store: Store, world: ShardWorld, before: Cursor | None, note: Callable[..., None] = lambda **_: None
 ) -> Cursor:
-    """Train a rank to the next commit and make it; return where that stands."""
+    """Train a rank to the next commit and make it; return its cursor."""
     after = next_cursor(before)
     if before is not None:
         world.pass_index = before.pass_index
@@ -122,7 +122,7 @@ def advance(
 
 
 def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
-    """Train to the next commit and make it that of all ranks."""
+    """Train to the next commit and publish it on all ranks."""
     after = advance(shards.store, world, shards.cursor, note)
     shards.publish(after)
     note(done=after)
@@ -141,7 +141,7 @@ def divide_anew(
     note: Callable[..., None] = lambda **_: None,
     **options: object,
 ) -> None:
-    """Divide a store by another sharding; the new ranks have the rows that the old ones have."""
+    """Divide a store by another sharding; the new ranks get the rows of the old ones."""
     with ShardWriter.divide(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
         cursor = shards.before.cursor
         assert not cursor.sample
@@ -165,7 +165,7 @@ def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object)
 
 
 def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return of each table what trained each key last: pass and half."""
+    """Return by table the pass and half in which each key was last trained."""
     passes, found = whole_passes(), {name: dict[int, tuple[int, int]]() for name in WHOLE}
     steps = [(pass_index, 1) for pass_index in range(cursor.pass_index)] + (
         [(cursor.pass_index, 0)] if cursor.sample else []
@@ -177,7 +177,7 @@ def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
 
 
 def problems(store: Store) -> Iterator[str]:
-    """Yield a sentence for each thing that is not as it is at the store's cursor."""
+    """Yield a message for each difference from the expected store at its cursor."""
     for rank, shard in enumerate(store.ranks):
         if shard.commit is None or shard.commit.cursor != store.commit.cursor:
             yield f"shard {rank} stands elsewhere than {store.commit.cursor}"
@@ -227,7 +227,7 @@ def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
-    """Train made-up rows on every rank, to so many commits."""
+    """Train made-up rows on every rank, for ``commits`` commits."""
     shards = []
     for rank in range(sharding.num_ranks):
         world = world_of(sharding, rank)
@@ -240,7 +240,7 @@ def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
 
 
 def train_shards(path: Path, num_ranks: int, commits: int, **options: Any) -> list[Any]:
-    """Make so many commits on so many ranks; returns what each rank raised, or None."""
+    """Make ``commits`` commits on ``num_ranks`` ranks; returns each rank's error, or None."""
 
     def body(ranks: Any) -> None:
         shards, world = opened(path, ranks, **options)
@@ -252,14 +252,14 @@ def train_shards(path: Path, num_ranks: int, commits: int, **options: Any) -> li
 
 
 def check_shards(path: Path, cursor: Cursor) -> None:
-    """Assert that the store stands at a cursor, with its rows."""
+    """Assert that the store is at a cursor, with its rows."""
     with Store.open(path, mode="r") as store:
         assert store.commit.cursor == cursor
         assert list(problems(store)) == []
 
 
 def sentences(errors: list[Any]) -> str:
-    """Return the one sentence of all ranks: the first rank's that has it, which the others tell of."""
+    """Return the one message of all ranks: the first rank's, which the others quote."""
     assert all(isinstance(error, Exception) for error in errors), errors
     own = [error for error in errors if not isinstance(error, RankError)]
     for error in errors:

@@ -1,11 +1,11 @@
-"""Kills processes that each write a shard of one sharded store, and looks at what is left each time.
+"""Kills processes that each write a shard of one sharded store, and checks the store each time.
 
     python -m tests.dist.shards_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
-A run makes the store, trains a few commits, closes and opens it, divides it anew and trains on. One rank, or all, are
-killed just before or after a call that touches the disk, or at a random instant; some are killed again as they go on.
-Then the store must stand at one cursor on all shards, the newest recorded or the one being made, with its rows, and go
-on to the end, with nothing left beside its shards. Ends with status 1 otherwise.
+A run makes the store, trains a few commits, closes and opens it, divides it again and trains on. One rank, or all, are
+killed just before or after a call that touches the disk, or at a random instant; some are killed again as they resume.
+Then the store must be at one cursor on all shards, the newest recorded or the one being made, with its rows, and
+continue to the end, with no leftovers. Ends with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from tiercache.store.commit import CommitRecord
 
 FIRST, LAST = Cursor(2), Cursor(4)
-"""Where it is divided anew, and where it ends."""
+"""The cursor of the division, and the last one."""
 NONE = (-1, -1)
-"""Where a store without a commit stands."""
+"""The position of a store without a commit."""
 PHASES = ("open", "append", "prepare and publish", "divide", "switch and delete")
 
 
 def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-    """Note a commit that may be found from now on, or that must be, or that new shards take the old ones' place."""
+    """Note a commit that may be found from now on, or must be, or that new shards replace the old ones."""
     teller.note(begun=begun, done=done)
     if switching:
         teller.phase = PHASES[4]
@@ -63,7 +63,7 @@ def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = N
 
 
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
-    """Make the store or take it up, and go on to the end; divided anew in the middle."""
+    """Make or open the store, and continue to the end, dividing it in the middle."""
     teller.phase = PHASES[0]
     record = newest_record(path)
     ranks.agree("reading the newest commit")
@@ -84,7 +84,7 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
 
 
 def turn_of(record: CommitRecord) -> int:
-    """Return which sharding a commit has."""
+    """Return the turn of a commit's sharding."""
     return int(record.sharding == sharding_on(len(record.ranks), 1))
 
 
@@ -95,7 +95,7 @@ def run(
     kill_after: float | None = None,
     victim: int | None = None,
 ) -> Ended:
-    """Fork a process for each rank, which meet by sockets; returns when all have ended, as ``child.run`` says."""
+    """Fork a process for each rank, which meet by sockets; returns when all have ended, as ``child.run``."""
     pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
 
     def one(rank: int, teller: Teller) -> None:
@@ -112,7 +112,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """A kill of those that go on: a few points from their beginning, or from the first commit that they make."""
+    """A kill of a resumed run: a few points from its beginning, or from its first commit."""
 
     due: int
     victim: int
@@ -124,7 +124,7 @@ class Early:
 
     @contextmanager
     def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
-        """Watch, and die there."""
+        """Watch, and die at the point."""
         first: list[int] = []
 
         def reached(seen: int, _: Point) -> None:
@@ -139,11 +139,11 @@ class Early:
         yield
 
     def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count nothing of its own."""
+        """Count nothing."""
 
 
 class Shards:
-    """The walk of so many ranks on one engine."""
+    """The walk of ``num_ranks`` ranks on one engine."""
 
     def __init__(self, num_ranks: int, engine: str) -> None:
         self.num_ranks, self.engine = num_ranks, engine
@@ -152,7 +152,7 @@ class Shards:
         """Leave the folder empty."""
 
     def run(self, folder: Path, death: Death | None) -> Ended:
-        """Go on to the end on all ranks; where no kill is due, look at what is there as it is opened."""
+        """Continue to the end on all ranks; without a kill, check the store as it is opened."""
         path = folder / "s"
         if death is None:
             return run(1, lambda _, teller: finish(path, self.num_ranks, self.engine, teller))
@@ -166,14 +166,14 @@ class Shards:
         return run(self.num_ranks, work, **when)
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Early | None:
-        """Kill some that go on once more, early, while they open the store."""
+        """Kill some resumed runs again, early, while they open the store."""
         if len(runs) > 1 or generator.random() < 0.5:
             return None
         due, victim = generator.randrange(120), generator.randrange(self.num_ranks)
         return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at the newest commit and read all rows, in a process of its own."""
+        """Check the newest commit and read all rows, in a separate process."""
         begun, done = (
             max((tuple(c) for one in runs for c in one.of(what)), default=NONE) for what in ("begun", "done")
         )
@@ -182,17 +182,17 @@ class Shards:
         if ended.killed or ended.failure:
             wrong.append((FAILING, ended.failure or "the look at it was killed"))
         (stands,) = ended.of("stands") or [NONE]
-        return Found(stands=tuple(stands), wrong=wrong, counts=Counter(behind=len(runs[-1].of("ahead"))))
+        return Found(stands=tuple(stands), wrong=wrong, counts=Counter(ahead=len(runs[-1].of("ahead"))))
 
 
 def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
-    """Tell where the store stands and what is wrong with it, as it was left."""
+    """Report the store's position and problems after a kill."""
     cursor = stands(newest_record(path))
     teller.say("stands", cursor)
     if cursor < done:
-        teller.say("wrong", f"it stands at {cursor} and {done} was published")
+        teller.say("wrong", f"it is at {cursor} and {done} was published")
     if cursor > begun:
-        teller.say("wrong", f"it stands at {cursor} and only {begun} was begun")
+        teller.say("wrong", f"it is at {cursor} and only {begun} was begun")
     if last and cursor != LAST:
         teller.say("wrong", f"it ended at {cursor}")
     if cursor != NONE:
@@ -207,7 +207,7 @@ def stands(record: CommitRecord | None) -> tuple[int, ...]:
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
-    """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
+    """Open it for writing on all ranks, report problems, and continue to the end."""
     record = newest_record(path)
     turn, cursor = 0 if record is None else turn_of(record), stands(record)
     if (path / "rank-1").is_dir() and record is not None and _is_ahead(path, record):
@@ -221,7 +221,7 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
 
     stand = meet(num_ranks, open_all)
     if any(at != cursor for at in stand):
-        teller.say("wrong", f"the shards stand at {stand} and the newest commit at {cursor}")
+        teller.say("wrong", f"the shards are at {stand} and the newest commit at {cursor}")
     if record is not None and vars(newest_record(path)) != vars(record):
         teller.say("wrong", "opening it has made another commit")
     wanted = {f"rank-{rank}" for rank in range(1, num_ranks)}
@@ -233,7 +233,7 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
                 teller.say("wrong", f"opened, {problem}")
     for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)):
         if error:
-            teller.say("wrong", f"going on, {error!r}")
+            teller.say("wrong", f"while continuing, {error!r}")
 
 
 def _is_ahead(path: Path, record: CommitRecord) -> bool:
@@ -252,7 +252,7 @@ def engine_of(path: Path) -> str:
 
 
 def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]:
-    """Yield the places of points [rank, phase, call, after], one of each phase by turns, of many kinds of calls."""
+    """Yield the places of points [rank, phase, call, after], cycling through phases and kinds of calls."""
     orders = []
     for phase in PHASES:
         mine = [i for i, point in enumerate(points) if point[1] == phase]
@@ -263,7 +263,7 @@ def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]
 
 
 def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> None:
-    """Kill as often as was asked for."""
+    """Kill ``kills`` times."""
     counts, generator = killer.outcome.counts, killer.random
     for num_ranks in (2, 3):
         killer.workload = Shards(num_ranks, engine)
@@ -282,7 +282,7 @@ def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> N
 
 
 def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -> argparse.Namespace:
-    """Return the options of a killer, and import once, and not in every child, what it needs."""
+    """Return the options of a killer, and import its needs once instead of in every child."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.dist.{killer}_killer")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=kills)
@@ -295,7 +295,7 @@ def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -
 
 
 def main() -> int:
-    """Kill as often as was asked for."""
+    """Kill ``--kills`` times."""
     options = options_of("shards", kills=60)
     killer, phases = Killer(options.folder, Shards(2, options.engine), seed=options.seed), Counter[str]()
     with suppress(EnoughError):

@@ -45,7 +45,7 @@ def rows_of(store: Store) -> dict[str, dict[int, bytes]]:
 
 
 def as_the_format_says(path: Path) -> dict[str, dict[int, bytes]]:
-    """Return the same, by the reader that knows only the format."""
+    """Return the same, by the reader that only follows the format's description."""
     found = read_store(path).tables
     return {name: {key: b"".join(row.fields) for key, row in rows.items()} for name, rows in found.items()}
 
@@ -107,7 +107,7 @@ def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
 
 
 def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
-    """Of all ranks, also where slices of a row are on several."""
+    """On all ranks, including rows with slices on several."""
     with Store.open(path) as store:
         since = store.commits[0].id
         for name in ("item", "word"):
@@ -135,7 +135,7 @@ def test_a_rollback_brings_forgotten_rows_and_settings_back(path: Path) -> None:
 
 
 def by_id(table: Table) -> int:
-    """Return what tables are in the order of."""
+    """Return the sort key of tables."""
     return table.table_id & ((1 << 64) - 1)
 
 
@@ -178,7 +178,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Path, change: str) -> None:
-    """Rows, before a rewrite and after it, are those of a store of one rank that is altered in the same way."""
+    """Rows, before and after a rewrite, equal those in a store of one rank with the same alteration."""
     shutil.copytree(path, tmp_path / "one")
     assert meet(1, lambda ranks: divide_anew(tmp_path / "one", ranks, sharding_on(1))) == [None]
     with Store.open(path) as store, Store.open(tmp_path / "one") as one:
@@ -244,7 +244,7 @@ def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: P
 
 
 def test_a_training_goes_on_with_altered_tables(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """In the middle of a schedule: to the bits of ranks that took the rows of one rank, altered there."""
+    """In the middle of a schedule: to the bits of ranks that got the rows of one rank, altered there."""
     found = {}
     for way in ("ranks", "one rank"):
         first, second = tmp_path / way / "before", tmp_path / way / "after"
@@ -269,7 +269,7 @@ def test_a_training_goes_on_with_altered_tables(ranks_pool: RanksPool, tmp_path:
 
 
 def test_a_forget_that_fails_on_one_rank_is_one_of_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks before it drop what they prepared, and the store goes on."""
+    """Ranks before it drop the prepared commit, and the store continues."""
     with Store.open(path) as store:
         before, commit = rows_of(store), store.commit
         last = store.ranks[-1]

@@ -1,4 +1,4 @@
-"""A commit binds what its ranks have: that of another run, rank or moment is refused by whoever opens it."""
+"""A commit binds its ranks' contents: those of another run, rank or moment are refused at opening."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ LISTS = (
 
 
 def take_from(other: Path, path: Path, rank: int = 1, as_rank: int = 1) -> None:
-    """Put what a rank of another store has in place of the own; the marker, which says whose it is, stays."""
+    """Replace a rank's folder by another store's rank; the marker, which identifies it, stays."""
     folder = path / f"rank-{as_rank}"
     marker = (folder / "store.json").read_bytes()
     shutil.rmtree(folder)
@@ -60,7 +60,7 @@ def another_run(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
 
 
 def another_rank(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Exchange what two ranks have."""
+    """Swap the contents of two ranks."""
     shutil.copytree(path, path.parent / "twin")
     take_from(path.parent / "twin", path, 2, 1)
     take_from(path.parent / "twin", path, 1, 2)
@@ -84,7 +84,7 @@ def a_compacted_fork(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> No
 
 
 def one_row(path: Path, patch: pytest.MonkeyPatch, engine: str) -> None:
-    """Take the rank of a run in which one number of the last pass was another."""
+    """Take the rank of a run in which one number of the last pass differs."""
     plain = sharded_world.whole_row
 
     def row(table: Table, key: int, pass_index: int, half: int) -> Any:
@@ -117,7 +117,7 @@ def an_older_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> Non
 
 
 def a_newer_moment(path: Path, _patch: pytest.MonkeyPatch, _engine: str) -> None:
-    """Take a backup of all but one rank, which was two commits further."""
+    """Take a backup of all but one rank, which was two commits ahead."""
     shutil.copytree(path, path.parent / "newer")
     assert train_shards(path.parent / "newer", 3, 3) == [None] * 3
     take_from(path.parent / "newer", path)
@@ -144,7 +144,7 @@ def assert_refused(path: Path, kind: type[StoreError], words: str) -> None:
 
 
 def read_id(path: Path) -> int:
-    """Return the newest commit, whatever its ranks have."""
+    """Return the newest commit without checking its ranks."""
     record = newest_record(path)
     assert record is not None
     return int(record.id)
@@ -184,7 +184,7 @@ def test_a_folder_of_another_rank_is_known_by_its_marker(tmp_path: Path, what: s
         words = r"rank-1 has rank 2 of that store, not rank 1 of the store at .*: restore it from a copy"
     elif what == "missing":
         folder.rename(tmp_path / "aside")
-        kind, words = StoreMissingError, "rank 1 of the store at .* is missing: there is no folder .*: restore it"
+        kind, words = StoreMissingError, "rank 1 of the store at .* is missing: .* does not exist: restore it"
     else:
         (folder / "store.json").unlink()
         words = "rank 1 of the store at .* has no marker: .* cannot be read"
@@ -194,7 +194,7 @@ def test_a_folder_of_another_rank_is_known_by_its_marker(tmp_path: Path, what: s
 
 
 def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another seed gives the first rows of later keys: the commit has the tables, and says so to the ranks."""
+    """Another seed changes the first rows of later keys: the commit has the tables, and ranks compare them."""
     path, tables = tmp_path / "s", sharded_world.TABLES
     assert train_shards(path, 2, 1) == [None] * 2
     with monkeypatch.context() as patch:
@@ -209,7 +209,7 @@ def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatc
 
 
 def damage(path: Path, name: str, engine: str) -> None:
-    """Have other bytes in place of a blob of rank 1."""
+    """Replace a blob of rank 1 by other bytes."""
     with Store.open(path, mode="r") as store:
         tables, size = tuple(store.ranks[1].tables), store.ranks[1].reader.stored()[name].size
     opened = open_folder(path / "rank-1", tables, engine, "a", None, create=False)
@@ -222,7 +222,7 @@ def damage(path: Path, name: str, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str) -> None:
-    """The others are read; ``verify`` and ranks say what is wrong."""
+    """The others are read; ``verify`` and ranks report the damage."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=3, engine=engine) == [None] * 2
     damage(path, "ranks/1.1", engine)
@@ -242,7 +242,7 @@ def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
-    """Also where a rank has prepared a commit, and after rollbacks and compactions; the format tells the digests."""
+    """Also if a rank has prepared a commit, and after rollbacks and compactions; digests follow the format."""
     assert train_shards(tmp_path / "s", 2, 4, engine=engine, retention=2) == [None] * 2
     sharded_world.ahead(tmp_path / "s", 2, 1)
     shutil.copytree(tmp_path / "s", tmp_path / "copy")
@@ -261,7 +261,7 @@ def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_rank_that_is_copied_back_with_a_prepared_commit_is_the_same(tmp_path: Path, engine: str) -> None:
-    """It has what the newest commit names: what it prepared then is dropped."""
+    """It has the data that the newest commit names: the prepared commit is dropped."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine=engine, retention=2) == [None] * 2
     shutil.copytree(path, tmp_path / "further")

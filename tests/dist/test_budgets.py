@@ -1,4 +1,4 @@
-"""A budget that is too small is refused while the store still stands as it stood."""
+"""A budget that is too small is refused before the store changes."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +40,7 @@ TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "c
 
 
 def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
-    """Open the store and leave; return where it stands."""
+    """Open the store and leave; return its position."""
     with open_sharded(ONE, folder, **options) as cache:
         return list(cache.store.commit.cursor)
 
@@ -89,7 +89,7 @@ def trained(ranks_pool: RanksPool, folder: Path) -> None:
 
 
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
-    """Every rank raises: one with an error of its own, each with the sentence."""
+    """Every rank raises: one with the original error, each with the message."""
     assert all(error is not None and sentence in error[1] for error in errors), errors
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
@@ -116,7 +116,7 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
 def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small_for_them(
     ranks_pool: RanksPool, tmp_path: Path, size: int, order_seed: int | None
 ) -> None:
-    """As where they have rows of earlier passes, of which sizes alone do not tell: nothing is left of new ones."""
+    """For example if they have rows of earlier passes, which sizes alone do not reveal: no new part is left."""
     CASES["one"].cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise"), "order_seed": order_seed}
     ranks_pool.run(2, TRAIN, case="one", **options)
@@ -204,7 +204,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 
 
 def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Hashes give one rank more than half of the rows; where tables stand whole, that is not all."""
+    """Hashes give one rank more than half of the rows; whole tables need even more."""
     budget = 800 * ROW_BYTES
     passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, split_by="budget")
     passes.path.rename(tmp_path / "passes")

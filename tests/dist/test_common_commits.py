@@ -1,4 +1,4 @@
-"""Commits of a store of several ranks that are kept: read whole, gone back to, and what changed since."""
+"""Kept commits of a store of several ranks: reads, rollbacks and changes since."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def kept_by_ranks(path: Path) -> list[list[int]]:
 
 
 def lists_of(store: Store, rank: int) -> list[int]:
-    """Return the ids of the commits that a rank has a list for; it has all bytes that they need, and no other."""
+    """Return the ids of the commits that a rank has a list for; it has exactly the bytes that they need."""
     stored = {name: blob.size - blob.dropped for name, blob in store.reader.stored().items()}
     needed = Needed.of(store.history.snapshots)
     assert stored == {need.name: need.size - need.first_byte for need in needed.blobs()}
@@ -63,7 +63,7 @@ def lists_of(store: Store, rank: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """As many as were asked for, and by later openings; every rank has exactly these."""
+    """Exactly as many as requested, on every rank, also by later openings."""
     path = tmp_path / "s"
     assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
     assert kept(path) == [2, 3, 4]
@@ -95,7 +95,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str) -> None:
-    """As the rank of the store at that commit; a view that nobody has any more keeps nothing."""
+    """Its rows equal the rank's rows in the store at that commit; an unused view keeps nothing."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
     with tc.Store.open(path, mode=mode) as store:
@@ -145,7 +145,7 @@ def test_ranks_free_what_no_kept_commit_needs_as_they_train(tmp_path: Path, engi
 
 
 def test_commits_beyond_a_lower_retention_go_with_the_next_commit(tmp_path: Path) -> None:
-    """Of all ranks, also if one had prepared a commit; without a next commit all that were kept stay."""
+    """On all ranks, also if one had prepared a commit; without a next commit all kept ones stay."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 6, retention=4) == [None] * 2
     sharded_world.ahead(path, 2, 1)
@@ -162,7 +162,7 @@ def test_commits_beyond_a_lower_retention_go_with_the_next_commit(tmp_path: Path
 def test_what_ranks_could_not_free_goes_when_they_open_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """As a kill leaves it after a commit was published, before any rank dropped what only older ones need."""
+    """It simulates a kill between publishing a commit and freeing older blobs."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
     with monkeypatch.context() as patch:
@@ -236,7 +236,7 @@ def test_a_commit_that_other_ranks_did_not_hear_of_stands(
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:
-    """A new commit with the rows of the old one; those in between are gone, and what a rank had prepared."""
+    """A new commit has the rows of the old one; later ones are gone, and a rank's prepared commit."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
     with tc.Store.open(path, mode="r") as store:
@@ -255,7 +255,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
 
 
 def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
-    """Nor where rank 0 is gone and others still write; the store stands where it stood."""
+    """Nor if rank 0 is gone and others still write; the store is unchanged."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=2) == [None] * 2
 
@@ -277,7 +277,7 @@ def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
-    """Ids go on, and older commits are gone; all rows changed since any of them that was not rolled back."""
+    """Ids continue, and older commits are gone; all rows changed since each commit that was not rolled back."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 3, retention=3) == [None] * 2
     assert sharded_world.roll_back(path, 1).id == 3
@@ -302,7 +302,7 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ranks: int) -> None:
-    """All ranks are told what to do, and the store stays as it was; once it is unpinned it is divided."""
+    """All ranks get the advice, and the store is unchanged; once it is unpinned it is divided."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=2) == [None] * 2
     with tc.Store.open(path) as store:
@@ -321,7 +321,7 @@ def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ra
 
 
 def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path) -> None:
-    """As they do a store of one process, and at its commits."""
+    """They work like on a store of one process, and at its commits."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 6, retention=3) == [None] * 3
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
@@ -373,7 +373,7 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
 
 
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
-    """The commits that were kept when it began: they stay until it has read them all."""
+    """The commits that were kept when it began stay until all were read."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 3, retention=2) == [None] * 2
     told = list[list[Any]]()
@@ -440,7 +440,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     ]
 
 
-# -- what changed since a commit -----------------------------------------------------------------------------
+# -- changes since a commit ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -458,7 +458,7 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
                     if since.id <= at.id:
                         check_changes(store, since.id, since.cursor)
                 check_changes(store, -1, None)
-                words = "knows no changes since" if at.id < since.id else "has no commit 99|knows no changes"
+                words = "has no changes since" if at.id < since.id else "has no commit 99|has no changes"
                 with pytest.raises(CommitMissingError, match=words):
                     store.changed_rows("item", since=max(99 * (at.id == since.id), since.id))
             assert newest.commits[0].id == 3
@@ -484,7 +484,7 @@ def test_changes_of_slices_read_the_keys_of_each_rank_a_few_times(tmp_path: Path
 
 
 def check_changes(store: tc.Store, since: int, cursor: Cursor | None) -> None:
-    """Assert which rows changed, and how many."""
+    """Check which rows changed, and how many."""
     before = {name: {} for name in WHOLE} if cursor is None else expected(cursor)
     for name, rows in expected(store.commit.cursor).items():
         wanted = {key for key, trained in rows.items() if before[name].get(key) != trained}

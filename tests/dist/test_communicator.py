@@ -1,4 +1,4 @@
-"""Ranks tell each other values, splits and rows, compare what must be alike, and all fail where one fails."""
+"""Ranks exchange values, splits and rows, compare facts, and all fail if one fails."""
 
 import re
 import time
@@ -18,9 +18,9 @@ BODIES = "tests.dist.bodies:"
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int) -> None:
-    """Values arrive in rank order, whatever their kinds and lengths; no rank waits for bytes that nobody has.
+    """Values arrive in rank order, whatever their kinds and lengths; no rank waits for missing bytes.
 
-    Row r of the splits that a rank gets is what rank r sent to it; the least of all ranks is known to all.
+    Row r of the splits that a rank gets came from rank r; all ranks know the minimum.
     """
     assert ranks_pool.run(size, BODIES + "who") == [[rank, size] for rank in range(size)]
     expected = [{"rank": r, "words": "é" * r, "list": list(range(r)), "none": None} for r in range(size)]
@@ -32,7 +32,7 @@ def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "bfloat16", "float16", "uint8"])
 def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
-    """Rank r gets what each rank s meant for it, one after the other."""
+    """Rank r gets the piece from each rank s, in order."""
     for silent in (False, True):
         got = ranks_pool.run(size, BODIES + "uneven_exchange", dtype=dtype, silent=silent)
         for rank in range(size):
@@ -51,7 +51,7 @@ def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_number_of_each_rank_is_gathered_in_one_collective(ranks_pool: RanksPool, size: int) -> None:
-    """As a clipping and a check for overflow do: not in one collective for each rank."""
+    """Clipping and overflow checks use one collective, not one per rank."""
     assert ranks_pool.run(size, BODIES + "even_gather") == [[0, *(rank + 0.5 for rank in range(size))]] * size
 
 
@@ -70,7 +70,7 @@ def test_dense_layers_in_ddp_train_beside_the_ranks(ranks_pool: RanksPool, size:
 
 
 def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> None:
-    """Ranks count within the group; a process outside of it is told so."""
+    """Ranks count within the group; a process outside gets an error."""
     outside, *inside = ranks_pool.run(3, BODIES + "joins_a_part")
     assert outside == ["this process is not in the process group that was given: give a group that it is in"]
     told = [[1, 2], [1, 2], [1, 2], [2, 3]]
@@ -78,7 +78,7 @@ def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> No
 
 
 def test_an_error_on_one_rank_is_raised_on_all(ranks_pool: RanksPool) -> None:
-    """The rank that has it keeps its type, the others name the rank, what it did and its sentence; nobody waits."""
+    """Its rank keeps the error's type, the others name the rank, its operation and the message; no rank hangs."""
     assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
     got = ranks_pool.errors(3, BODIES + "fails_in_the_body", who=[1], kind="BudgetError")
     other = ("RankError", "rank 1 failed while opening the store: no room 1")
@@ -86,7 +86,7 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks_pool: RanksPool) -> None:
 
 
 def test_errors_on_several_ranks_are_named_together(ranks_pool: RanksPool) -> None:
-    """The first rank's sentence stands for all; errors that are not ours say their type."""
+    """The first rank's message is used for all; foreign errors include their type."""
     got = ranks_pool.errors(4, BODIES + "fails_in_the_body", who=[1, 2, 3], kind="KeyError")
     assert got[0] == (
         "RankError",
@@ -96,7 +96,7 @@ def test_errors_on_several_ranks_are_named_together(ranks_pool: RanksPool) -> No
 
 
 def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
-    """And may be given back behind it: each rank gets those of its samples, times the ranks."""
+    """After it they may be returned: each rank gets the gradients of its samples, times the number of ranks."""
     told = ranks_pool.run(3, BODIES + "gives_back_too_early")
 
     sentence = "collected vectors have no gradient: run the pipeline's step with them before give_back"
@@ -106,19 +106,19 @@ def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_
 
 
 def test_ranks_talk_on_after_an_agreed_error(ranks_pool: RanksPool) -> None:
-    """An error that all know of leaves no half-done collective behind."""
+    """An agreed error leaves no half-done collective."""
     assert ranks_pool.run(3, BODIES + "goes_on_after_an_error") == [["OSError", "RankError", "RankError"]] * 3
 
 
 def test_an_error_keeps_its_cause(ranks_pool: RanksPool) -> None:
-    """What the rank itself sees is the error as it was raised."""
+    """The rank itself sees the error as it was raised."""
     with pytest.raises(AssertionError) as failed:
         ranks_pool.run(2, BODIES + "keeps_its_cause")
     assert [error.cause for error in failed.value.errors] == ["KeyError", None]  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_leaves_on_its_own_ends_the_others(ranks_pool: RanksPool) -> None:
-    """Where it closes, agreements and data break at once; the sentence says what the others were doing."""
+    """When it closes, agreements and data break at once; the message says what the others were doing."""
     got = ranks_pool.errors(3, BODIES + "leaves_early", limit=40)
     assert got[0] == ("ValueError", "on my own")
     for rank in (1, 2):
@@ -135,7 +135,7 @@ def test_a_closed_communicator_says_so(ranks_pool: RanksPool) -> None:
 
 
 def test_ranks_that_exchange_splits_for_different_things_say_so(ranks_pool: RanksPool) -> None:
-    """A checksum of what they are for travels with them."""
+    """A checksum of their purpose travels with them."""
     got = ranks_pool.errors(3, BODIES + "waits_for_different_things")
     assert [one and one[1].partition(":")[0] for one in got] == [
         "rank 1 did something else while rank 0 was asking for rows",
@@ -150,7 +150,7 @@ def test_ranks_that_exchange_splits_for_different_things_say_so(ranks_pool: Rank
 def test_a_rank_that_is_gone_while_groups_are_made_is_waited_for_no_longer_than_was_said(
     ranks_pool: RanksPool, size: int, after: int, part: bool
 ) -> None:
-    """By the time-out of the group that they are made from: agreements may last for days only once all have met."""
+    """By the time-out of the parent group: agreements may last for days only once all have met."""
     *others, gone = ranks_pool.errors(size, BODIES + "groups_without_the_last", limit=12.0, after=after, part=part)
     if part:
         assert gone is None
@@ -163,7 +163,7 @@ def test_a_rank_that_is_gone_while_groups_are_made_is_waited_for_no_longer_than_
 
 
 def test_agreements_wait_for_days_once_all_ranks_have_met(ranks_pool: RanksPool) -> None:
-    """And what moves data for as long as torch's default."""
+    """Data transfers wait for torch's default."""
     assert ranks_pool.run(2, BODIES + "waits_of_groups") == [[30 * 86400.0, 45.0]] * 2
 
 
@@ -184,7 +184,7 @@ def test_alone_nothing_is_copied_and_nobody_is_asked() -> None:
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 def test_ranks_on_cuda_need_nccl(ranks_pool: RanksPool) -> None:
-    """A torch for CPUs says so, rather than that a rank is missing."""
+    """A torch for CPUs names the cause, not a missing rank."""
     told = ranks_pool.errors(2, BODIES + "is_on_cuda")
     assert all(one is not None and "need NCCL, which this torch lacks" in one[1] for one in told)
 
@@ -200,7 +200,7 @@ def test_torch_distributed_is_called_in_one_module() -> None:
     assert users == {"dist/communicator.py"}
 
 
-# -- what must be alike on all ranks -------------------------------------------------------------------------
+# -- facts that must agree on all ranks ------------------------------------------------------------------------
 
 COMPARE = "tests.dist.bodies:compare"
 END = ": give all ranks the same, then start them again"
@@ -234,7 +234,7 @@ def test_long_facts_are_told_by_digest(ranks_pool: RanksPool) -> None:
 
 
 def test_ranks_with_different_versions_do_not_train_together(ranks_pool: RanksPool) -> None:
-    """The version is compared though nobody asked."""
+    """The version is always compared."""
     here = tiercache.__version__
     sentence = f"ranks differ in the version of tiercache ({here} on ranks 0 and 1, 9.9 on rank 2){END}"
     assert ranks_pool.errors(3, COMPARE, by_rank=[{}] * 3, version="9.9") == [("RankError", sentence)] * 3
@@ -245,7 +245,7 @@ def test_ranks_with_different_versions_do_not_train_together(ranks_pool: RanksPo
 
 @pytest.mark.long
 def test_a_rank_that_hangs_fails_its_test_and_no_other(tmp_path: Path) -> None:
-    """The test sees where each rank hangs and what it wrote; new processes serve the next run."""
+    """The test gets each rank's stack and output; new processes serve the next run."""
     with RanksPool(tmp_path, most=2) as pool:
         pool.run(2, "tests.dist.bodies:who")
         begin = time.monotonic()

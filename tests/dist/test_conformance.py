@@ -1,4 +1,4 @@
-"""The conformance list: on 1 to 4 ranks, lookups, rows, states and dense weights are those of one process."""
+"""The conformance list: on 1 to 4 ranks, lookups, rows, states and dense weights match one process."""
 
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +25,7 @@ SIZES = (2, 3, 4)
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], tc.InMemoryCache]]:
-    """What an entry ends with in one process, all in memory: the same for every number of ranks."""
+    """The result of an entry in one process, all in memory: expected for every number of ranks."""
 
     @cache
     def trained(name: str) -> tuple[dict[str, Any], tc.InMemoryCache]:
@@ -43,7 +43,7 @@ def train_alone(entry: Entry, passes: tc.PassDataset) -> tuple[dict[str, Any], t
 
 
 def of_all_ranks(parts: list[dict[str, Any]], what: str) -> list[list[NDArray[np.float32]]]:
-    """Return by batch what was found on all ranks, put together in their order."""
+    """Return by batch the vectors of all ranks, joined in their order."""
     return [
         [np.concatenate(pieces) for pieces in zip(*(part[what][batch] for part in parts), strict=True)]
         for batch in range(len(parts[0][what]))
@@ -58,7 +58,7 @@ def assert_as_alone(
     tolerance: float = 1e-5,
     first: float = 1e-6,
 ) -> None:
-    """Compare what ranks found and left in the store with one process; the first lookups within ``first``."""
+    """Compare the ranks' lookups and store with one process; the first lookups within ``first``."""
     theirs, resident = alone
     for what in ("outputs", "weights"):
         for number, (mine, others) in enumerate(zip(of_all_ranks(parts, what), theirs[what], strict=True)):
@@ -131,7 +131,7 @@ def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
 def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, comm_dtype: str
 ) -> None:
-    """In every sharding, with shared tables; and it does lose some. Where rows travel it is half the bytes."""
+    """In every sharding, with shared tables; and it does lose some. For traveling rows it is half the bytes."""
     entry = "shared tables in every sharding"
     for folder in (tmp_path, tmp_path / "wide"):
         known(entry).cut(folder / "passes")
@@ -161,7 +161,7 @@ def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: Ra
 def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
 ) -> None:
-    """One sentence on each; a new loop over the passes then trains as if it had not been asked for."""
+    """One message on each; a new loop over the passes then trains as if nothing had happened."""
     known("row slices").cut(tmp_path / "passes")
     parts = ranks_pool.run(
         size, "tests.dist.conformance:ask_wrongly", name="row slices", folder=str(tmp_path), bad_rank=bad_rank,
@@ -187,14 +187,14 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
 def test_what_makes_no_sense_is_refused_on_every_rank(
     ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
 ) -> None:
-    """With one sentence: rows have no values to set before there is a store, so what is refused is use out of turn."""
+    """With one message: before there is a store, rows have no values to set, so calls out of order are refused."""
     known("basic").cut(tmp_path / "passes")
     errors = ranks_pool.errors(2, "tests.dist.conformance:refused", name="basic", folder=str(tmp_path), what=what)
     assert all(error is not None and sentence in error[1] and "\n" not in error[1] for error in errors), errors
 
 
 def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """As it does where an error left it, whose traceback outlives the cache."""
+    """Also after an error whose traceback outlives the cache."""
     known("basic").cut(tmp_path / "passes")
     told = ranks_pool.run(2, "tests.dist.conformance:leave_a_loop", name="basic", folder=str(tmp_path))
     assert told == [[], []]
@@ -225,8 +225,8 @@ def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_
 def test_evaluation_finds_the_rows_of_one_process(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int
 ) -> None:
-    """Within a pass and behind the last, in slices of the budget, with keys never trained, which share the row of
-    unknown keys where there is one; and it changes nothing of the training.
+    """Within a pass and after the last, in slices of the budget, with unknown keys, which share the out-of-vocabulary
+    row if there is one; training is unaffected.
     """
     case = known(entry)
     passes, tests = case.cut(tmp_path / "passes"), case.cut(tmp_path / "tests", times=3, seed=9)
@@ -262,7 +262,7 @@ def test_evaluation_finds_the_rows_of_one_process(
 def test_other_ranks_go_on_as_one_process(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, sizes: tuple[int, ...]
 ) -> None:
-    """Everything at once, an epoch on each number of ranks: rows, states, dense state and lookups come along."""
+    """Everything at once, an epoch on each number of ranks: rows, states, dense state and lookups are preserved."""
     known("three epochs").cut(tmp_path / "passes")
     theirs, resident = alone("three epochs")
     outputs, weights = [], []
@@ -277,7 +277,7 @@ def test_other_ranks_go_on_as_one_process(
 @pytest.mark.long
 @pytest.mark.parametrize("size", SIZES)
 def test_many_steps_stay_with_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int) -> None:
-    """Two hundred batches: what rounding there is adds up slowly."""
+    """Two hundred batches: rounding errors add up slowly."""
     known("many steps").cut(tmp_path / "passes")
     parts = ranks_pool.run(size, BODY, name="many steps", folder=str(tmp_path), limit=300)
     assert_as_alone(parts, tmp_path, alone("many steps"), tolerance=1e-3)

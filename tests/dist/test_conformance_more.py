@@ -1,4 +1,4 @@
-"""Random trainings on random ranks are those of one process, and literal ones have the numbers that stand here."""
+"""Random trainings on random ranks match one process, and literal ones end with the numbers below."""
 
 import tempfile
 from itertools import chain
@@ -26,7 +26,7 @@ ANY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.da
 
 @st.composite
 def records(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a training as plain values, for ``random_entry``: at most five steps, whatever else."""
+    """Draw a training as plain values, for ``random_entry``: at most five steps."""
     dims = st.one_of(st.integers(1, 20), st.sampled_from([31, 64, 65, 128]))
     tables = draw(
         st.lists(
@@ -102,7 +102,7 @@ RULES = {
 NUMBERS = np.arange(8, dtype=np.float32).reshape(4, 2)
 """[[0, 1], [2, 3], [4, 5], [6, 7]]: the rows of keys 0 to 3, and the gradients of four samples."""
 BAGS = [[5, 5], [5], [5, 5, 5], [5]]
-"""Of the samples that step one row by each rule."""
+"""For the samples that step one row by each rule."""
 SUMMED = [[0, 1], [2, 0], [], [2, 2, 2]]
 AVERAGED = [[0], [1, 2], [], [0, 1, 1]]
 
@@ -113,7 +113,7 @@ def bags(lists: list[list[int]]) -> FeatureKeys:
 
 
 def cut(folder: Path) -> tc.PassDataset:
-    """Make a pass that gives every row its numbers, and one that looks bags up."""
+    """Make a pass that gives every row its numbers, and one that looks up bags."""
     ragged = {name: tc.Feature(name=name, columns=(name,), table="rows", hotness="ragged") for name in ("sum", "mean")}
     rules = {f"by {n}": tc.Feature(name=f"by {n}", columns=(n,), table=n, hotness="ragged") for n in RULES}
     schema = tc.Schema(

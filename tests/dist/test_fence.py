@@ -1,4 +1,4 @@
-"""The fence of several ranks: a store that is not in its place any more is written by none of them."""
+"""The fence of several ranks: a store that was moved is not written by any of them."""
 
 import json
 import re
@@ -25,13 +25,13 @@ def a_backup(path: Path) -> None:
 
 
 def another_store(path: Path) -> None:
-    """Or another store."""
+    """Put another store in its place."""
     path.rename(path.with_name("away"))
     path.with_name("other").rename(path)
 
 
 def gone(path: Path) -> None:
-    """Or nothing."""
+    """Delete it."""
     path.rename(path.with_name("away"))
 
 
@@ -59,7 +59,7 @@ def of_a_rank(change: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def another_stores_rank(path: Path) -> None:
-    """Put the folder of rank 1 of another store in the place of that of this one."""
+    """Replace the folder of rank 1 by another store's."""
     (path / "rank-1").rename(path / "away")
     (path.with_name("other") / "rank-1").rename(path / "rank-1")
 
@@ -69,7 +69,7 @@ OF_A_RANK = (of_a_rank(a_backup), another_stores_rank, of_a_rank(gone), of_a_ran
 
 
 def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[Any]:
-    """Train two commits on two ranks, do something to the store, and try another; return what each rank raised."""
+    """Train two commits on two ranks, call ``between``, and try another commit; return each rank's error."""
 
     def body(ranks: Any) -> None:
         shards, world = opened(path, ranks, engine=engine)
@@ -92,7 +92,7 @@ def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[An
 def test_ranks_whose_store_was_moved_write_nothing_there(
     tmp_path: Path, engine: str, change: Callable[[Path], None]
 ) -> None:
-    """All of them end with an error; what is at the path, and where the store went, opens at its commit."""
+    """All of them end with an error; the store at the path and the moved one open at their commits."""
     path, held = tmp_path / "s", dict[str, bytes]()
     assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
 
@@ -114,13 +114,13 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
 
 
 def marker_of(path: Path) -> dict[str, Any]:
-    """Return what the marker of a store says."""
+    """Return the contents of a store's marker."""
     found: dict[str, Any] = json.loads((path / "store.json").read_text())
     return found
 
 
 def rank_of(path: Path) -> dict[str, Any]:
-    """Return what the marker of rank 1 of a store says."""
+    """Return the contents of rank 1's marker."""
     return marker_of(path / "rank-1")
 
 
@@ -157,7 +157,7 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
 @pytest.mark.parametrize("change", ["another store's", "none", "an older one"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path, change: str, rank: int) -> None:
-    """What is there stays, and no rank goes on; engine LMDB has its head in a file that it keeps open."""
+    """It stays, and no rank continues; engine LMDB has its head in a file that it keeps open."""
     path, kept = tmp_path / "s", dict[str, bytes]()
     assert train_shards(tmp_path / "other", 2, 5, engine="zarr") == [None] * 2
     assert train_shards(path, 2, 2, engine="zarr") == [None] * 2
@@ -180,7 +180,7 @@ def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path
 
 @KINDS
 def test_ranks_keep_out_a_second_training_whose_locks_were_deleted(tmp_path: Path, engine: str) -> None:
-    """Each is locked by its own marker, too: the first one goes on, and no commit of it is lost."""
+    """Each rank is also locked by its marker: the first training continues, and none of its commits is lost."""
     refused: list[Any] = []
 
     def second(path: Path) -> None:
@@ -202,7 +202,7 @@ def test_ranks_keep_out_a_second_training_whose_locks_were_deleted(tmp_path: Pat
 
 @KINDS
 def test_a_rank_keeps_out_a_training_when_rank_0_is_gone(tmp_path: Path, engine: str) -> None:
-    """Its own lock and its marker do, whatever was deleted."""
+    """By its lock and its marker, whatever was deleted."""
     path, refused = tmp_path / "s", list[Any]()
 
     def body(ranks: Any) -> None:

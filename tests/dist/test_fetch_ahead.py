@@ -1,4 +1,4 @@
-"""Loops of several ranks that fetch batches ahead of their training, over the ends of passes, as one rank's may."""
+"""Loops of several ranks may fetch batches ahead of their training, across passes, as with one rank."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,7 +36,7 @@ def fetch(
     ranks: AnyCommunicator, folder: str, name: str, *, depth: int, prefetch: int | None = None, kind: str = "row_wise",
     queued: bool = False, steps: int | None = None, how: str = "closed",
 ) -> dict[str, Any]:  # fmt: skip
-    """Train with batches fetched ahead; given up, committed inside or closed behind so many steps."""
+    """Train with batches fetched ahead; stopped by an error, a commit or a close after ``steps`` steps."""
     device, found = {"device": shim()} if queued else {}, dict[str, Any]()
     commit_every = 3 if how == "closed" else 1
     errors = (StateError,) if how == "closed" and steps is not None else (GivenUpError,)
@@ -54,7 +54,7 @@ def fetch(
 
 
 def go_through(ranks: AnyCommunicator, folder: str, name: str, *, what: str) -> None:
-    """Have a cache go through what one rank's tests do."""
+    """Run one rank's test scenario on a cache."""
     with opened(folder, name) as trained:
         {"evaluate": evaluate_of_the_next_pass, "leave": leave_gradients}[what](trained)
 
@@ -96,7 +96,7 @@ Plain = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
-    """What a loop without fetching ahead ends with on rank 0, in a store of that name."""
+    """The result of a loop without fetching ahead on rank 0, in a store of that name."""
 
     @cache
     def trained(name: str = "plain.tc", **options: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
 
 
 def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str, Any], theirs: str) -> None:
-    """Compare rows, state and dense weights with those of the plain loop."""
+    """Compare rows, state and dense weights with the plain loop's."""
     for key, value in plain.items():
         if key.startswith("dense."):
             np.testing.assert_array_equal(found[key], value, err_msg=key)
@@ -141,7 +141,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
 def test_a_loop_that_fetched_ahead_goes_on_to_the_same_bits(
     ranks_pool: RanksPool, folder: Path, plain: Plain, steps: int, how: str, at: tuple[int, int]
 ) -> None:
-    """Given up, committed inside a pass, or closed a batch before its end: what was not trained is not counted."""
+    """Stopped by an error, a commit inside a pass, or a close before the end: untrained batches do not count."""
     name = f"{how}.tc"
     ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2, steps=steps, how=how)
     with tc.Store.open(folder / name, mode="r") as store:
@@ -162,7 +162,7 @@ def test_what_is_refused_over_the_end_of_a_pass_is_what_one_rank_refuses(
 def test_micro_batches_of_a_pass_that_was_fetched_ahead_look_up_its_rows(
     ranks_pool: RanksPool, folder: Path, queued: bool
 ) -> None:
-    """The rows of the first one come with its lookup, which ends the pass before, and not beside that pass."""
+    """The rows of the first one arrive with its lookup, which ends the previous pass, not during that pass."""
     found = {}
     for schedule in ("simple", "interleaved"):
         name = f"{schedule}-{queued}.tc"

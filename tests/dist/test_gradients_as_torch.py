@@ -30,7 +30,7 @@ CASE = Case(
 
 
 class Net(nn.Module):
-    """Bags and a layer, or bags alone."""
+    """Bags and a layer, or only bags."""
 
     def __init__(self, schema: tc.Schema, *, dense: bool = True) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_fsdp_on_one_rank_trains_as_the_plain_model(ranks_pool: RanksPool, tmp_p
 
 
 def test_clipping_that_leaves_rows_out_is_refused_on_ranks_too(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Also under DistributedDataParallel. A loop that averages gradients itself leaves whole units in the anchor."""
+    """Also under DistributedDataParallel. A loop that averages gradients itself leaves whole numbers in the anchor."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how="clipped", accumulates=False)
     for one in found:
@@ -176,7 +176,7 @@ class Words(nn.Module):
 
 
 def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict[str, Any]:
-    """Train on plain keys, of which each rank has its part."""
+    """Train on plain keys, one part of them on each rank."""
     keys = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (64, 3)))
     error = ""
     cache = tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS)
@@ -221,7 +221,7 @@ def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: 
 
 @pytest.mark.parametrize("wrong", ["validates alone", "other order"])
 def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_path: Path, wrong: str) -> None:
-    """On all ranks, and at once: nobody is served another one's keys."""
+    """On all ranks, and at once: no rank gets another one's keys."""
     tables = [tc.Table(name=name, dim=4) for name in ("one", "two")]
     every = np.arange(40)
     tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
@@ -276,7 +276,7 @@ def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
 
 
 def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Have rank 1 fail in its own code while rank 0 looks keys up."""
+    """Have rank 1 fail in its own code while rank 0 looks up keys."""
     error = ""
     cache = opened(folder, "left.tc")
     rows = tc.Embedding(cache.schema, "g")
@@ -329,7 +329,7 @@ def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 
 def test_a_cache_without_store_trains_alone_on_each_rank_and_says_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """A baseline may want exactly that."""
+    """A baseline may need exactly that."""
     CASE.cut(tmp_path / "passes")
     one, two = ranks_pool.run(2, f"{__name__}:without_store", folder=str(tmp_path))
     assert one == two
@@ -369,7 +369,7 @@ def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
 
 
 def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Look keys up on rank 0 alone, in the middle of a pass and after the loop, while rank 1 continues."""
+    """Look up keys on rank 0 alone, in the middle of a pass and after the loop, while rank 1 continues."""
     keys, found = torch.arange(50), {}
     with tc.TierCache(Path(folder) / "m.tc", tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS) as cache:
         model = Words(cache.schema)

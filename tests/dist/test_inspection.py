@@ -1,4 +1,4 @@
-"""Looking at a store of several ranks from outside: ``tiercache info``, ``verify`` and ``lookup``."""
+"""Inspecting a store of several ranks: ``tiercache info``, ``verify`` and ``lookup``."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_info_counts_every_row_once(path: Path) -> None:
-    """By table over all ranks, slices of a table together; and each rank for itself."""
+    """By table over all ranks, slices of a table together; and each rank separately."""
     found = json.loads(run("info", path, "--json"))
     wanted = {name: len(keys) for name, keys in expected(Cursor(2)).items()}
     assert {table["name"]: table["rows"] for table in found["tables"]} == wanted
@@ -70,7 +70,7 @@ def test_info_counts_every_row_once(path: Path) -> None:
     assert word["sharding"] == {"kind": "column_wise", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
     shown = run("info", path)
     assert "ranks    3" in shown
-    assert "commit   3, training goes on at pass 2" in shown
+    assert "commit   3, training resumes at pass 2" in shown
     assert "column_wise: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
     assert "table_wise: rank 2" in shown
     assert "rank-2" in shown
@@ -90,7 +90,7 @@ def test_info_of_a_store_on_other_disks(tmp_path: Path) -> None:
 
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
-    """Says so."""
+    """The record says so."""
     assert train_shards(tmp_path / "s", 2, 0) == [None, None]
     assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0 live rows" in run("info", tmp_path / "s")
@@ -98,7 +98,7 @@ def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
-    """Neither while they are at work nor after they were killed."""
+    """Neither during the training nor after a kill."""
 
     def body(ranks: Any) -> None:
         shards, world = opened(path, ranks)
@@ -118,7 +118,7 @@ def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
 
 
 def test_verify_reads_all_ranks(path: Path) -> None:
-    """And counts what it read of each."""
+    """The report counts the bytes of each rank."""
     assert "is whole: 3 ranks at " in run("verify", path)
     found = told("verify", path)
     assert found["problems"] == []
@@ -175,7 +175,7 @@ def older(path: Path, _: Path) -> None:
 
 
 def older_zero(path: Path, _: Path) -> None:
-    """Train on, and put the folder of the store back as it was, without those of other ranks."""
+    """Train on, and restore an old copy of the store's folder, without the other ranks' folders."""
     shutil.copytree(path, path.parent / "backup", ignore=shutil.ignore_patterns("rank-*"))
     assert train_shards(path, 3, 2) == [None] * 3
     for rank in (1, 2):
@@ -187,11 +187,11 @@ def older_zero(path: Path, _: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
     "missing": (
         lambda path, _: shutil.rmtree(path / "rank-1"), StoreMissingError,
-        "rank 1 of the store at .* is missing: there is no folder .*/rank-1: restore it from a copy",
+        "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy",
     ),
     "swapped": (swapped, NotAStoreError, "/rank-1 has rank 2 of .*, not rank 1 of the store at .*: restore it"),
     "of another store": (foreign, NotAStoreError, "/rank-2 has rank 2 of another store, not rank 2 of the store at"),
-    "a whole store": (whole_store, NotAStoreError, "/rank-2/store.json is not that of rank 2 of the store at"),
+    "a whole store": (whole_store, NotAStoreError, "/rank-2/store.json does not belong to rank 2 of the store at"),
     "without its marker": (without_marker, NotAStoreError, "rank 1 of the store at .* has no marker: .*restore"),
     "older": (older, CorruptStoreError, r"ranks/1\.5 of the store at .*/rank-1 is missing.*restore the store"),
     "rank 0 older": (older_zero, CorruptStoreError, r"ranks/1\.3 of the store at .*/rank-1 is missing.*restore"),
@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, engine: str) -> None:
-    """For whoever reads, verifies, rolls back or trains the store; nobody changes anything."""
+    """For readers, verification, rollbacks and trainings; nothing is changed."""
     damage, kind, words = WRONG[case]
     path, other = tmp_path / "s", tmp_path / "other"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
@@ -223,7 +223,7 @@ def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_that_belong_to_other_ranks_are_problems(tmp_path: Path, engine: str) -> None:
-    """Also if every byte is what was written; and slices of a table that have other keys."""
+    """Even if no byte is damaged; and slices of a table with different keys."""
     path = tmp_path / "s"
 
     def body(ranks: Any) -> None:
@@ -293,7 +293,7 @@ with Store.open(sys.argv[1]) as store:
 
 
 def go_on(path: Path, meanwhile: str) -> None:
-    """Make commits, in another process, that give up all that there were."""
+    """Make commits, in another process, that replace all existing ones."""
     match meanwhile:
         case "trained":
             go_on_elsewhere(path, 2, 4)
@@ -306,7 +306,7 @@ def go_on(path: Path, meanwhile: str) -> None:
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
-    """As they are over all ranks; a commit that is not kept cannot be chosen."""
+    """Rows are joined over all ranks; a commit that is not kept cannot be selected."""
     key = next(iter(expected(Cursor(2))["word"]))
     (row,) = json.loads(run("lookup", path, "word", "--json", "--", key))
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)
@@ -316,7 +316,7 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
 
 
 def test_commands_are_for_all_ranks(path: Path) -> None:
-    """The folder of one rank is no store, for none of them, and the sentence says what is."""
+    """The folder of one rank is not a store for any of them, and the message names the store."""
     words = "/rank-1 has the rows of one rank of a store: give the path of the whole store, which all ranks commit"
     for command in (
         ("info",), ("verify",), ("compact",), ("reorganize", path), ("rollback", "--to", 2), ("pin", "best"), ("diff",),
@@ -340,7 +340,7 @@ def test_commands_are_for_all_ranks(path: Path) -> None:
 
 
 def test_one_process_writes_no_rows(path: Path) -> None:
-    """What it may do to all ranks it may; what only the ranks of a training do together is refused in a sentence."""
+    """Operations on all ranks are allowed; a training's collective ones are refused with a message."""
     with Store.open(path) as store:
         assert store.mode == "a"
         for write in (

@@ -1,4 +1,4 @@
-"""Several ranks keep the state of now by a name, and go on from it."""
+"""Several ranks keep their state by name, and resume from it."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ MOMENTS = {"middle": [2, 1], "last": [1, 3]}
 def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, commit_every: int
 ) -> None:
-    """All keep the same commit, in the midst of a pass and after its last batch."""
+    """All keep the same commit, in the middle of a pass and after its last batch."""
     CASES["bags"].cut(tmp_path / "passes")
     options = {"case": "bags", "folder": str(tmp_path), "commit_every": commit_every}
     plain = ranks_pool.run(2, "tests.dist.trainings:train", **options)

@@ -1,4 +1,4 @@
-"""What stands in the place of a small file of a store of several ranks and is none: a sentence, and at once."""
+"""Anything but a file in place of a small file of a store of several ranks gets an error message, without hanging."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from tiercache.store import Store, StoreError, info, verify
 SMALL = ["HEAD", "rank-1", "rank-1/store.json", "rank-1/HEAD"]
 """Without them nothing can be read."""
 OF_WRITERS = ["other-ranks.json", "rank-1/store.json.new", "other-ranks.json.new", "rank-2"]
-"""Only whoever writes looks at them; the drafts and what has the name of a rank are none of its business."""
+"""Only writers read them; they ignore drafts and anything with the name of a rank."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
 
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, what: str) -> None:
-    """Every rank says what is there, and the store and that stay as they were; an empty folder is taken."""
+    """Every rank names the obstacle, and both stay unchanged; an empty folder is used."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     NO_FILES[what](path / "rank-2")
@@ -81,7 +81,7 @@ def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, wha
 
 @pytest.mark.parametrize("what", ["a FIFO", "a socket", "a device", "a link to itself"])
 def test_drafts_are_written_over(tmp_path: Path, what: str) -> None:
-    """Those of a rank's marker and of the note of folders, whoever left them."""
+    """Drafts of a rank's marker and of the note of folders, whoever left them."""
     path, disk = tmp_path / "s", tmp_path / "disk"
     assert train_shards(path, 2, 1) == [None] * 2
     (disk / "rank-2").mkdir(parents=True)

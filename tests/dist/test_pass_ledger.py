@@ -1,4 +1,4 @@
-"""On several ranks a pass is committed as trained by the rule of one rank, by all ranks or by none."""
+"""On several ranks a pass is committed as trained by the same rule as on one, by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def max_steps(t: Training) -> None:
 
 
 def skip(t: Training) -> None:
-    """Leave it and say so."""
+    """Leave it with ``p.skip()``."""
     for p in t.cache.passes(epochs=1):
         for batch in islice(p.batches(16), 3 - p.index):
             t.step(batch)
@@ -104,7 +104,7 @@ def other_optimizer(t: Training) -> None:
 
 
 def a_rank_without_samples(t: Training) -> None:
-    """Have rank 1 give no samples at all."""
+    """Give rank 1 no samples at all."""
     for p in t.cache.passes(epochs=1):
         keys = {name: np.array(p.source.whole.keys(name)[:4]) for name in "ab"}
         ones = np.arange(4)
@@ -119,7 +119,7 @@ def a_rank_without_samples(t: Training) -> None:
 
 
 def empty_loaders(t: Training) -> None:
-    """Have no rank give a batch."""
+    """Give no rank a batch."""
     for p in t.cache.passes(epochs=1):
         for batch in p.wrap([], dict):
             t.step(batch)
@@ -141,7 +141,7 @@ LOOPS: dict[str, tuple[Callable[[Training], object], str, int]] = {
 
 
 def run(ranks: AnyCommunicator, folder: str, *, what: str) -> str:
-    """Run a loop; return what was said."""
+    """Run a loop; return the message."""
     said, path = "", Path(folder) / f"{what}.tc"
     try:
         with tc.TierCache(path, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS) as cache:
@@ -153,7 +153,7 @@ def run(ranks: AnyCommunicator, folder: str, *, what: str) -> str:
 
 @pytest.mark.parametrize("what", LOOPS)
 def test_ranks_commit_a_pass_together_or_not_at_all(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
-    """And all say why not."""
+    """All ranks say why not."""
     CASE.cut(tmp_path / "passes")
     _, words, commits = LOOPS[what]
     for said in ranks_pool.run(2, f"{__name__}:run", folder=str(tmp_path), what=what):

@@ -27,7 +27,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_ranks_share_each_batch_and_end_as_one_process(ranks_pool: RanksPool, place: Path) -> None:
-    """In two runs, of which the first one is committed inside a pass."""
+    """In two runs; the first one is committed inside a pass."""
     first = ranks_pool.run(2, BODY, folder=str(place), stop=9)
     rest = ranks_pool.run(2, BODY, folder=str(place))
     assert first == [90, 90]

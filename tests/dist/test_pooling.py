@@ -1,4 +1,4 @@
-"""Features that are pooled by the rank that owns their table train as those whose rows travel."""
+"""Features pooled by the rank that owns their table train like those whose rows travel."""
 
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,13 @@ CASE = Case(
     num_keys=3000,
     batch=16,
 )
-"""So many keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
+"""Enough keys that nearly all rows of a batch are unique; the last batch of a pass leaves ranks without samples."""
 POOLED = ["friend", "more", "tag", "title", "word"]
-"""All but those of one id a sample, and a maximum."""
+"""All but features with one id a sample, and a maximum."""
 
 
 class Model(nn.Module):
-    """Bags in two modules, of which one is looked up twice and the other has a gradient in every second step."""
+    """Bags in two modules: one is looked up twice, the other has a gradient in every second step."""
 
     def __init__(self, cache: Any, *, by_rows: bool = False) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ def train(
     by_rows: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train two epochs, then look all samples up; return what was pooled, bytes sent, vectors and dense weights."""
+    """Train two epochs, then look up all samples; return pooled features, bytes sent, vectors and dense weights."""
     torch.manual_seed(1)
     given = {} if read_by == "rank" else {"read_by": read_by}
     pooled: set[str] = set()
     with opened(folder, name, kind, **options) as cache:
         inner = Model(cache, by_rows=by_rows)
         model: Any = inner
-        if ranks.size > 1:  # of which a part has no gradient at times
+        if ranks.size > 1:  # some batches give a part of it no gradient
             model = DistributedDataParallel(inner, find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
@@ -124,7 +124,7 @@ def train(
 
 
 def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
-    """Give weights to a feature that its owner pools where that was not announced."""
+    """Give weights to a feature that its owner pools, with or without announcing them."""
     with opened(folder, "weighed.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["title", "more"], weighted=["title"] if announced else ())
         cache.register(bag=bag)
@@ -134,11 +134,11 @@ def weigh(ranks: AnyCommunicator, folder: str, *, announced: bool) -> list[Any]:
             bag(batch, {"title": weights}).sum().backward()
             cache.optimizer.step()
             return [sorted(batch.pooled), sorted(batch.ids), float(weights.grad.abs().sum())]  # type: ignore[union-attr]
-    raise AssertionError("there was no pass")
+    raise AssertionError("no pass ran")
 
 
 def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dict[str, Any]:
-    """Return what a batch says of ids that it does not have, and what of it is a dict's all the same."""
+    """Return the errors of a batch for ids that it lacks, and its dict operations that still work."""
     with opened(folder, "asked.tc") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema, ["user", "more"])
         cache.register(bag=bag)
@@ -154,11 +154,11 @@ def ask_for_ids(ranks: AnyCommunicator, folder: str, *, names: list[str]) -> dic
                 "said": said, "iterated": list(batch.ids), "in": [name in batch.ids for name in names],
                 "got": [batch.ids.get(name) for name in names], "ids": batch.ids["user"].num_ids,
             }  # fmt: skip
-    raise AssertionError("there was no pass")
+    raise AssertionError("no pass ran")
 
 
 def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[list[str]]]:
-    """Return the features of batches, with rows and pooled, as modules are registered."""
+    """Return the features of batches, as rows and pooled, as modules are registered."""
     found = []
     with opened(folder, "modules.tc") as cache:
         for p in cache.passes(epochs=1):
@@ -179,7 +179,7 @@ def modules_are_registered(ranks: AnyCommunicator, folder: str) -> list[list[lis
             with pytest.raises(ValueError, match="without the rows of feature 'more'"):
                 tc.EmbeddingCollection(cache.schema, ["more"]).requires_grad_(False)(batch)
             return found
-    raise AssertionError("there was no pass")
+    raise AssertionError("no pass ran")
 
 
 def have_a_wrong_id(ranks: AnyCommunicator, folder: str, *, read_by: str) -> None:
@@ -220,7 +220,7 @@ def train_on(pool: RanksPool, size: int, folder: Path, name: str, kind: str, **o
 
 
 def vectors_of(told: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-    """Return what an evaluation found, in the order of samples."""
+    """Return the vectors of an evaluation, in the order of samples."""
     most = max(len(one["vectors"]) for one in told)
     return np.concatenate([one["vectors"][i] for i in range(most) for one in told if i < len(one["vectors"])])
 
@@ -275,7 +275,7 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
 def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
-    """Ids of features whose tables a rank owns do not travel to it; all that is not a maximum is pooled."""
+    """Ids of features whose tables a rank owns do not travel to it; all but maxima are pooled."""
     by_data = train_on(ranks_pool, size, tmp_path, "theirs", kind)
     by_model = train_on(ranks_pool, size, tmp_path, "ours", kind, read_by="owner")
 
@@ -285,9 +285,9 @@ def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
 
 
 def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """The same training whose modules ask for rows, as for weights of their own: the result is the same.
+    """The same training whose modules request rows, as with trained weights: the result is the same.
 
-    Of so small batches a third of the bytes are counts, which both send.
+    In batches this small a third of the bytes are counts, which both send.
     """
     pooled = train_on(ranks_pool, 2, tmp_path, "ours", "table_wise")
     rows = train_on(ranks_pool, 2, tmp_path, "theirs", "table_wise", by_rows=True)
@@ -321,7 +321,7 @@ def test_ranks_that_read_by_owner_and_differ_are_told_so(ranks_pool: RanksPool, 
 
 
 def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Where it is announced; else the sentence says how."""
+    """If it is announced; otherwise the message says how."""
     CASE.cut(tmp_path / "passes")
 
     told = ranks_pool.run(2, BODIES + "weigh", folder=str(tmp_path), announced=True)
@@ -333,7 +333,7 @@ def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_p
 
 
 def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Of a feature that is pooled elsewhere, of one that no module looks up, of none; all else is a dict's."""
+    """For a feature pooled elsewhere, an unused one and an unknown one; other operations work."""
     CASE.cut(tmp_path / "passes")
 
     for told in ranks_pool.run(2, BODIES + "ask_for_ids", folder=str(tmp_path), names=["more", "tag", "mor"]):
@@ -348,7 +348,7 @@ def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, 
 
 
 def test_what_no_module_looks_up_is_not_brought(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """A feature that is pooled in two ways comes as rows; what no module looks up does not come at all."""
+    """A feature that is pooled in two ways is sent as rows; an unused feature is not sent at all."""
     CASE.cut(tmp_path / "passes")
 
     told = ranks_pool.run(2, BODIES + "modules_are_registered", folder=str(tmp_path))

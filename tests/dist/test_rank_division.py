@@ -1,4 +1,4 @@
-"""A store divided over another number of ranks: by one commit, whatever stops it, on whatever disks."""
+"""Dividing a store over another number of ranks: by one commit, at any interruption, on any disks."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from tiercache.store import (
 def test_ranks_of_another_division_take_the_place_of_the_old_ones(
     tmp_path: Path, before: int, after: int, engine: str
 ) -> None:
-    """One commit does that: a reader sees the old ranks' rows before it and the new ranks' after it."""
+    """One commit does it: a reader sees the old ranks' rows before it and the new ranks' after it."""
     path = tmp_path / "s"
     assert train_shards(path, before, 4, engine=engine, retention=2) == [None] * before
     seen: list[tuple[str, int, int]] = []
@@ -136,7 +136,7 @@ def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
     assert train_shards(path, 2, 1) == [None] * 2
     (tmp_path / "new").mkdir()
     (disk / "rank-1").rename(tmp_path / "new" / "rank-1")
-    assert "is missing: there is no" in sentences(train_shards(path, 2, 0))
+    assert "does not exist: restore it from a copy" in sentences(train_shards(path, 2, 0))
     assert train_shards(path, 2, 1, shard_dirs=[path, tmp_path / "new"]) == [None] * 2
     check_shards(path, Cursor(3))
     assert train_shards(path, 2, 1) == [None] * 2
@@ -146,7 +146,7 @@ def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shard_dirs\[0\] is .*: rank 0 has its rows in the store itself, so give"):
         raise train_shards(path, 2, 0, shard_dirs=[disk, disk])[0]
     other = tmp_path / "other"
-    words = "is there already and is no rank of this store"
+    words = "exists and is not a rank of this store"
     assert words in sentences(train_shards(other, 2, 0, shard_dirs=[other, tmp_path / "new"]))
     check_shards(path, Cursor(3, 5))
 
@@ -172,7 +172,7 @@ def test_older_commits_are_read_and_rolled_back_to_where_a_rank_is_now(tmp_path:
 
 @pytest.mark.parametrize("to", [1, 2, 3])
 def test_a_division_deletes_what_only_old_ranks_had_on_their_disks(tmp_path: Path, to: int) -> None:
-    """Where they were is taken from the commit; new ranks are in the store's folder unless others are given."""
+    """Their old folders are taken from the commit; new ranks are in the store's folder unless others are given."""
     path, disks = tmp_path / "s", [tmp_path / "disk 1", tmp_path / "disk 2"]
     assert train_shards(path, 3, 4, shard_dirs=[path, *disks]) == [None] * 3
     assert [[*disk.iterdir()] for disk in disks] == [[disks[0] / "rank-1"], [disks[1] / "rank-2"]]

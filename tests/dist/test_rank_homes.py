@@ -1,4 +1,4 @@
-"""The folders of ranks on other disks belong to one store: a copy never writes into those of the original."""
+"""The folders of ranks on other disks belong to one store: a copy never writes to the original's."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ COMMITS = 3
 
 
 def made(path: Path, disk: Path, **options: Any) -> Path:
-    """Make a store of two ranks, the second on another disk; returns the folder of that."""
+    """Make a store of two ranks, the second on another disk; returns its folder."""
     assert train_shards(path, 2, COMMITS, shard_dirs=[path, disk], **options) == [None] * 2
     return disk / "rank-1"
 
@@ -52,7 +52,7 @@ WRITERS: dict[str, Callable[[Path], list[Any]]] = {
 @ENGINES
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_copy_of_the_store_alone_is_not_trained(tmp_path: Path, writer: str, engine: str) -> None:
-    """It names both stores, and no byte in the rank's folder changes; the copy is read, the original trains on."""
+    """The error names both stores, and the rank's folder is unchanged; the copy is read, the original trains on."""
     path, copy = tmp_path / "s", tmp_path / "copy"
     folder = made(path, tmp_path / "disk", engine=engine)
     shutil.copytree(path, copy)
@@ -75,7 +75,7 @@ def test_a_copy_of_the_store_alone_is_not_trained(tmp_path: Path, writer: str, e
 
 @ENGINES
 def test_a_copy_with_its_folders_trains_beside_the_original(tmp_path: Path, engine: str) -> None:
-    """Each has rows of its own from then on, and either is refused in the folder of the other."""
+    """Each has separate rows from then on, and is refused in the other's folder."""
     path, copy = tmp_path / "s", tmp_path / "copy"
     folder = made(path, tmp_path / "disk", engine=engine)
     shutil.copytree(path, copy)
@@ -98,7 +98,7 @@ def test_a_copy_with_its_folders_trains_beside_the_original(tmp_path: Path, engi
 
 
 def test_a_copy_may_have_its_folders_inside(tmp_path: Path) -> None:
-    """They are not taken for what a change of ranks left."""
+    """They are not mistaken for the leftovers of a change of ranks."""
     path, copy = tmp_path / "s", tmp_path / "copy"
     made(path, tmp_path / "disk")
     shutil.copytree(path, copy)
@@ -160,14 +160,14 @@ def test_an_older_store_gets_its_homes_when_it_is_written(tmp_path: Path) -> Non
     (folder / "home.json").unlink()
     check_shards(path, Cursor(1, 5))
     assert not (folder / "home.json").exists()
-    (folder / "home.json.new").write_bytes(b"{")  # what a kill left
+    (folder / "home.json.new").write_bytes(b"{")  # a kill's leftover
     Store.open(path).close()
     assert home_of(folder) == {"store": str(path), "folder": str(folder)}
     assert not (folder / "home.json.new").exists()
 
 
 def test_a_home_is_written_under_the_lock_of_the_folder(tmp_path: Path) -> None:
-    """Of two copies without an original one gets the folder; the other is refused then."""
+    """If the original is gone, one of two copies gets the folder; the other is then refused."""
     path, disk = tmp_path / "s", tmp_path / "disk"
     folder = made(path, disk)
     shutil.copytree(path, tmp_path / "a")
@@ -182,7 +182,7 @@ def test_a_home_is_written_under_the_lock_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"store": 1, "folder": "x"}', b"\xff"])
 def test_a_home_that_cannot_be_read_is_named(tmp_path: Path, data: bytes) -> None:
-    """Nobody writes then."""
+    """No store writes then."""
     path = tmp_path / "s"
     folder = made(path, tmp_path / "disk")
     (folder / "home.json").write_bytes(data)

@@ -1,4 +1,4 @@
-"""What a commit says of its ranks: damage and lies are refused with an error message, and never trained."""
+"""A commit's record of its ranks: damage and lies are refused with an error message, and never trained."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 
 def put(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a change of what is at ``path`` in the values of a record."""
+    """Return a change of the value at ``path`` in a record."""
 
     def change(values: dict[str, Any]) -> None:
         *way, key = path
@@ -88,19 +88,19 @@ LIES = [
     (put("folders", to=7), "not iterable"),
     (put("folders", to=[".", 1, "rank-2"]), "cannot be read"),
     (put("folders", to=[".", None, "rank-2"]), "cannot be read"),
-    (put("folders", 0, to="rank-0"), "'rank-0' is no folder of rank 0"),
-    (put("folders", 0, to="/etc"), "'/etc' is no folder of rank 0"),
-    (put("folders", 1, to="rank-2"), "'rank-2' is no folder of rank 1"),
-    (put("folders", 1, to="."), r"'\.' is no folder of rank 1"),
-    (put("folders", 1, to=".."), r"'\.\.' is no folder of rank 1"),
-    (put("folders", 1, to="../rank-1"), r"'\.\./rank-1' is no folder of rank 1"),
-    (put("folders", 1, to="a/rank-1"), "'a/rank-1' is no folder of rank 1"),
-    (put("folders", 1, to="/a/../rank-1"), r"'/a/\.\./rank-1' is no folder of rank 1"),
-    (put("folders", 1, to="/etc"), "'/etc' is no folder of rank 1"),
-    (put("folders", 1, to="/a\n/rank-1"), "is no folder of rank 1"),
-    (put("folders", 1, to="/a\0/rank-1"), "is no folder of rank 1"),
-    (put("folders", 1, to=""), "'' is no folder of rank 1"),
-    (put("folders", 1, to="rank-01"), "'rank-01' is no folder of rank 1"),
+    (put("folders", 0, to="rank-0"), "'rank-0' is not a folder of rank 0"),
+    (put("folders", 0, to="/etc"), "'/etc' is not a folder of rank 0"),
+    (put("folders", 1, to="rank-2"), "'rank-2' is not a folder of rank 1"),
+    (put("folders", 1, to="."), r"'\.' is not a folder of rank 1"),
+    (put("folders", 1, to=".."), r"'\.\.' is not a folder of rank 1"),
+    (put("folders", 1, to="../rank-1"), r"'\.\./rank-1' is not a folder of rank 1"),
+    (put("folders", 1, to="a/rank-1"), "'a/rank-1' is not a folder of rank 1"),
+    (put("folders", 1, to="/a/../rank-1"), r"'/a/\.\./rank-1' is not a folder of rank 1"),
+    (put("folders", 1, to="/etc"), "'/etc' is not a folder of rank 1"),
+    (put("folders", 1, to="/a\n/rank-1"), "is not a folder of rank 1"),
+    (put("folders", 1, to="/a\0/rank-1"), "is not a folder of rank 1"),
+    (put("folders", 1, to=""), "'' is not a folder of rank 1"),
+    (put("folders", 1, to="rank-01"), "'rank-01' is not a folder of rank 1"),
     (put("sharding", to=[]), r"a sharding plan's record is \[\]"),
     (put("sharding", to=None), "a sharding plan's record is None"),
     (put("sharding", to={}), "a sharding plan's record"),
@@ -122,12 +122,12 @@ LIES = [
     (put("ranks", 1, 2, to=7), "cannot be read"),
     (put("stored", to=[[]]), "tables of before an alteration|cannot be read"),
 ]
-"""What a record may say instead, and what is said of it."""
+"""Changes of a record, and the resulting messages."""
 
 
 @pytest.mark.parametrize(("change", "words"), LIES, ids=range(len(LIES)))
 def test_a_record_that_makes_no_sense_is_one_error(record: bytes, change: Callable[..., None], words: str) -> None:
-    """Folders that lead elsewhere, ranks that nobody has, and shardings of other tables."""
+    """Folders that lead elsewhere, missing ranks, and shardings of other tables."""
     with pytest.raises(CorruptStoreError, match=words) as caught:
         CommitRecord.from_bytes(changed(record, change), "it")
     assert "\n" not in str(caught.value)
@@ -136,7 +136,7 @@ def test_a_record_that_makes_no_sense_is_one_error(record: bytes, change: Callab
 
 
 def test_records_of_any_ranks_are_refused_in_a_sentence(record: bytes) -> None:
-    """Damaged records, and lies in one of the three fields under a right checksum; what is taken is what it says."""
+    """Damaged records, and false values of its three fields under a right checksum; accepted ones read back equal."""
     refused = 0
     for seed in range(1500):
         generator = generator_of(seed)
@@ -167,7 +167,7 @@ def test_records_of_any_ranks_are_refused_in_a_sentence(record: bytes) -> None:
 
 
 def planted(path: Path, engine: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Have the newest commit say something else, with right digests, as a writer would have written it."""
+    """Change the newest commit, with right digests, as a writer would have written it."""
     opened = whole_engine(path, 0, engine)
     try:
         name = opened.newest().name
@@ -192,8 +192,8 @@ def _swap(values: dict[str, Any]) -> None:
         (put("ranks", 1, 1, to=1 << 40), r"ranks/1\.3.*: restore"),
         (put("ranks", 1, 0, to="ranks/1.99"), r"ranks/1\.99.*: restore"),
         (put("ranks", 1, 0, to="commits/3"), r"commits/3.*: restore"),
-        (put("folders", 2, to="/etc/rank-1"), "'/etc/rank-1' is no folder of rank 2.*: restore"),
-        (put("folders", to=[".", "rank-2", "rank-1"]), "'rank-2' is no folder of rank 1.*: restore"),
+        (put("folders", 2, to="/etc/rank-1"), "'/etc/rank-1' is not a folder of rank 2.*: restore"),
+        (put("folders", to=[".", "rank-2", "rank-1"]), "'rank-2' is not a folder of rank 1.*: restore"),
         (lambda values: values["ranks"].pop(), "it has 2 ranks, 3 folders and a sharding for 3.*: restore"),
         (without("sharding"), "it has 3 ranks and no sharding.*: restore"),
         (
@@ -206,7 +206,7 @@ def _swap(values: dict[str, Any]) -> None:
 def test_a_commit_whose_ranks_are_others_is_not_trained(
     tmp_path: Path, engine: str, change: Callable[..., None], words: str
 ) -> None:
-    """Nor read, nor divided: what is there stays as it is."""
+    """Nor read, nor divided: the store is unchanged."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     planted(path, engine, change)
@@ -223,7 +223,7 @@ def test_a_commit_whose_ranks_are_others_is_not_trained(
 
 @ENGINES
 def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path, engine: str) -> None:
-    """The tables of ranks would have other columns: nobody trains that or reads such rows."""
+    """The tables of ranks would have other columns: such rows are neither trained nor read."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     planted(path, engine, put("sharding", "tables", "word", to={"kind": "row_wise"}))
@@ -236,13 +236,13 @@ def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path
 
 
 def assert_refused(sentence: str, words: str) -> None:
-    """Assert that a message is one line that says what is wrong."""
+    """Assert that a message is one line with the expected words."""
     assert re.search(words, sentence), sentence
     assert "\n" not in sentence
 
 
 def blobs_of(path: Path) -> dict[str, bytes]:
-    """Return the files of a store but those that each opening for writing writes: locks, and the heads of engines."""
+    """Return the files of a store except those that each opening for writing changes: locks and engines' heads."""
     return {
         name: data for name, data in files_of(path).items()
         if not name.endswith((".lock", "HEAD")) and "heads" not in name
@@ -251,7 +251,7 @@ def blobs_of(path: Path) -> dict[str, bytes]:
 
 @ENGINES
 def test_a_list_of_another_moment_is_not_taken(tmp_path: Path, engine: str) -> None:
-    """Rank 1's list of a commit before, under the name that the newest commit has for its own."""
+    """Rank 1's list of a commit before, under the name in the newest commit."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine, retention=2) == [None] * 3
     record = newest_record(path)
@@ -276,7 +276,7 @@ def test_a_list_of_another_moment_is_not_taken(tmp_path: Path, engine: str) -> N
 
 
 def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Nothing is deleted in a folder that has none, or that of another store or another rank."""
+    """Nothing is deleted in a folder without a marker, or with another store's or rank's."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     folder, marker, id_ = path / "rank-1", path / "rank-1" / "store.json", store_id(path)
@@ -295,7 +295,7 @@ def test_markers_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
         if json_of(data) != whole:
             RankFolder(path, "rank-1", 1, id_).delete()
             assert (folder / "rows").exists()
-            with pytest.raises(NotAStoreError, match="is there already and is no rank of this store"):
+            with pytest.raises(NotAStoreError, match="exists and is not a rank of this store"):
                 RankFolder(path, "rank-1", 1, id_).make("lmdb")
             assert (folder / "rows").exists()
     for other in (RankFolder(path, "rank-1", 1, "ab" * 16), RankFolder(path, "rank-1", 2, id_)):
@@ -330,7 +330,7 @@ def test_a_marker_that_is_no_file_is_named(tmp_path: Path, what: str) -> None:
 
 
 def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhile(tmp_path: Path) -> None:
-    """Nothing of it stays, and nobody gets an error."""
+    """Nothing remains, and none of them raises an error."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     id_, ended = store_id(path), threading.Event()
@@ -365,7 +365,7 @@ def test_a_rank_is_deleted_by_several_at_once_and_whatever_is_made_there_meanwhi
 
 
 def json_of(data: bytes) -> Any:
-    """Return the value that bytes are, None where they are none."""
+    """Return the value of JSON bytes, None if they are not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Result, dict[str, Any]]]:
-    """What the loop of the case ends with in one process, and what it found on the way; each way is run once."""
+    """The result of the case's loop in one process, and its lookups; each variant runs once."""
     known: dict[tuple[str, bool], tuple[Result, dict[str, Any]]] = {}
 
     def trained(
@@ -103,7 +103,7 @@ def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
 def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, deal: str
 ) -> None:
-    """Some have none of a batch, or no batch any more: the whole is what all bring. Twice the same bits."""
+    """Some have no samples in a batch, or no more batches: the global batch is the union. Twice the same bits."""
     for turn in range(2 if deal == "uneven" else 1):
         found = ranks_pool.run(3, BODIES + "train", folder=str(place), deal=deal, sharding=mixed(3))
         assert_close(place, found[0], alone()[0])
@@ -122,7 +122,7 @@ def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
 def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, missing: str, size: int
 ) -> None:
-    """Keys of other sub-datasets and of none, whichever rank owns them; and read-only batches behind each pass."""
+    """Keys of other sub-datasets and unknown ones, whichever rank owns them; and read-only batches after each pass."""
     evaluates = missing == "load"
 
     found = ranks_pool.run(
@@ -145,7 +145,7 @@ def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
 
 
 def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_pool: RanksPool, place: Path) -> None:
-    """With table, key and batch; the batch does not count, and all go on with another."""
+    """With table, key and batch; the batch does not count, and all ranks continue with another one."""
     told = ranks_pool.run(3, BODIES + "missing_on_one_rank", folder=str(place))
 
     sentence = (
@@ -173,7 +173,7 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
 def test_a_rank_that_makes_other_batches_is_told_of_on_all(
     ranks_pool: RanksPool, place: Path, what: str, first: str, second: str
 ) -> None:
-    """A rank that does something else, or leaves by an error of its own: a sentence on each rank, and nobody waits."""
+    """A rank with another operation, or a foreign error: a message on each rank, and none hangs."""
     errors = ranks_pool.errors(2, BODIES + "misuse", folder=str(place), what=what)
 
     assert all(errors), errors
@@ -182,7 +182,7 @@ def test_a_rank_that_makes_other_batches_is_told_of_on_all(
 
 
 def test_batches_without_a_sample_are_empty_on_all_ranks(ranks_pool: RanksPool, place: Path) -> None:
-    """They count as batches; where all ranks have ended there is none."""
+    """They count as batches; when all ranks have ended there is none."""
     told = ranks_pool.run(2, BODIES + "nothing_at_all", folder=str(place))
 
     assert told == [[[0, 0.0, [0, 66]]] * 2 + [0, 2, 0, True, 2, True]] * 2
@@ -201,7 +201,7 @@ def test_weights_that_the_schema_does_not_know_or_that_are_not_given_are_those_o
 def test_a_training_by_raw_keys_goes_on_behind_a_commit_inside_a_pass(
     ranks_pool: RanksPool, place: Path, alone: Any, size: int
 ) -> None:
-    """On as many ranks with the bits of no stop, on more of them as one process; loaders begin where the pass says."""
+    """On as many ranks with the same bits, on more of them as one process; loaders start at the pass's position."""
     if size == 2:
         ranks_pool.run(2, BODIES + "train", folder=str(place))
         (place / "raw.tc").rename(place / "whole.tc")

@@ -1,4 +1,4 @@
-"""What a batch asks its owners for, and what it has them pool, against the slow definition."""
+"""A batch's requests to owners, for rows and for pooling, against the slow definition."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ GROUPS = group_tables(TABLES)
 
 
 def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owners:
-    """Build the owners of a pass on two ranks: ``cuts`` is where each table's second half begins."""
+    """Build the owners of a pass on two ranks: ``cuts`` are the starts of each table's second half."""
     group_of = {one.name: (group.index, i) for group in GROUPS for i, one in enumerate(group.tables)}
     bounds = np.array([[0, cut, count] for (cut,), count in zip(cuts, rows, strict=True)], dtype=np.int64)
     low, high = bounds[:, :2].copy(), bounds[:, 1:].copy()
@@ -53,7 +53,7 @@ def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owner
 
 
 def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:
-    """Decode a request and compare it with what was asked for."""
+    """Decode a request and compare it with the requested ids."""
     layout = ShardLayout(owners, GROUPS, rank, len(GROUPS))
     given_ids = {name: FeatureIds(np.array(some, np.int32), None, None) for name, some in ids.items()}
     request, renamed = RequestBuilder().request(layout, given_ids, {name: name for name in ids}, "a pass")
@@ -103,7 +103,7 @@ def test_a_request_asks_each_owner_for_each_of_its_rows_once(data: st.DataObject
 
 
 def test_a_pass_may_have_more_rows_than_an_int32_counts() -> None:
-    """A rank's group may not, but all ranks together: tables are numbered in several goes."""
+    """A rank's group may not, but all ranks together: tables are numbered in several batches."""
     rows = [2**31 - 1, 2**31 - 1, 1_500_000_000]
     cuts = [[2**30], [2**30], [700_000_000]]
     ids = {
@@ -123,7 +123,7 @@ def test_ids_of_no_feature_are_no_rows() -> None:
 
 @pytest.mark.parametrize("id_", [-1, 3, 2**31 - 1])
 def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
-    """The smallest entry that is wrong, in the words of a lookup."""
+    """The smallest wrong entry, in the words of a lookup."""
     layout = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), GROUPS, 0, len(GROUPS))
     ids = {"f": FeatureIds(np.array([0, 2, id_, id_], np.int32), None, None)}
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (-1, 3), (2, 2147483647)])
 def test_numbers_that_are_no_rows_are_named(low: int, high: int) -> None:
-    """With the rank that was asked, and what they are of."""
+    """With the rank that was asked, and the table."""
     said = str(out_of_bounds(2, np.array([low, high], np.int32), 5, "of a table"))
     assert f"rank 2 was asked for rows {low:,} to {high:,} of a table: start all" in said
 
@@ -162,7 +162,7 @@ def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None 
 def is_pooled(
     one: PoolableFeature, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True
 ) -> bool:
-    """Whether the only candidate is pooled."""
+    """Return True if the only candidate is pooled."""
     found = PoolingChoice().choose(
         [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test"
     )
@@ -177,12 +177,12 @@ def is_pooled(
 def test_a_feature_is_pooled_exactly_where_that_is_fewer_bytes(
     length: int | None, weighted: bool, owners: tuple[Destination, ...], item_bytes: int, trained: bool
 ) -> None:
-    """One more row that is unique decides."""
+    """One more unique row decides."""
     n, ids, times = 4, 32, 1 + trained
     words = ids * (1 + weighted) + (n if length is None else 0)
     pooled = 4 * words * len(owners) + times * n * 16 * item_bytes
     row = 4 * len(owners) + times * 16 * item_bytes
-    most = pooled // row  # so many unique rows are not more bytes than vectors
+    most = pooled // row  # this many unique rows are not more bytes than vectors
     assert 1 <= most < ids
     one = replace(RAGGED, length=length, weighted=weighted, owners=owners)
 
@@ -204,7 +204,7 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
 
 
 def test_a_wrong_id_is_named() -> None:
-    """As a lookup names it."""
+    """In the words of a lookup."""
     with pytest.raises(IndexError, match=r"feature 'f' has local id 1000 at entry 1 of the batch.* 0 to 999 in a test"):
         is_pooled(RAGGED, bags([3, 1000], [2]), 1)
 

@@ -1,4 +1,4 @@
-"""Other ranks, or another sharding, have the rows, the state, the rates and the place of the old ones."""
+"""Other ranks, or another sharding, get the rows, the state, the rates and the position of the old ones."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -59,7 +59,7 @@ def shardings(draw: st.DrawFn) -> ShardingPlan:
 
 
 def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
-    """Compare a shard with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
+    """Compare a shard with the rows of the oracle, key by key; returns its number of vector elements."""
     numbers = 0
     for shard in sharding.shard_tables(TABLES, rank):
         whole, hashes = WHOLE[shard.name], sharding.owned_hashes(shard.name, rank)
@@ -84,9 +84,9 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
 def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
 ) -> None:
-    """From any sharding to any other, at any commit: the bits of vectors and of what belongs to them."""
+    """From any sharding to any other, at any commit: the bits of vectors and of their state."""
     shards = old_shards(old, commits)
-    whole = one_store(TABLES, old, shards)  # which closes the shards when it goes
+    whole = one_store(TABLES, old, shards)  # closes the shards when collected
     cursor = shards[0].commit.cursor
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
@@ -139,7 +139,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
     tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
 ) -> None:
-    """One rank trains, others take its rows and bring them through a pass, one goes on: as if they never left it."""
+    """One rank trains, others take its rows through a pass, one continues: as if they had never left it."""
     case = one_case(order_seed=order_seed, shuffle=shuffle)
     passes = case.cut(tmp_path / "passes")
     path = tmp_path / "sharded"
@@ -172,7 +172,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
 
 @pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
 def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
-    """Passes are split at aligned samples, and the new shards continue them from the midst of an old one."""
+    """Passes are split at aligned samples, and the new shards continue from the middle of an old one."""
     case = one_case(shuffle=False)
     passes = case.cut(tmp_path / "passes")
     sharded(tmp_path / "sharded", case, passes, cursor)
@@ -193,7 +193,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
 
 
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
-    """Other passes, another order, too little room: a sentence with the numbers, and the store stands as it stood."""
+    """Other passes, another order, too little space: a message with the numbers, and the store is unchanged."""
     case = one_case(shuffle=True)
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 16))
@@ -244,7 +244,7 @@ def budgets_of(store: int) -> Budgets:
 
 
 def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
-    """Too little is refused with the numbers, and the shards stand as they stood; enough is enough."""
+    """Too little is refused with the numbers, and the shards are unchanged; enough is enough."""
     case = one_case()
     path = tmp_path / "sharded"
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
@@ -260,7 +260,7 @@ def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> 
 
 
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was doing; the old shards stand."""
+    """During any operation; the old shards are unchanged."""
     case = one_case()
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 0))
@@ -314,7 +314,7 @@ def test_folders_of_a_division_that_ended_early_go_with_the_next_opening(tmp_pat
 def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit of the new ranks stands, although a disk did not let what the old ones had be deleted."""
+    """The commit of the new ranks is valid, although a disk refused to delete the old ones' data."""
     path, disk = tmp_path / "s", tmp_path / "disk"
     assert train_shards(path, 3, 2, shard_dirs=[path, disk, disk]) == [None] * 3
 
@@ -332,7 +332,7 @@ def test_folders_of_old_ranks_that_stay_go_with_the_next_opening(
 
 
 def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
-    """Whatever they were called; one that cannot be printed is refused before anything is made."""
+    """For folders of any name; one that cannot be printed is refused before anything is made."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 1, shard_dirs=[path, tmp_path / "x" / ".." / "disk"]) == [None] * 2
     check_shards(path, Cursor(0))
@@ -342,11 +342,11 @@ def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-# -- what other ranks take over beside rows, and what is known of it before -------------------------------------
+# -- what other ranks inherit besides rows, and predictions of it ------------------------------------------------
 
 
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
-    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
+    """A table cut into columns was a separate group; if its rate differs, it cannot join the others."""
     alike = tuple(table(name, 4, tc.optim.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
     row = TableSharding("row_wise")
     old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
@@ -366,7 +366,7 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
 
 
 def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
-    """As many as it gets, or up to four standard deviations more."""
+    """Exactly, or up to four standard deviations more."""
     old, new = sharding_on(3), sharding_on(4, 1)
     shards = old_shards(old, 5)
     known = expected(shards[0].commit.cursor)

@@ -1,4 +1,4 @@
-"""Rows are on the device of the ranks, beside what process groups need there."""
+"""Rows are on the ranks' device, together with the memory of process groups."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ log: list[str] = []
 
 
 class Noting:
-    """A communicator alone on GPU 1 that notes what it is asked for."""
+    """A communicator alone on GPU 1 that records its calls."""
 
     def __init__(self, device: str) -> None:
         self._alone, self._closed = LocalCommunicator(torch.device("cuda:1")), False
@@ -41,7 +41,7 @@ class Noting:
 
 @pytest.fixture(autouse=True)
 def gpu_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend of the CPU stands in for the GPU."""
+    """Use a backend of the CPU in place of the GPU."""
     log.clear()
 
     def open_backend(device: str, _: Any) -> CpuBackend:
@@ -91,7 +91,7 @@ def test_a_budget_that_passes_exceed_is_refused_before_anything_is_made_of_the_s
 
 
 def test_a_rank_with_an_error_in_its_loop_leaves_before_anything_waits(tmp_path: Path) -> None:
-    """Closing would wait for what the other ranks will never do."""
+    """Closing would wait forever for the other ranks."""
 
     def train() -> None:
         with opened(tmp_path):

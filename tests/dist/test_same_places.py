@@ -1,4 +1,4 @@
-"""Ranks that were given different folders, or other options that must agree, are refused before anything is made."""
+"""Ranks with different folders, or with other options that must agree, are refused before anything is made."""
 
 import os
 from contextlib import chdir
@@ -21,7 +21,7 @@ END = ": give all ranks the same, then start them again"
 
 
 def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -> None:
-    """Open a store as each rank asks, in the working directory that it has."""
+    """Open a store with each rank's options, in its working directory."""
     mine = by_rank[ranks.rank]
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with chdir(mine.pop("cwd", folder)):
@@ -52,7 +52,7 @@ def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -
 def test_ranks_with_different_folders_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, one: dict[str, Any], other: dict[str, Any], words: str
 ) -> None:
-    """On all ranks in the same words, and nothing is made; paths that differ are told whole."""
+    """On all ranks with the same message, and nothing is made; differing paths are shown in full."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("a")
@@ -103,7 +103,7 @@ def test_paths_that_lead_to_one_folder_are_the_same(
 
 
 def test_ranks_train_one_store_by_different_paths(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """One of them by a link: what is left opens by both."""
+    """One of them by a link: the result opens by both."""
     (tmp_path / "link").symlink_to(tmp_path)
     CASES["one"].cut(tmp_path / "passes")
     asked = [{"store": str(tmp_path / "model.tc")}, {"store": str(tmp_path / "link" / "model.tc")}]

@@ -1,4 +1,4 @@
-"""Shares of a dataset: every row, or slice of its columns, has one owner, and every rank knows where."""
+"""Shares of a dataset: every row, or slice of its columns, has one owner, and every rank knows it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +109,7 @@ KEYS = st.sets(st.integers(-(2**63), 2**63 - 1), max_size=30)
 @settings(max_examples=60, deadline=None)
 @given(sharding=shardings(), sets=st.lists(KEYS, min_size=4, max_size=4))
 def test_every_column_of_every_row_has_one_owner(sharding: ShardingPlan, sets: list[set[int]]) -> None:
-    """Whatever tables, keys, sharding and number of ranks; and stands where its owner keeps it."""
+    """Whatever tables, keys, sharding and number of ranks; and at its position in the owner's layout."""
     tables = tuple(sorted(CASE.tables, key=lambda one: one.table_id))
     keys = {}
     for one, some in zip(tables, sets, strict=True):
@@ -121,7 +121,7 @@ def test_every_column_of_every_row_has_one_owner(sharding: ShardingPlan, sets: l
 @settings(max_examples=25, deadline=None)
 @given(sharding=shardings())
 def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: ShardingPlan) -> None:
-    """Keys and counts of each rank are those of its owned local ids, and its layout is the one that owners tell."""
+    """Keys and counts of each rank match its owned local ids, and its layout the owners' table."""
     shares = [ShardView(passes, sharding, rank) for rank in range(sharding.num_ranks)]
     layouts = [RowOffsets.of(share, group_tables(share.tables)) for share in shares]
     for p, one in enumerate(passes.passes):
@@ -143,7 +143,7 @@ def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: S
 
 
 def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
-    """Sharding and rank decide the digest of the share, and the dataset its own; a rank that is not there has none."""
+    """Sharding and rank decide the digest of the share, and the dataset its own; an invalid rank has none."""
     share = ShardView(passes, MIXED, 2)
     assert share.share == ShardView(passes, ShardingPlan.from_record(MIXED.to_record()), 2).share
     assert share.share not in {ShardView(passes, *other).share for other in ((ONE_RANK, 2), (MIXED, 1))}
@@ -178,7 +178,7 @@ def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
 def test_a_cache_walks_the_passes_of_a_share(
     tmp_path: Path, passes: tc.PassDataset, sharding: ShardingPlan, engine: str
 ) -> None:
-    """Where the rank owns some tables, slices, or nothing at all; through commits inside passes and a reopening."""
+    """With some tables, slices, or nothing at all; through commits inside passes and a reopening."""
     for rank in range(sharding.num_ranks if engine == "memory" else 1):
         share = ShardView(passes, sharding, rank)
         path = None if engine == "memory" else tmp_path / str(rank)
@@ -290,5 +290,5 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
         tier.activate(assignments)
         tier.write_streams(0, assignments, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
-    np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does
+    np.testing.assert_array_equal(streams[0], streams[1])  # its first column is the whole one's
     assert not np.isin(streams[0], streams[2]).any()

@@ -54,13 +54,13 @@ assert done == [None] * num_ranks, done
 
 
 def go_on(path: Path, num_ranks: int, commits: int = 0) -> None:
-    """Train so many commits in another process, or, 0, divide the store among so many ranks."""
+    """Train ``commits`` commits in another process, or, if 0, divide the store among ``num_ranks`` ranks."""
     command = [sys.executable, "-c", GO_ON, str(path), str(num_ranks), str(commits)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
-    """Repeated, in any order, of every sharding; keys without a row as asked for."""
+    """Repeated, in any order, of every sharding; keys without a row as requested."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 5) == [None] * 3
     with Store.open(path, mode="r") as store:
@@ -109,7 +109,7 @@ def test_the_class_opens_a_store_of_several_ranks_whatever_module_it_comes_from(
 
 
 def hooked(patch: pytest.MonkeyPatch, where: str, call: Callable[[], None]) -> None:
-    """Have something done by whatever opens a store: at its folder, before its lease, or before its other ranks."""
+    """Call a function whenever a store opens: at its folder, before its lease, or before its other ranks."""
     of, name = {
         "folder": (StoreDirectory, "find"), "lease": (Lease, "take"), "ranks": (store_module, "open_ranks"),
     }[where]  # fmt: skip
@@ -129,7 +129,7 @@ def hooked(patch: pytest.MonkeyPatch, where: str, call: Callable[[], None]) -> N
 def test_a_reader_stands_at_one_commit_if_a_training_goes_on_while_it_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str, commits: int
 ) -> None:
-    """Commits, or another number of ranks, may take away what it began to open: it begins anew."""
+    """Commits, or another number of ranks, may remove the commit that it is opening: it starts over."""
     path, times = tmp_path / "s", [0]
     assert train_shards(path, 2, 4, engine=engine) == [None] * 2
 
@@ -155,7 +155,7 @@ def test_a_reader_stands_at_one_commit_if_a_training_goes_on_while_it_opens(
 def test_a_reader_opens_while_a_store_gets_several_ranks_or_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, where: str
 ) -> None:
-    """What it began to open went away meanwhile: it opens what there is now."""
+    """The store that it was opening went away: it opens the current one."""
     path, changing, to = tmp_path / "s", list[bool](), [1]
     assert train_shards(path, 2, 4, engine=engine) == [None] * 2
 
@@ -196,7 +196,7 @@ def test_a_store_of_one_rank_is_read_on_while_it_gets_several(tmp_path: Path, en
 def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """It stands at the newest that it leased, at once, with the older ones that are still there."""
+    """It is at the newest that it leased, with the older ones that still exist."""
     path, times = tmp_path / "s", [0]
     assert train_shards(path, 2, 6, engine=engine, retention=4) == [None] * 2
 
@@ -224,7 +224,7 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     ],
 )
 def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path, name: str, words: str) -> None:
-    """The newest is read, and each older one that is whole; the damaged one, verification and writers say what is."""
+    """The newest is read, and each older one that is whole; the damaged one, verification and writers report it."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr", retention=3) == [None] * 2
     (path / "rank-1" / name).unlink()
@@ -251,7 +251,7 @@ def state_of_rank(path: Path, rank: int, commit: int) -> bytes:
 
 
 def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
-    """Fewer ranks have all rows now: what was open reads no more of the others, and says why."""
+    """Fewer ranks have all rows now: an open reader cannot read the others any more, and says why."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
     keys = np.array([*expected(Cursor(2))["item"]])
@@ -266,7 +266,7 @@ def test_a_reader_of_ranks_that_went_away_is_told_so(tmp_path: Path) -> None:
 
 
 def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> None:
-    """What ranks left before their first commit is nothing to go on with."""
+    """Ranks' leftovers before their first commit are ignored."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 0) == [None] * 2
     with Store.open(path, mode="r") as store:
@@ -281,7 +281,7 @@ def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> 
 
 
 def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
-    """Also where one process has all of them open; what did not fit changes no rank."""
+    """Also if one process has all of them open; a failed write changes no rank."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 5, engine="zarr") == [None] * 3
     with Store.open(path, store_budget=1) as store:
@@ -296,7 +296,7 @@ def test_a_budget_of_blocks_binds_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("commits", [0, 3])
 def test_tables_may_be_given_as_an_iterator(tmp_path: Path, commits: int) -> None:
-    """Of a store of several ranks, too."""
+    """It also holds for a store of several ranks."""
     path = tmp_path / "s"
     assert train_shards(path, 2, commits) == [None] * 2
     with Store.open(path, tables=iter(TABLES)) as store:
@@ -314,7 +314,7 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
         other.touch()
     assert meet(1, lambda ranks: divide_anew(path, ranks, ShardingPlan.of_one(TABLES))) == [None]
     assert not (path / "rank-1").exists()
-    assert "rank-2 is there already and is no rank of this store: give shard_dirs= that are free" in sentences(
+    assert "rank-2 exists and is not a rank of this store: give shard_dirs= that are free" in sentences(
         meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
     )
     check_shards(path, Cursor(2))

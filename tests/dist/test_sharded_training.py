@@ -32,7 +32,7 @@ def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps
 def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:
-    """Which is the store itself: batches look rows up where they are."""
+    """That is the store itself: batches look up rows in place."""
     found = on_ranks(ranks_pool, 1, tmp_path, "bags", shard_dirs=[str(tmp_path / "model.tc")])
 
     assert_form(tmp_path / "model.tc", 1, "lmdb")
@@ -76,7 +76,7 @@ def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, m
 def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, kind: str
 ) -> None:
-    """On the shim: the training thread queues what brings rows and pooled vectors, micro-batch behind micro-batch."""
+    """On the shim: the training thread queues transfers of rows and pooled vectors, one micro-batch after another."""
     options = {"queued": True, "micro_batches": 3, "steps": 4, "sharding": sharded("bags", kind)}
     found = on_ranks(ranks_pool, 2, tmp_path, "bags", **options)
 
@@ -87,7 +87,7 @@ def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
 def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
     ranks_pool: RanksPool, tmp_path: Path, queued: bool
 ) -> None:
-    """By default: on a thread and a communicator of their own. The training thread brings rows, by another one."""
+    """By default: on a separate thread and communicator. The training thread transfers rows, by another one."""
     for told in on_ranks(ranks_pool, 2, tmp_path, body="asked_ahead", queued=queued):
         assert {event for event in told if event.startswith("input")} == {
             "input exchange_splits tiercache-input", "input all_to_all tiercache-input"
@@ -99,7 +99,7 @@ def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_a_gpu_has_the_host_wait_for_nothing(ranks_pool: RanksPool, tmp_path: Path, kind: str) -> None:
-    """Forward, backward and step: what the exchange reads from the device it would have to wait for."""
+    """Forward, backward and step: the exchange must not read from the device, which would wait."""
     assert on_ranks(ranks_pool, 2, tmp_path, "bags", "waits", sharding=sharded("bags", kind)) == [[], []]
 
 
@@ -118,8 +118,7 @@ def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
 
     The simple schedule does one thing after the other.
 
-    By another thread they would come before the model's own collectives on one rank, and behind them on the next: each
-    would wait for the other.
+    From another thread they might precede the model's collectives on one rank and follow them on the next: a deadlock.
     """
     told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped", schedule=schedule, queued=queued)
 
@@ -130,7 +129,7 @@ def test_the_rows_of_the_next_micro_batch_come_while_one_is_in_the_dense_part(
 def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
     ranks_pool: RanksPool, tmp_path: Path, schedule: str, order: list[str]
 ) -> None:
-    """Or behind it, by the order of events."""
+    """Or after it, by the order of events."""
     told = on_ranks(ranks_pool, 2, tmp_path, body="overlapped_evaluation", schedule=schedule)
 
     assert told[0] == told[1] == order
@@ -140,7 +139,7 @@ def test_rows_of_an_evaluation_come_while_the_batch_before_is_looked_at(
 def test_micro_batches_that_are_resumed_in_the_next_pass_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, queued: bool
 ) -> None:
-    """Also one that was asked for in their own pass, and brought later: its numbers mean other rows now."""
+    """Also one that was requested in its pass and delivered later: its numbers mean other rows now."""
     told = on_ranks(ranks_pool, 2, tmp_path, body="resumed_late", queued=queued)
 
     assert all("which has ended: use batches inside their own loop" in one for one in told)
@@ -148,7 +147,7 @@ def test_micro_batches_that_are_resumed_in_the_next_pass_are_refused(
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
-    """Left in the midst of a pass, behind a commit there or not."""
+    """Left in the middle of a pass, after a commit there or not."""
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole", "bags")
 
     on_ranks(ranks_pool, 2, tmp_path / "left", "bags", "train_and_stop", passes=5, batches=2, within=within)
@@ -160,7 +159,7 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
 
 
 def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """By rank 0 for all ranks, but for their random generators, and for what is each rank's own."""
+    """By rank 0 for all ranks, except random generators and per-rank state."""
     on_ranks(ranks_pool, 3, tmp_path, "bags", epochs=1)
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.ranks)
@@ -190,7 +189,7 @@ def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None
 
 
 def test_tensors_of_any_layout_are_kept_once() -> None:
-    """Sparse ones and views, too, where they are the same on all ranks."""
+    """Sparse ones and views, too, if they are the same on all ranks."""
 
     def body(ranks: Any) -> list[str]:
         dense = DenseState(CpuBackend())
@@ -209,7 +208,7 @@ def test_tensors_of_any_layout_are_kept_once() -> None:
 
 
 class Counter:
-    """Something of the user's own, which each rank may count by itself."""
+    """A user's object that may differ between ranks."""
 
     def state_dict(self) -> dict[str, int]:
         """Return a number."""
@@ -299,7 +298,7 @@ def test_a_compacted_store_goes_on_where_it_stood(
 def test_a_plain_store_is_sharded_and_made_plain_again(
     ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, ...], engine: str, within: bool
 ) -> None:
-    """By whoever goes on with it: commits are counted on, and nothing of the one is left beside the other."""
+    """On resuming; commits are counted on, and no leftovers of either form remain."""
     path, ids = tmp_path / "model.tc", [-1]
     for turn, size in enumerate(sizes[:-1]):
         on_ranks(
@@ -346,7 +345,7 @@ def test_groups_have_the_compression_of_their_own_tables(rank: int) -> None:
 
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_path: Path, epochs: int) -> None:
-    """Which whoever made it asked for, and the dataset does not: with a commit or without."""
+    """The store's creator chose it, the dataset does not: with a commit or without."""
     passes, path = CASES["one"].cut(tmp_path / "passes"), tmp_path / "model.tc"
     tc.Store.open(path, tables=[replace(table, compression="zstd") for table in passes.tables]).close()
     if epochs:
@@ -373,7 +372,7 @@ FILES = {
 
 
 def assert_form(path: Path, size: int, engine: str, disk: Path | None = None) -> None:
-    """Assert that rank 0 has a store of so many ranks, the others folders in it or on a disk, and nothing beside."""
+    """Assert that a store has ``size`` ranks, with folders in it or on a disk, and no leftovers."""
     assert tc.store.info(path).get("ranks", 1) == size
     folders = [path, *((disk or path) / f"rank-{rank}" for rank in range(1, size))]
     for rank, folder in enumerate(folders):
@@ -413,7 +412,7 @@ def test_rows_from_outside_are_trained_by_several_ranks(ranks_pool: RanksPool, t
 def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, int], within: bool
 ) -> None:
-    """Split at aligned samples from where it stands, inside a pass or not: the same batches, and so the same end."""
+    """Split at aligned samples from its position, inside a pass or not: the same batches, and so the same end."""
     whole = CASES["short"].cut(tmp_path / "whole")
     on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", passes=5, batches=1, within=within)
     (tmp_path / "passes").rename(tmp_path / "old")
@@ -429,7 +428,7 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
 
 
 def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Twice in a row, and once more before the first batch of a training that goes on inside a pass."""
+    """Twice in a row, and once more before the first batch of a training resumed inside a pass."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
     told = on_ranks(ranks_pool, 2, tmp_path / "twice", body="commit_twice")
@@ -442,7 +441,7 @@ def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: 
 def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
     ranks_pool: RanksPool, tmp_path: Path, what: str
 ) -> None:
-    """What the other one had prepared is dropped; what both had is published, or was; and no step is lost."""
+    """The other's prepared commit is dropped; a common one is published; and no step is lost."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
     told = on_ranks(ranks_pool, 2, tmp_path / "failed", body="go_on_after_a_failure", what=what)
@@ -453,7 +452,7 @@ def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_caches_of_ranks_that_are_garbage_let_others_train(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
-    """Their stores close themselves, with the locks of all ranks; what was not committed is trained again."""
+    """Their stores close themselves, with the locks of all ranks; uncommitted passes are trained again."""
     on_ranks(ranks_pool, 2, tmp_path / "whole")
 
     on_ranks(ranks_pool, 2, tmp_path / "left", body="leave_and_train", engine=engine)

@@ -41,7 +41,7 @@ USUAL = {
 
 
 def test_fifteen_columns_on_eight_ranks_are_seven_slices_of_two_and_one_of_one() -> None:
-    """Every slice has a column, wider ones stand first, and more slices than columns are refused."""
+    """Every slice has a column, wider ones come first, and more slices than columns are refused."""
     assert slice_widths(15, 8) == (2, 2, 2, 2, 2, 2, 2, 1)
     assert [part.last - part.first for part in sliced(15, range(8)).slices] == [2, 2, 2, 2, 2, 2, 2, 1]
     assert slice_widths(3, 3) == (1, 1, 1)
@@ -105,7 +105,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 4]]}}}, "it has 2 or more slices"),
         (
             {"tables": {"a": {"kind": "table_wise", "slices": [[0, 4]]}}},
-            "each is \\[rank, first column, column behind\\]",
+            "each is \\[rank, first column, end column\\]",
         ),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 0, 4.0]]}}}, "each is \\[rank"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[3, 0, 4]]}}}, "names rank 3: there are 3 ranks"),
@@ -117,7 +117,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
     ],
 )
 def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
-    """With a sentence that names the table."""
+    """With a message that names the table."""
     ShardingPlan.from_record(USUAL)
     with pytest.raises(ValueError, match=words):
         ShardingPlan.from_record({**USUAL, **change} if isinstance(change, dict) else change)
@@ -148,7 +148,7 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(JSON | st.fixed_dictionaries({"num_ranks": st.integers(1, 3), "tables": st.dictionaries(st.just("a"), JSON)}))
 def test_any_record_is_read_or_refused(record: Any) -> None:
-    """Nothing else is raised, and what is read has a record that says the same."""
+    """No other error is raised, and an accepted record is equal when written again."""
     try:
         sharding = ShardingPlan.from_record(record)
     except ValueError:
@@ -157,7 +157,7 @@ def test_any_record_is_read_or_refused(record: Any) -> None:
 
 
 def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
-    """It says which."""
+    """The error names the table."""
     sharding = ShardingPlan(2, {"a": sliced(4, [0, 1])})
     sharding.check([table("a", 4)])
     with pytest.raises(ValueError, match="differ in b"):
@@ -166,13 +166,13 @@ def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
         sharding.check([table("a", 5)])
 
 
-# -- what users say of where tables stand --------------------------------------------------------------------
+# -- users' requests for shardings ---------------------------------------------------------------------------
 
 OPEN = "tests.dist.test_sharding:chosen"
 
 
 def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any) -> dict[str, str]:
-    """Open a store as each rank asks, and return the kind of each table."""
+    """Open a store with each rank's request, and return the kind of each table."""
     one = asked[ranks.rank % len(asked)]
     if isinstance(one, dict) and "rules" in one:
         costs = tc.CostModel(**one.pop("costs", {}))
@@ -206,7 +206,7 @@ def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
 def test_ranks_that_ask_for_different_shardings_are_refused(
     ranks_pool: RanksPool, tmp_path: Path, asked: list[Any], words: str
 ) -> None:
-    """What each asks for is compared, and not what comes of it; nothing is made."""
+    """The requests are compared, not the resulting shardings; nothing is made."""
     ONE.cut(tmp_path / "passes")
 
     errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=asked)
@@ -219,7 +219,7 @@ def test_ranks_that_ask_for_different_shardings_are_refused(
 
 
 def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Of the bytes of a table's rows in its largest pass; equal rules on all ranks go on."""
+    """By the bytes of a table's rows in its largest pass; equal rules on all ranks are accepted."""
     passes = ONE.cut(tmp_path / "passes")
     size = max(one.rows("users") for one in passes) * ONE.tables[0].row_bytes
     rules: dict[str, Any] = {"strategy": "basic", "kinds": {"items": "table_wise"}}
@@ -237,7 +237,7 @@ def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path
 
 
 def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Where every piece from another rank costs much, tables stand on one rank whole."""
+    """If every piece from another rank is expensive, tables stay whole on one rank."""
     ONE.cut(tmp_path / "passes")
     for seconds, kind in ((1e-6, "row_wise"), (1.0, "table_wise")):
         asked = {"rules": {}, "costs": {"piece_seconds": seconds}}
@@ -245,7 +245,7 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
 
 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
-    """Where the costs say nothing of them."""
+    """Unless the costs set their size."""
     schema = tc.Schema(tables=(table("t", 64),), features=(tc.Feature(name="f", table="t"),))
     passes = write_dataset(tmp_path, schema, [RawBatch.of(schema, {"f": np.arange(4096) % 500})])
     rules = [
@@ -261,8 +261,8 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
     ("rules", "words"),
     [
         ({"strategy": "best"}, "the strategy of sharding is 'best': it must be one of 'auto', 'basic'"),
-        ({"row_threshold": "much"}, "row_threshold of the sharding rules: 'much' is no size"),
-        ({"column_threshold": 0}, "column_threshold of the sharding rules: 0 is no size"),
+        ({"row_threshold": "much"}, "row_threshold of the sharding rules: invalid size 'much'"),
+        ({"column_threshold": 0}, "column_threshold of the sharding rules: invalid size 0"),
         (
             {"replicate_threshold": "2MiB", "row_threshold": "1MiB"},
             "replicate_threshold is 2 MiB and row_threshold 1 MiB: they must not fall from replicate_threshold to",
@@ -285,7 +285,7 @@ def test_costs_are_numbers_above_0(number: Any) -> None:
 
 
 def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """On every rank, with what it may be; also kinds and tables that there are not, in rules."""
+    """On every rank, with what it may be; also unknown kinds and tables in rules."""
     ONE.cut(tmp_path / "passes")
     for asked, words in (
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),

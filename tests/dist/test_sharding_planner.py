@@ -56,7 +56,7 @@ def owned_bytes(sharding: ShardingPlan, tables: list[tc.Table], table_stats: dic
 def test_every_strategy_shards_every_column_once(
     given_sizes: list[tuple[int, int]], num_ranks: int, strategy: str, thresholds: Any, asked: list[str | None]
 ) -> None:
-    """Of any tables on any number of ranks; the same again for the same, and the kinds asked for where they can be."""
+    """For any tables on any number of ranks; deterministic, with the requested kinds if possible."""
     tables, table_stats = sizes(given_sizes)
     kinds = {one.name: kind for one, kind in zip(tables, asked, strict=False) if kind is not None}
     sharding = plan_sharding(tables, table_stats, num_ranks, strategy=strategy, kinds=kinds, **thresholds)
@@ -141,7 +141,7 @@ def test_by_cost_fewer_tables_than_ranks_keep_all_ranks_at_work(num_ranks: int) 
 
 
 def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
-    """A table that is asked for little costs less where few ranks answer for it; tiny ones are spread over ranks."""
+    """A rarely used table costs less on few ranks; tiny ones are spread over ranks."""
     tables, table_stats = sizes([(1_000_000, 64)] * 2 + [(2, 4)] * 40)
     sharding = plan_sharding(tables, table_stats, 4)
     assert [sharding.tables[f"t{i}"].kind for i in range(2)] == ["row_wise", "row_wise"]
@@ -150,13 +150,13 @@ def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
 
 
 def test_by_cost_a_wide_table_of_few_rows_is_cut_into_columns() -> None:
-    """A single row that all ranks ask for has one owner by hash; its columns can have all ranks."""
+    """A single row that all ranks use has one owner by hash; its columns can be on all ranks."""
     tables, table_stats = sizes([(1, 65_536)])
     assert plan_sharding(tables, table_stats, 4).tables["t0"].kind == "column_wise"
 
 
 def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
-    """Rows are sent once a step in place of once a batch."""
+    """Rows are sent once a step instead of once a batch."""
     tables = [table("t0", 64, SGD)]
     table_stats = {"t0": TableStats(rows=2000, samples=1_000_000, hotness=10.0)}
     assert plan_sharding(tables, table_stats, 2).tables["t0"].kind == "row_wise"
@@ -190,7 +190,7 @@ def test_unique_ids_are_those_of_drawing_with_the_keys_shares(counts: list[int],
 
 
 def test_statistics_of_key_sets_alone_are_those_of_the_samples_that_their_keys_make(tmp_path: Path) -> None:
-    """Where keys were given as often as they occur; where each was given once, as many samples as it takes."""
+    """If keys were given as often as they occur; if each was given once, the least number of samples that have them."""
     tables = (table("a", 4), table("b", 4))
     features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="multi_hot", length=3))
     schema = tc.Schema(tables=tables, features=features)

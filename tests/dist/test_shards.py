@@ -46,18 +46,18 @@ def folders(path: Path) -> set[str]:
 
 
 def rank_folders(num_ranks: int) -> set[str]:
-    """Return the folders that so many ranks have beside that of the store itself."""
+    """Return the folders of ``num_ranks`` ranks in the store's folder."""
     return {f"rank-{rank}" for rank in range(1, num_ranks)}
 
 
 def stored(path: Path) -> list[set[str]]:
-    """Return the blobs of each rank by name, once what no commit names is dropped."""
+    """Return the blobs of each rank by name, once uncommitted ones are dropped."""
     with Store.open(path) as store:
         return [{*rank._opened.engine.list()} for rank in store.ranks or (store,)]
 
 
 def lists_of(path: Path, rank: int, engine: str) -> set[str]:
-    """Return which lists a rank above 0 has durably, as commits name them."""
+    """Return the durable lists of a rank above 0, by their names in commits."""
     whole = open_folder(path / f"rank-{rank}", TABLES, engine, "r", None, create=False)
     try:
         return {name.split("-")[0] for name in whole.engine.list() if name.startswith("ranks/")}
@@ -71,17 +71,17 @@ def full() -> StoreFullError:
 
 
 def divided(path: Path) -> Any:
-    """Return what a rank does that begins to divide a store anew."""
+    """Return a body that begins to divide a store again."""
     return lambda ranks: ShardWriter.divide(path, TABLES, rows_of(ranks.size), ranks).close()
 
 
 def rows_of(num_ranks: int) -> ShardingPlan:
-    """Return a sharding of so many ranks, however many columns tables have."""
+    """Return a sharding over ``num_ranks`` ranks for tables of any width."""
     return ShardingPlan(num_ranks, {table.name: sharding_on(1).tables["item"] for table in TABLES})
 
 
 def digest(path: Path) -> str:
-    """Return the digest of the newest commit, which stands for all that its ranks have."""
+    """Return the digest of the newest commit, which covers all its ranks."""
     with Store.open(path, mode="r") as store:
         return store.commit.digest
 
@@ -109,7 +109,7 @@ def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num
 @ENGINES
 @pytest.mark.parametrize("ahead", [[0], [1], [0, 1], [2], [0, 1, 2]])
 def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path, ahead: list[int], engine: str) -> None:
-    """Whichever of them did, even all: the commit before stands, and nothing of the next one stays."""
+    """For any of them, even all: the previous commit is valid, and nothing of the next one remains."""
     path = tmp_path / "s"
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     before, blobs = digest(path), stored(path)
@@ -149,7 +149,7 @@ def test_ranks_keep_as_many_commits_as_asked_for(tmp_path: Path, engine: str) ->
 
 @ENGINES
 def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, engine: str) -> None:
-    """Compactions of one rank are no commit of the store; those of all ranks are."""
+    """A compaction of one rank is not a commit of the store; one of all ranks is."""
     path = tmp_path / "s"
 
     def alone(ranks: Any) -> list[int]:
@@ -190,7 +190,7 @@ def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, eng
 
 
 def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> None:
-    """Another cursor on one rank and a commit that was not prepared are told on every rank, and change nothing."""
+    """Another cursor on one rank, or an unprepared commit, is an error on every rank, and changes nothing."""
     path = tmp_path / "s"
 
     def other(ranks: Any) -> None:
@@ -248,7 +248,7 @@ def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> No
 def test_a_publication_that_found_no_room_may_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, step: str
 ) -> None:
-    """Every rank raises an error, and the commit before stands."""
+    """Every rank raises an error, and the previous commit is valid."""
     path, is_full = tmp_path / "s", [False]
     plain = getattr(CommitWriter, f"_{step}")
 
@@ -285,7 +285,7 @@ def test_a_publication_that_found_no_room_may_be_made_again(
 def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, which: int
 ) -> None:
-    """What the others prepared is dropped when they meet, and all make it again."""
+    """The others drop their prepared commits at the next meeting, and all make it again."""
     path, is_full = tmp_path / "s", [False]
     plain = RankWriter._advance
 
@@ -326,7 +326,7 @@ def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
 def test_a_commit_that_not_all_ranks_heard_of_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[int], engine: str
 ) -> None:
-    """It was published: those that go on meet at it, and those that open the store again find it."""
+    """It was published: surviving ranks meet at it, and a new opening finds it."""
     path = tmp_path / "s"
     plain, deaf = RankWriter.take, [False]
 
@@ -376,14 +376,14 @@ def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, secon
     path = tmp_path / "s"
     assert train_shards(path, first, 0) == [None] * first
     assert folders(path) == rank_folders(first)
-    for name in ("rank-7", "rank-x"):  # somebody else's
+    for name in ("rank-7", "rank-x"):  # foreign folders
         (path / name).mkdir()
         (path / name / "notes.txt").touch()
     assert train_shards(path, second, 2) == [None] * second
     check_shards(path, Cursor(1))
     assert folders(path) == rank_folders(second) | {"rank-7", "rank-x"}
     assert (path / "rank-7" / "notes.txt").exists()
-    with pytest.raises(NotAStoreError, match=r"rank-7 is there already and is no rank of this store: give shard_dirs="):
+    with pytest.raises(NotAStoreError, match=r"rank-7 exists and is not a rank of this store: give shard_dirs="):
         raise next(error for error in meet(8, divided(path)) if not isinstance(error, RankError))
     assert (path / "rank-7" / "notes.txt").exists()
     check_shards(path, Cursor(1))
@@ -395,7 +395,7 @@ def test_a_rank_that_is_missing_is_not_made_anew(tmp_path: Path) -> None:
     assert train_shards(path, 2, 4) == [None] * 2
     (path / "rank-1").rename(tmp_path / "away")
     for mode in ("r", "a"):
-        with pytest.raises(StoreMissingError, match=r"rank 1 of the store at .* is missing: there is no folder"):
+        with pytest.raises(StoreMissingError, match=r"rank 1 of the store at .* is missing: .* does not exist"):
             Store.open(path, mode=mode)
     assert isinstance(train_shards(path, 2, 1)[1], StoreMissingError)
     assert not (path / "rank-1").exists()
@@ -404,7 +404,7 @@ def test_a_rank_that_is_missing_is_not_made_anew(tmp_path: Path) -> None:
 
 
 def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
-    """For people who look."""
+    """For people who look at the files."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     whole, one = (json.loads((folder / "store.json").read_text()) for folder in (path, path / "rank-1"))
@@ -416,7 +416,7 @@ def test_the_marker_of_a_rank_is_plain_json(tmp_path: Path) -> None:
 
 
 def test_ranks_that_lack_a_commit_are_not_trained(tmp_path: Path) -> None:
-    """Another one of them may have it: the list of the commit that stands was deleted."""
+    """Another one of them may have it: the current commit's list was deleted."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
     whole = open_folder(path / "rank-1", TABLES, "zarr", "a", None, create=False)
@@ -429,7 +429,7 @@ def test_ranks_that_lack_a_commit_are_not_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the store", "on a disk"])
 def test_a_folder_by_another_name_is_the_same_folder(tmp_path: Path, inside: bool) -> None:
-    """Its rows are neither deleted as what old ranks left, nor by a division that is not published."""
+    """Its rows are neither deleted as old ranks' leftovers, nor by a division that is not published."""
     path, disk, link = tmp_path / "s", tmp_path / "disk", tmp_path / "link"
     disk = path if inside else disk
     link.symlink_to(disk)

@@ -1,4 +1,4 @@
-"""One error message for each thing about the ranks of a store that does not belong together."""
+"""One error message for each mismatch among the ranks of a store."""
 
 import json
 import re
@@ -44,7 +44,7 @@ ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 
 
 def replace_in(marker: Path, **values: object) -> None:
-    """Have a marker say something else."""
+    """Change values in a marker."""
     marker.write_text(json.dumps(json.loads(marker.read_text()) | values))
 
 
@@ -108,15 +108,15 @@ def damage(path: Path, what: str, engine: str) -> None:
         (
             "missing",
             StoreMissingError,
-            "rank 1 of the store at .* is missing: there is no folder .*/rank-1: restore it from a copy, move it back, "
+            "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy, move it back, "
             "or train with shard_dirs=",
         ),
-        ("a file", StoreMissingError, "rank 1 of .* is missing: there is no folder .*/rank-1: restore"),
+        ("a file", StoreMissingError, "rank 1 of .* is missing: .*/rank-1 does not exist: restore"),
         ("empty", (NotAStoreError, StoreMissingError), "rank 1 of the store at .*rank-1.*: restore"),
         ("no marker", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json cannot be read"),
         ("another store", NotAStoreError, "rank-1 has rank 1 of another store, not rank 1 of the store at .*: restore"),
         ("another rank", NotAStoreError, "rank-1 has rank 2 .*, not rank 1 of the store at .*: restore"),
-        ("a whole store", NotAStoreError, "rank-1/store.json is not that of rank 1 of the store at .*: restore"),
+        ("a whole store", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
         ("older", CorruptStoreError, r"ranks/1\.7.* of .*rank-1.*: restore"),
         ("newer", CorruptStoreError, r"ranks/1\.3.* of .*rank-1.*: restore"),
         ("newer format", FormatVersionError, "rank-1 has format version 6 and this tiercache reads version 5: use a "),
@@ -124,7 +124,7 @@ def damage(path: Path, what: str, engine: str) -> None:
         ("marker of nothing", NotAStoreError, "rank 1 of the store at .* has no marker: .*store.json is not a store's"),
         ("no JSON", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json is not JSON"),
         ("another engine", FormatVersionError, "rank-1 .* engine 'tape' and this tiercache has lmdb and zarr: use"),
-        ("another format", NotAStoreError, "rank-1/store.json is not that of rank 1 of the store at .*: restore"),
+        ("another format", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
     ],
 )
 def test_a_rank_that_does_not_belong_is_one_error_on_every_rank(
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_belong_is_one_error_on_every_rank(
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:
-    """The whole store has a lock, and each rank its own: where rank 0 is gone and others still write."""
+    """The whole store has a lock, and each rank its own: if rank 0 is gone and others still write."""
     path = tmp_path / "s"
 
     def body(ranks: Any) -> None:
@@ -189,7 +189,7 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
 
 @ENGINES
 def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """By whatever name, wherever they are: nobody writes to them, reads them or makes a store of them."""
+    """Under any name and path: it cannot be written, read or made a store."""
     path, disk = tmp_path / "s", tmp_path / "disk 1"
     assert train_shards(path, 2, 4, shard_dirs=[path, disk], engine=engine) == [None] * 2
     folder = disk / "rank-1"
@@ -209,7 +209,7 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
     assert train_shards(path, 2, 1) == [None] * 2
     check_shards(path, Cursor(3))
 
-    for text in ("", "[]", '{"format": "mine"}'):  # a marker that was damaged
+    for text in ("", "[]", '{"format": "mine"}'):  # a damaged marker
         (folder / "store.json").write_text(text)
         with pytest.raises(NotAStoreError, match=r"store\.json"):
             Store.open(folder, tables=tables)
@@ -305,7 +305,7 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
             with pytest.raises(NotAStoreError, match=words):
                 raise train_shards(tmp_path / place, num_ranks, 0)[0]
     assert (path / "rank-1" / "store.json").exists()
-    with pytest.raises(StoreMissingError, match="there is no store at"):
+    with pytest.raises(StoreMissingError, match="no store at"):
         Store.open(tmp_path / "nowhere", mode="r")
     with pytest.raises(NotAStoreError, match="lost its marker"):
         Store.open(path, tables=TABLES)
@@ -314,11 +314,11 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_store_of_the_format_before_is_refused(tmp_path: Path) -> None:
-    """Its ranks had commits of their own: the error says what to do, and nothing is made there."""
+    """Its ranks had separate commits: the error says what to do, and nothing is made there."""
     path = tmp_path / "s"
     path.mkdir()
     (path / "shards.json").write_text("{}")
-    words = r"has shards.json, of ranks with commits of their own, .*: export the store with the tiercache that wrote"
+    words = r"has shards.json, of ranks with separate commits, .*: export the store with the tiercache that wrote"
     for mode in ("r", "a"):
         with pytest.raises(FormatVersionError, match=words):
             Store.open(path, mode=mode, tables=TABLES)

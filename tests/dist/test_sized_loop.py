@@ -37,7 +37,7 @@ def train(ranks: AnyCommunicator, folder: str, name: str, *, how: str, stop: int
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_pool: RanksPool, size: int) -> None:
-    """All at once, by as many batches as the length says, and resumed after a stop inside a pass."""
+    """All at once, by batches up to the length, and resumed after a stop inside a pass."""
     CASE.cut(tmp_path / "passes")
     expected = ranks_pool.run(size, TRAIN, folder=str(tmp_path), name="passes.tc", how="passes")[0]
     rows = stored(tmp_path, "passes.tc")

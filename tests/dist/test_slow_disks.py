@@ -31,14 +31,14 @@ BODIES = "tests.dist.test_slow_disks:"
 
 @contextmanager
 def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
-    """Have new process groups give a rank up soon."""
+    """Give new process groups a short time-out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds))
         yield patch
 
 
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
-    """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
+    """Train, with a commit inside pass 3; on rank 1 a disk operation takes longer than the timeout in pass 2."""
     case, engines = WIDE, list[HitchingEngine]()
 
     def hitching(opening: Callable[..., Opened]) -> Callable[..., Opened]:
@@ -66,7 +66,7 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
 
 
 def fails_late(_: AnyCommunicator) -> None:
-    """Rank 1 fails when it was at work for longer than the timeout."""
+    """Fail on rank 1 after working for longer than the timeout."""
     with impatient():
         ranks = communicator_of()
     with ranks.raise_on_all("reading rows"):
@@ -77,7 +77,7 @@ def fails_late(_: AnyCommunicator) -> None:
 
 @pytest.fixture(scope="module")
 def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of a training with fast disks, and what its ranks ended with."""
+    """The folder of a training with fast disks, and the results of its ranks."""
     folder = tmp_path_factory.mktemp("fast")
     WIDE.cut(folder / "passes")
     return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
@@ -85,7 +85,7 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("slow", ["read", "put", "publish"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
-    """At a switch, where a dump is written, and at a commit inside a pass: the rows end with the same bits."""
+    """At a switch, while a dump is written, and at a commit inside a pass: the rows end with the same bits."""
     WIDE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, BODIES + "trained", folder=str(tmp_path), slow=slow)
 
@@ -98,7 +98,7 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, i
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
-    """With its sentence, when it comes."""
+    """With its message, when it is raised."""
     assert ranks_pool.errors(2, BODIES + "fails_late") == [
         (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
         ("OSError", "the disk is gone"),

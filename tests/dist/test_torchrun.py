@@ -1,4 +1,4 @@
-"""A job of torchrun that loses a rank ends with torchrun's report, and goes on to the same bits.
+"""A torchrun job that loses a rank ends with torchrun's report, and resumes to the same bits.
 
 ``python -m tests.dist.test_torchrun FOLDER STEP`` is one of its ranks; rank 1 dies.
 """
@@ -31,11 +31,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def kill_at(step: int) -> None:
-    """Have this process killed behind so many steps of its optimizer."""
+    """Kill this process after ``step`` steps of its optimizer."""
     done: list[None] = []
 
     def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if isinstance(optimizer, JointOptimizer):  # whose step is that of rows, too
+        if isinstance(optimizer, JointOptimizer):  # its step includes the rows'
             return
         done.append(None)
         if len(done) == step:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def launched(module: str, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Start a module on so many ranks, as its users do."""
+    """Start a module on ``size`` ranks, as users do."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     return subprocess.run(
         [*command, "-m", module, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
@@ -66,7 +66,7 @@ def launched(module: str, size: int, *arguments: str) -> subprocess.CompletedPro
 def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:
-    """SIGKILL in the midst of the second epoch: rows, states and dense weights are those of an undisturbed training."""
+    """SIGKILL in the second epoch: rows, states and dense weights match an undisturbed training."""
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole")
     CASES["one"].cut(tmp_path / "killed" / "passes")
 
@@ -106,7 +106,7 @@ def fly(_: AnyCommunicator, folder: str, store: str, steps: int = 0) -> list[Any
 
 
 def launch(module: str, size: int, *arguments: str) -> str:
-    """Start an example on so many ranks; return what it printed."""
+    """Start an example on ``size`` ranks; return its output."""
     ended = launched(module, size, *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -148,7 +148,7 @@ def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
-    """The example compares them itself and ends with an error where they differ."""
+    """The example compares them itself and ends with an error if they differ."""
     assert "in 2 stages" in launch("tests.dist.pipeline_stages", 2, "--folder", str(tmp_path / "made"))
 
 

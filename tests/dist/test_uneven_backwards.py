@@ -1,6 +1,6 @@
-"""A rank that leaves a backward out, while others do it, takes part in the step without gradients of its own.
+"""A rank that leaves out a backward, while others do it, takes part in the step with no gradients.
 
-Each table counts the steps for which some rank had gradients.
+Each table counts the steps in which some rank had gradients.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
             for i, batch in enumerate(p.batches(16)):
                 if i % 3 == 2 and ranks.rank == i % 2:
                     (both(batch).square().mean() * batch.weight).backward()
-                else:  # the collective lookup, of which nothing is trained
+                else:  # the collective lookup, without training
                     both(batch)
                 if i % 3 != 2:
                     (first(batch).square().mean() * batch.weight).backward()
@@ -49,7 +49,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise", "data_parallel"])
 def test_a_table_counts_the_steps_of_any_rank(ranks_pool: RanksPool, tmp_path: Path, sharding: str) -> None:
-    """Tables of one layout end as those of two layouts, which differ in what no number shows."""
+    """Tables of one layout end like tables of two layouts, which differ only in a setting without effect."""
     adam = tc.optim.Adam(learning_rate=0.01)
     rows = []
     for name, other in (("one", adam), ("two", tc.optim.Adam(learning_rate=0.01, eps=1.0000001e-8))):
@@ -89,7 +89,7 @@ def train(ranks: AnyCommunicator, folder: str, name: str, *, left_out: bool) -> 
 
 @pytest.mark.parametrize("what", TABLES)
 def test_a_backward_that_a_rank_leaves_out_is_one_of_zeros(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
-    """Ranks keep what waits for the second optimizer together, and count the same steps."""
+    """Ranks keep gradients that wait for the second optimizer together, and count the same steps."""
     tables = tuple(table(name, 4, optimizer) for name, optimizer in zip("ab", TABLES[what], strict=True))
     Case(tables=tables, specs=SPECS, num_samples=96, pass_rows=48).cut(tmp_path / "passes")
     found = {

@@ -1,11 +1,11 @@
 """Kills ranks of a real training with SIGKILL, one or all, at random moments, and starts all of them again.
 
-A program, because a fork server belongs to a process of its own:
+A program, because a fork server needs a separate process:
 
     python -m tests.dist.training_killer --folder DIR --kills N [--ranks N] [--engine lmdb]
 
-With --ranks every training goes on, on others, from the midst of one of so many ranks, and kills come while its parts
-are written anew for them or soon after.
+With --ranks every training resumes, on other ranks, from the middle of one of ``--ranks`` ranks, and kills come while
+its parts are being rewritten for them or soon after.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 CASE = "bags"
 PASSES = 2
-"""In which the training of other ranks stands that is gone on with."""
+"""The first training's position, in passes, before other ranks continue."""
 MOST_OF_PARTS = 1.2
-"""Kills come within so many times the time until new ranks have the rows."""
+"""Kills come within this multiple of the time until new ranks have the rows."""
 RESULT, ERROR = "result.json", "error-{}.txt"
 JOIN_SECONDS = 60.0
 SURVIVORS_SECONDS = 5.0
-"""Which the ranks that were not killed have to end by themselves; then they are killed, as by torchrun."""
+"""Time for the surviving ranks to exit; then they are killed, as by torchrun."""
 
 
 def be_rank(rank: int, size: int, meeting: Path, folder: Path, engine: str, passes: int | None) -> None:
-    """Train the case to its end, or into a pass; what comes out wrong stands in a file."""
+    """Train the case to its end, or into a pass; problems are written to a file."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
 
@@ -84,14 +84,14 @@ def _digest(value: Any) -> str:
 
 
 KILL = Moment("told why", "told_why")
-"""Of one rank, or of all, at a random moment; what the ranks that were not killed said is counted."""
+"""A kill of one rank, or of all, at a random moment; errors of the surviving ranks are counted."""
 
 
 class Trainings:
     """Trainings of several ranks, on 2 and on 3 by turns, each killed up to four times until ``kills`` are made."""
 
     def __init__(self, folder: Path, kills: int, *, seed: int, before: int | None, engine: str) -> None:
-        """before: of the training that is gone on with."""
+        """before: the number of ranks of the first training."""
         self._engine = engine
         self._folder, self.kills_left, self._random, self._before = folder, kills, random.Random(seed), before
         self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
@@ -125,17 +125,17 @@ class Trainings:
         self._prepare(folder.name)
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
-        """Kill until enough are killed, of this training or at all."""
+        """Kill until this training, or all, had enough kills."""
         return KILL if self.kills_left > 0 and len(runs) < self._due else None
 
     def run(self, folder: Path, death: Moment | None) -> Ended:
-        """Train from whatever is there, and kill some at a moment."""
+        """Train from the current state, and kill some at a moment."""
         processes, said = self._start(folder, self._size), list[list[Any]]()
         if death is None:
             self._end(folder, processes)
             return Ended(signals=[0] * self._size)
         share = self._random.random()
-        if self._before is None:  # more of them late, behind a commit: machines are slower at times
+        if self._before is None:  # more kills late, after a commit: machines vary in speed
             share = max(share, self._random.random())
         time.sleep(share * self._expected[self._size][1])
         victims = processes if self._random.random() < 0.3 else [self._random.choice(processes)]
@@ -151,15 +151,15 @@ class Trainings:
                 words = (folder / ERROR.format(rank)).read_text()
                 if "RankError" in words:
                     said.append(["told why", rank])
-                elif "gloo" not in words.lower():  # the dense part's errors are torch's own
+                elif "gloo" not in words.lower():  # the dense part's errors are torch's
                     said.append(["error", f"rank {rank} of {folder.name} ended otherwise: {words}"])
-        # what they do not end with is no kill: they were done before
+        # an exit code of 0 is not a kill: they were done before
         signals = [0 if process.exitcode == 0 else signal.SIGKILL for process in processes]
         self.kills_left -= any(signals)
         return Ended(signals=signals, said=said)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Open what was left: it stands at a commit of all ranks, whole, or nothing was ever committed."""
+        """Open the result: it is at a commit of all ranks, whole, or nothing was ever committed."""
         import tiercache as tc
         from tiercache.store import StoreMissingError, verify
 
@@ -180,7 +180,7 @@ class Trainings:
             found.wrong += [(FAILING, sentence) for sentence in verify(folder / "model.tc")["problems"]]
         stood = max((tuple(place) for one in runs for place in one.of("done")), default=self._least)
         if at < stood:
-            found.wrong.append((LOST, f"{folder.name} stood at {stood} and now stands at {at}"))
+            found.wrong.append((LOST, f"{folder.name} was at {stood} and now is at {at}"))
         found.counts["resumed_behind_a_commit"] = at > (0, 0)
         found.stands = at
         return found
@@ -218,10 +218,10 @@ class Trainings:
         processes = [self._context.Process(target=be_rank, args=(rank, size, *given)) for rank in range(size)]
         for process in processes:
             process.start()
-        # who is killed before all have joined is waited for as long as joining may take, and no store is open yet
+        # a rank killed before all have joined is waited for as long as joining may take, with no store open yet
         while any(not (folder / f"begun-{rank}").exists() for rank in range(size)):
             if any(process.exitcode is not None for process in processes):
-                break  # _end says why
+                break  # _end reports it
             time.sleep(0.005)
         return list(processes)
 

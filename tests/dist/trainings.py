@@ -1,4 +1,4 @@
-"""Trainings that run on every rank of a run, and what they end with."""
+"""Trainings that run on every rank of a run, and their results."""
 
 import gc
 import threading
@@ -79,7 +79,7 @@ def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Op
 
 
 def step(batches: Iterable[tc.Batch], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Step behind the loss of a batch, which may come as several."""
+    """Step after the loss of a batch, which may come as several micro-batches."""
     for batch in batches:
         (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def step(batches: Iterable[tc.Batch], model: nn.Module, optimizer: torch.optim.O
 def trained(
     cache: tc.TierCache, case: Case, tracked: tuple[nn.Module, torch.optim.Optimizer] | None = None
 ) -> Iterator[tuple[tc.Pass, int]]:
-    """Train a case to its end, and yield the pass and the number of each batch behind its step."""
+    """Train a case to its end, and yield the pass and the number of each batch after its step."""
     model, optimizer = tracked or model_of(cache, case)
     for p in cache.passes(epochs=case.epochs):
         for number, batch in enumerate(p.batches(case.batch, shuffle=case.shuffle)):
@@ -108,7 +108,7 @@ def train(
     prefetch: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a case, for so many steps where said, and return what this rank's part and the dense part end with."""
+    """Train a case, for ``steps`` steps if given, and return this rank's part and the dense part at the end."""
     one, done = CASES[case], 0
     with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
@@ -132,7 +132,7 @@ def train(
 def on_ranks(
     pool: RanksPool, size: int, folder: Path, case: str = "one", body: str = "train", **options: Any
 ) -> list[Any]:
-    """Have ranks do something here with a case in a folder, whose passes are cut where it has none."""
+    """Run a case on ranks in a folder, cutting its passes if needed."""
     if not (folder / "passes").exists():
         CASES[case].cut(folder / "passes")
     return pool.run(size, f"{__name__}:{body}", case=case, folder=str(folder), **options)
@@ -201,7 +201,7 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
 def train_and_stop(
     ranks: AnyCommunicator, case: str, folder: str, *, passes: int, batches: int, within: bool, **options: Any
 ) -> int:
-    """Train so many passes and batches, commit inside the pass where ``within``, and leave without another word."""
+    """Train ``passes`` passes and ``batches`` batches, commit inside the pass if ``within``, and leave silently."""
     with open_sharded(CASES[case], folder, **options) as cache:
         for p, number in trained(cache, CASES[case]):
             if p.index == passes and number == batches:
@@ -212,7 +212,7 @@ def train_and_stop(
 
 
 def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None:
-    """Do what must not be done, on all ranks or on one."""
+    """Misuse a cache, on all ranks or on one."""
     one = CASES[case]
     criterion = nn.BCEWithLogitsLoss()
     with open_sharded(one, folder, **({"seed": ranks.rank} if what == "seeds" else {})) as cache:
@@ -250,7 +250,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 
 def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda: None) -> list[threading.Event]:
-    """Have what answers for rows note "rows 0", "rows 1" and so on; return what is set then, one after the other."""
+    """Have the exchange of rows record "rows 0", "rows 1" and so on; return events that are set in order."""
     serve, arrived = rows.serve, [threading.Event() for _ in range(5)]
 
     def answered(*arguments: Any, **options: Any) -> Any:
@@ -266,14 +266,14 @@ def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda
 
 
 def note_dense(number: int, events: list[str], arrived: list[threading.Event], schedule: str) -> None:
-    """Note "dense" of a batch, once the rows of the next one have come where the schedule says so."""
+    """Record "dense" of a batch, after the next one's rows have arrived if the schedule says so."""
     if schedule == "interleaved" and number < 3:
         assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
     events.append(f"dense {number}")
 
 
 def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
-    """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order.
+    """Train one batch of 4 micro-batches, whose dense parts wait for earlier events; return the order.
 
     queued: the training thread brings rows, and another one only asks for them.
     """
@@ -304,9 +304,9 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
 
 
 def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> list[str]:
-    """Train a pass, each batch of which waits for the next one to be asked for; return who called what, when.
+    """Train a pass, each batch of which waits for the next one's request; return the calls in order.
 
-    By the name of the thread, of the communicator and of what was done.
+    Each by the names of its thread, its communicator and its operation.
     """
     one, events = CASES[case], list[str]()
     with open_sharded(one, folder, queued=queued) as cache:
@@ -347,11 +347,11 @@ def _count(events: list[str], begin: str) -> int:
 
 
 WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "index", "repeat_interleave"}
-"""Operators of torch that read from a GPU: an index where one is a mask."""
+"""Torch operators that read from a GPU: an index if it is a mask."""
 
 
 def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str, str]) -> list[str]:
-    """Train on the shim; return what the host would have waited for in steps behind the first ones."""
+    """Train on the shim; return the operations in later steps for which the host would have waited."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     one, found = CASES[case], list[str]()
@@ -389,7 +389,7 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
 
 
 def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
-    """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
+    """Evaluate 4 batches, each of which is read after its predecessors' events; return the order."""
     one, events, arrived = CASES[case], list[str](), list[threading.Event]()
     with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)
@@ -410,7 +410,7 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
 
 
 def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool) -> str:
-    """Leave the micro-batches of a pass, go on with them in the next one, and look one up."""
+    """Leave the micro-batches of a pass, continue with them in the next one, and look one up."""
     one = CASES[case]
     with open_sharded(one, folder, queued=queued) as cache:
         model, _ = model_of(cache, one)
@@ -484,7 +484,7 @@ def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str, *, wha
 
 
 def leave_and_train(ranks: AnyCommunicator, case: str, folder: str, *, engine: str) -> None:
-    """Leave a cache unclosed in the midst of a pass, and train to the end with another one."""
+    """Leave a cache unclosed in the middle of a pass, and train to the end with another one."""
     one = CASES[case]
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""What a rank of the tests imports before its first run, so that ranks begin at once; it opens nothing."""
+"""The imports of a test's rank before its first run, so that ranks start at once; it opens nothing."""
 
 import torch.nn.parallel
 

@@ -1,4 +1,4 @@
-"""Stores to export: tables of every optimizer, rows of any bits, and what they hold."""
+"""Stores to export: tables of every optimizer, rows of any bits, and their contents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Rows = dict[str, dict[int, bytes]]
 
 
 def keeps_state(format_: str, table: Table) -> bool:
-    """Say whether a round trip through a format keeps every bit of a row."""
+    """Return True if a round trip through a format keeps every bit of a row."""
     if len(table.fields) == 1:
         return True
     if format_ == "hugectr":
@@ -81,7 +81,7 @@ def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
 
 
 def rows_of(store: Store) -> Rows:
-    """Return what a store holds."""
+    """Return the rows of a store."""
     found: Rows = {}
     for one in store.tables:
         found[one.name] = {}

@@ -1,4 +1,4 @@
-"""An export or import that kills itself, run by test_kill in processes of its own."""
+"""An export or import that kills itself, run by test_kill in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRELOADED = (exporting, importing, numpy_format, lmdb_engine, pyarrow.parquet)
 
 
 def run(folder: Path, call: str, format_: str, fatal: int) -> None:
-    """Export ``a.tc``, or import to ``b.tc``, and die when progress was told ``fatal`` times (-1: never)."""
+    """Export ``a.tc``, or import to ``b.tc``, and die after ``fatal`` calls of progress (-1: never)."""
     warnings.simplefilter("ignore")
     if call == "export":
         tc.export_store(folder / "a.tc", folder / format_, format=format_, progress=Told(fatal))

@@ -1,4 +1,4 @@
-"""HugeCTR's key-set files and manifests of exports: of whatever bytes, they are read or refused with a sentence."""
+"""HugeCTR's key-set files and manifests of exports: any bytes are read or refused with a message."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tiercache.schema import Feature, Schema
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """One that is missing, a folder, one of no whole keys; and an unknown dtype."""
-    with pytest.raises(ImportExportError, match=r"there is no .*keys: check the path"):
+    """A missing file, a folder, a file of partial keys; and an unknown dtype."""
+    with pytest.raises(ImportExportError, match=r"keys does not exist: check the path"):
         read_key_set(tmp_path / "keys", "int64")
-    with pytest.raises(ImportExportError, match="is no regular file"):
+    with pytest.raises(ImportExportError, match="is not a regular file"):
         read_key_set(tmp_path, "int64")
     (tmp_path / "keys").write_bytes(bytes(9))
-    with pytest.raises(ImportExportError, match="has 9 bytes, which are no whole int64 keys"):
+    with pytest.raises(ImportExportError, match="has 9 bytes, not whole int64 keys"):
         read_key_set(tmp_path / "keys", "int64")
     with pytest.raises(ImportExportError, match="dtype 'int32' of a key set is unknown"):
         read_key_set(tmp_path / "keys", "int32")
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=80), dtype=st.sampled_from(["uint32", "int64"]))
 def test_a_key_set_of_any_bytes_is_refused_or_read(data: bytes, dtype: str) -> None:
-    """Whole keys of any value are keys; anything else is a sentence."""
+    """Whole keys of any value are keys; anything else is refused with a message."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "keys"
         path.write_bytes(data)
@@ -93,7 +93,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_manifest(path: Path, data: bytes) -> None:
-    """Read a manifest of these bytes: it can be written again, or is refused with a sentence."""
+    """Read a manifest of these bytes: it can be written again, or is refused with a message."""
     path.write_bytes(data)
     try:
         read = ExportManifest.find(path.parent)
@@ -110,7 +110,7 @@ def check_manifest(path: Path, data: bytes) -> None:
 def test_a_manifest_with_any_value_is_refused_or_read(
     manifest: Path, tmp_path_factory: pytest.TempPathFactory, which: int, lie: Any, gone: bool
 ) -> None:
-    """One value for another, or gone; what is read can be written and read again."""
+    """One value is replaced or removed; an accepted manifest can be written and read again."""
     record: Any = json.loads(manifest.read_bytes())
     all_places = list(places(record))
     *path, key = all_places[which % len(all_places)]
@@ -129,7 +129,7 @@ def test_a_manifest_with_any_value_is_refused_or_read(
 def test_a_manifest_with_any_bytes_is_refused_or_read(
     manifest: Path, tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: bytes, alone: bool
 ) -> None:
-    """Some of its bytes for others, or others alone."""
+    """Some of its bytes are replaced, or all of them."""
     written = manifest.read_bytes()
     at %= len(written) + 1
     data = put if alone else written[:at] + put + written[at + cut :]

@@ -1,4 +1,4 @@
-"""Files and arrays that become stores; whatever is not what it should be is one sentence, and no commit."""
+"""Files and arrays that become stores; invalid ones get one error message, and no commit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(source: Path, path: Path, sentence: str, **options: Any) -> None:
-    """Assert that an import is refused with one sentence, and that there is no commit."""
+    """Assert that an import is refused with one message and makes no commit."""
     with pytest.raises(ImportExportError, match=sentence) as caught:
         tc.import_store(source, path, **options)
     assert "\n" not in str(caught.value)
@@ -73,7 +73,7 @@ def test_files_of_the_wrong_size_are_refused(tmp_path: Path, exports: Path, form
     assert names
     for index, name in enumerate(names):
         if (name.suffix, damage) == (".pt", "longer"):
-            continue  # a zip archive is found from its end, and bytes behind it are no part of it
+            continue  # a zip archive is found from its end: extra bytes are ignored
         source = tmp_path / str(index)
         shutil.copytree(exports / format_, source)
         path = source / name
@@ -100,7 +100,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"][0].update(rows=49), "counts 49 rows of table 'item', and its files hold 50"),
         (lambda r: r["tables"][0].update(rows=-1), "cannot be read"),
         (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
-        (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
+        (lambda r: r["tables"][0]["table"].update(name="../item"), "%2E%2E%2Fitem.* does not exist"),
         (lambda r: r["tables"][0].update(rows=10**40), r"cannot be read \(tables.0.rows: "),
         (lambda r: r.pop("tables"), r"cannot be read \(tables: Field required\): export again"),
         *((lambda r, n=n: r.update(steps=n), r"cannot be read \(steps: ") for n in (1 << 63, -1, True, "7", 1.5)),
@@ -111,7 +111,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_listings_that_make_no_sense_are_refused(
     tmp_path: Path, exports: Path, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
-    """Whatever they say about the files, the files are checked."""
+    """Files are checked whatever the listing says."""
     shutil.copytree(exports / "numpy", tmp_path / "out")
     edit(tmp_path / "out", change)
     refused(tmp_path / "out", tmp_path / "s.tc", sentence)
@@ -130,7 +130,7 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     np.save(folder / "vector.npy", np.zeros(good.shape, dtype=np.float64))
     refused(tmp_path / "out", tmp_path / "s.tc", "of float64: table 'item' with 50 keys needs")
     np.save(folder / "vector.npy", np.array([{"a": 1}] * 50), allow_pickle=True)
-    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole array of numbers")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole array of numbers")
     np.save(folder / "vector.npy", good)
     np.save(folder / "keys.npy", np.arange(50, dtype=np.uint64))
     refused(tmp_path / "out", tmp_path / "s.tc", r"are \(50,\) of uint64: they must be \(n,\) of int64")
@@ -168,7 +168,7 @@ def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: d
 
 
 class Bomb:
-    """Runs code where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("exploded"),)
@@ -180,7 +180,7 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     shutil.copytree(exports / "torch", tmp_path / "out")
     path = tmp_path / "out" / "item" / "table.pt"
     for content, sentence in (
-        ({"weight": Bomb()}, "is no whole state dict of tensors"),
+        ({"weight": Bomb()}, "is not a whole state dict of tensors"),
         ({"bias": torch.zeros(50, 2)}, "holds 'bias': it must be the state dict of an embedding"),
         (torch.zeros(50, 2), "holds Tensor"),
         ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "of float16: .* of float32"),
@@ -193,7 +193,7 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     torch.save(within, path)
     refused(tmp_path / "out", tmp_path / "s.tc", "nests its dicts too deep, or one holds itself", initial_state=True)
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
-    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole state dict of tensors", initial_state=True)
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole state dict of tensors", initial_state=True)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -207,18 +207,18 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, exports: Path, for
     for path in names:
         path.rename(tmp_path / "kept")
         os.mkfifo(path)
-        refused(source, tmp_path / "s.tc", f"{path.name} is no regular file", initial_state=True)
+        refused(source, tmp_path / "s.tc", f"{path.name} is not a regular file", initial_state=True)
         path.unlink()
         (tmp_path / "kept").rename(path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ImportExportError, match="fifo is no regular file"):
+    with pytest.raises(ImportExportError, match="fifo is not a regular file"):
         read_key_set(tmp_path / "fifo", "int64")
-    refused(tmp_path / "fifo", tmp_path / "s.tc", "there is no folder", format=format_, tables=[ITEM])
+    refused(tmp_path / "fifo", tmp_path / "s.tc", "folder .* does not exist", format=format_, tables=[ITEM])
 
 
 @pytest.mark.filterwarnings("ignore:Reading")
 def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> None:
-    """Any byte of it for any other: NumPy reads it as Python, and raises what Python raises."""
+    """Any byte is replaced by any other: NumPy parses it as Python, and raises Python's errors."""
     shutil.copytree(exports / "numpy", tmp_path / "out")
     path = tmp_path / "out" / "item" / "vector.npy"
     whole = path.read_bytes()
@@ -227,7 +227,7 @@ def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> No
         with suppress(ImportExportError):
             map_array(path)
     path.write_bytes(whole.replace(b"(50, 2)", b"(50, 2("))
-    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is no whole array of numbers")
+    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is not a whole array of numbers")
 
 
 def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """Have the rights of nobody, where the tests run as root."""
+    """Drop root's rights, if the tests run as root."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -253,7 +253,7 @@ def nobody() -> Iterator[None]:
 
 
 def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path) -> None:
-    """One sentence, of the same kind as all others."""
+    """One message, of the same form as all others."""
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     for format_ in FORMATS:
@@ -272,12 +272,12 @@ def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path)
 
 
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
-    """Sizes that do not divide, and those of another dim."""
+    """Sizes that do not divide, and sizes for another dim."""
     shutil.copytree(exports / "hugectr", tmp_path / "out")
     words = "emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600"
     refused(tmp_path / "out", tmp_path / "s.tc", words, tables=[table("item", 3, "adagrad")])
     (tmp_path / "out" / "item" / "key").write_bytes(b"123456789")
-    refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
+    refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, not whole rows of 8")
 
 
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
@@ -292,20 +292,20 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
                 tc.export_store(store, tmp_path / "new", **options)
         with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
             tc.export_store(store, tmp_path, format="numpy")
-        with pytest.raises(ImportExportError, match=r"table 'item' is none of .*, or described otherwise there"):
+        with pytest.raises(ImportExportError, match=r"table 'item' is not in .*, or differs there"):
             tc.import_store(exports / "numpy", store, tables=[table("item", 7, "sgd")])
     with Store.open(tmp_path / "empty.tc", tables=[table("user", 2, "sgd")]) as store:
         with pytest.raises(ImportExportError, match="has no commit, so no rows to export"):
             tc.export_store(store, tmp_path / "new", format="numpy")
         with pytest.raises(ImportExportError, match="has a table 'item' that the store does not"):
             tc.import_store(exports / "numpy", store)
-    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"there is nothing at .*nowhere: give a folder")
-    refused(tmp_path / "nowhere", tmp_path / "s.tc", "there is nothing at", format="numpy", tables=[ITEM])
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"nothing at .*nowhere: give a folder")
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", "nothing at", format="numpy", tables=[ITEM])
     assert not (tmp_path / "new").exists()
 
 
 def full(*_: object) -> None:
-    """Be a disk that has no space."""
+    """Simulate a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -319,7 +319,7 @@ def full(*_: object) -> None:
 def test_an_export_that_does_not_fit_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, instead: Any, sentence: str
 ) -> None:
-    """It is refused before it begins, with the bytes that it needs, or ends with a sentence when the disk is full."""
+    """It is refused before it begins, with the needed bytes, or ends with a message when the disk is full."""
     monkeypatch.setattr(owner, name, instead)
     with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match=sentence):
         tc.export_store(store, tmp_path / "new", format="numpy")
@@ -331,7 +331,7 @@ def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path
     shutil.copytree(exports / "parquet", tmp_path / "out")
     path = tmp_path / "out" / "item.parquet"
     flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
-    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole Parquet file")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole Parquet file")
 
 
 T, U = table("t", 2, "sgd"), table("u", 3, "adagrad")
@@ -354,7 +354,7 @@ def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[i
 
 @pytest.mark.parametrize("values", [VECTORS, torch.from_numpy(VECTORS), torch.nn.Parameter(torch.from_numpy(VECTORS))])
 def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
-    """Of arrays, tensors and parameters, which may be part of a graph."""
+    """For arrays, tensors and parameters, which may be part of a graph."""
     expected = VECTORS.tolist()
     assert imported({"t": values}, T) == {"t": dict(enumerate(expected))}
     keys = np.array([-5, 1 << 62, 0, 9])
@@ -363,7 +363,7 @@ def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
 
 
 def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
-    """A table's tensor is called after it, or named; half precision is taken by a table of that dtype."""
+    """A table's tensor has its name, or a given one; half precision is for tables of that dtype."""
     model = torch.nn.ModuleDict({"t": torch.nn.Embedding(4, 2), "tower": torch.nn.EmbeddingBag(5, 3)})
     found = imported({f"m.{k}": v for k, v in model.state_dict().items()}, T, U, names={"u": "m.tower.weight"})
     assert found["t"] == dict(enumerate(model["t"].weight.detach().tolist()))
@@ -391,7 +391,7 @@ def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
     ],
 )
 def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, sentence: str) -> None:
-    """Before a store is made, but for what only reading the keys shows."""
+    """Before a store is made, except errors that only reading the keys shows."""
     with pytest.raises(ImportExportError, match=sentence):
         tc.import_store(source, tmp_path / "s.tc", tables=[T])
     if (tmp_path / "s.tc").exists():
@@ -410,7 +410,7 @@ def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout) -> Non
 
 
 def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: Path) -> None:
-    """The others begin empty."""
+    """The others start empty."""
     with Store.open(None, tables=[T], engine=MemoryEngine()) as store:
         tc.import_store({"t": VECTORS}, store)
         tc.export_store(store, tmp_path / "out", format="numpy")

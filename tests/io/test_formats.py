@@ -1,4 +1,4 @@
-"""What others see of an export, each format read with its own library; 16 bits in their own dtype or in float32."""
+"""Exports read by each format's own library; 16 bits in their dtype or in float32."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_state_dict_goes_straight_into_an_embedding(
 
 
 def test_the_state_dict_of_a_trained_module_is_imported(tmp_path: Path) -> None:
-    """What a user saves, with a vocabulary of their own."""
+    """A user's file, with a custom vocabulary."""
     module = torch.nn.Embedding(4, 2)
     (tmp_path / "out" / "item").mkdir(parents=True)
     torch.save(module.state_dict(), tmp_path / "out" / "item" / "table.pt")
@@ -185,7 +185,7 @@ def test_the_state_dict_of_a_trained_module_is_imported(tmp_path: Path) -> None:
 
 
 def test_lists_of_any_arrow_kind_are_imported(tmp_path: Path) -> None:
-    """As DuckDB writes them, for one."""
+    """For example as DuckDB writes them."""
     (tmp_path / "out").mkdir()
     duckdb.sql(
         "copy (select range - 3 as key, [range, 0.5]::FLOAT[] as vector, [1, range]::FLOAT[] as sum from range(3000)) "
@@ -240,7 +240,7 @@ def test_vectors_of_16_bits_survive_a_round_trip(tmp_path: Path, format_: str, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_others_read_the_dtype_where_the_format_has_it(tmp_path: Path, dtype: str) -> None:
-    """Safetensors and torch have both; NumPy and Parquet float16; what they lack is float32, with the same numbers."""
+    """Safetensors and torch have both; NumPy and Parquet float16; otherwise float32, with the same numbers."""
     keys, (vectors, _) = narrow_numbers(dtype)
     path = narrow_store(tmp_path / "s.tc", dtype)
     for format_ in FORMATS:
@@ -271,7 +271,7 @@ def test_others_read_the_dtype_where_the_format_has_it(tmp_path: Path, dtype: st
 def test_the_room_that_an_export_asks_for_is_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, dtype: str, with_state: bool
 ) -> None:
-    """Its files in the dtypes they are in, and for a while torch's vectors once more."""
+    """The files in their dtypes, and temporarily torch's vectors once more."""
     wide = replace(narrow_table(dtype), dim=64)
     fields = tuple(np.ones((NARROW_ROWS, field.width), np.float32) for field in wide.fields)
     asked: list[int] = []
@@ -293,7 +293,7 @@ def test_the_room_that_an_export_asks_for_is_what_it_takes(
 
 @pytest.mark.parametrize("format_", ["numpy", "parquet", "safetensors", "torch"])
 def test_a_table_of_16_bits_takes_float32_and_a_table_of_float32_no_16_bits(tmp_path: Path, format_: str) -> None:
-    """Numbers are rounded to the nearest on the way in; nothing is widened that was not asked for."""
+    """Numbers are rounded to the nearest on import; nothing is widened unless requested."""
     rng = np.random.default_rng(1)
     fields = tuple(rng.standard_normal((NARROW_ROWS, 3)).astype(np.float32) for _ in range(2))
     keys = np.arange(NARROW_ROWS, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of an export or import: nothing that looks whole is there, and the same call succeeds."""
+"""kill -9 in the middle of an export or import: no complete-looking result exists, and the same call succeeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def die(folder: Path, call: str, format_: str, fatal: int) -> int:
-    """Export or import in a process of its own, which dies when ``fatal`` tables were exported or chunks imported."""
+    """Export or import in a separate process, which dies after ``fatal`` exported tables or imported chunks."""
     from tests.io.killed import run
 
     return finish(start(run, folder, call, format_, fatal))
@@ -52,7 +52,7 @@ def test_a_killed_export_leaves_nothing_under_the_final_name(place: Path, format
 
 
 def test_an_export_killed_at_any_time_is_there_whole_or_not_at_all(place: Path, tmp_path: Path) -> None:
-    """Deaths fall between any two instructions, and the next call writes over what they left."""
+    """Deaths fall between any two instructions, and the next call overwrites the leftovers."""
     from tests.io.killed import run
 
     rng = random.Random(0)
@@ -64,11 +64,11 @@ def test_an_export_killed_at_any_time_is_there_whole_or_not_at_all(place: Path, 
         lives = not turn or draft.exists()
         process = start(run, tmp_path, "export", "numpy", -1)
         while not draft.exists() and process.is_alive():
-            pass  # a death before the first file is no test; an export may take no more than a few milliseconds
+            pass  # a death before the first file does not count; an export may take a few milliseconds
         begun, latest = time.perf_counter(), rng.random() * seconds
         while not whole.exists() and process.is_alive() and (lives or time.perf_counter() < begun + latest):
             pass
-        if not turn:  # it says how long the others may live
+        if not turn:  # sets the time range of the other deaths
             seconds = time.perf_counter() - begun
         process.kill()
         process.join(60)

@@ -1,4 +1,4 @@
-"""Memory: exports and imports of more rows than they may hold."""
+"""Memory: exports and imports of more rows than fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-MEMORY, BESIDE = 8 << 20, 40 << 20
+MEMORY, OTHER = 8 << 20, 40 << 20
 ROWS = 50_000
 
 
@@ -35,7 +35,7 @@ def chunks(rows: int) -> Iterator[tuple[str, Any]]:
 
 
 def measure(folder: Path) -> None:
-    """Export and import something small, then something large, and leave behind what that took beside the small."""
+    """Export and import something small, then something large, and write the additional memory to a file."""
     warnings.simplefilter("ignore")
     parquet_format._GROUP_BYTES = 2 << 20
 
@@ -59,9 +59,9 @@ def measure(folder: Path) -> None:
 
 
 def test_rows_that_exceed_the_memory_pass_through_it(tmp_path: Path) -> None:
-    """In every format, what the process holds beside its libraries stays far below the rows."""
-    assert ROWS * BIG.row_bytes > 2 * (MEMORY + BESIDE)
+    """In every format the process's memory, without libraries, stays far below the rows."""
+    assert ROWS * BIG.row_bytes > 2 * (MEMORY + OTHER)
     run_alone(measure, tmp_path)
     taken = json.loads((tmp_path / "taken.json").read_text())
     assert taken.keys() == set(FORMATS)
-    assert max(taken.values()) < MEMORY + BESIDE, taken
+    assert max(taken.values()) < MEMORY + OTHER, taken

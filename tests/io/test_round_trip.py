@@ -1,4 +1,4 @@
-"""Every bit comes back: store to files to store, in every format, against a dict; two do not write to one place."""
+"""Every bit survives store to files to store, in every format, against a dict; concurrent writes are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tiercache.store import MemoryEngine, Store
 def test_every_bit_survives_a_round_trip(
     format_: str, shapes: list[tuple[int, str, int]], seed: int, memory_bytes: int
 ) -> None:
-    """Any tables, dims and optimizers; state without a place in the format starts anew, and is warned of."""
+    """Any tables, dims and optimizers; state that the format cannot store starts over, with a warning."""
     tables = [table(f"t{i}", dim, optimizer) for i, (dim, optimizer, _) in enumerate(shapes)]
     rows = random_rows(tables, [count for _, _, count in shapes], seed)
     whole = all(keeps_state(format_, one) for one in tables)
@@ -57,7 +57,7 @@ def test_every_bit_survives_a_round_trip(
             done = tc.import_store(out, copy, initial_state=not whole, memory_bytes=memory_bytes)
             assert rows_of(copy) == expected_after(format_, tables, rows)
             tc.export_store(copy, Path(place) / "two", format=format_, memory_bytes=memory_bytes)
-        assert files_of(out) == files_of(Path(place) / "two"), "rows stand in hash order, however a store was filled"
+        assert files_of(out) == files_of(Path(place) / "two"), "rows are in hash order, however a store was filled"
     assert done == listing
     assert {one.table.name: one.rows for one in listing.tables} == {name: len(mine) for name, mine in rows.items()}
 
@@ -66,7 +66,7 @@ def test_every_bit_survives_a_round_trip(
 def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_for(
     tmp_path: Path, format_: str
 ) -> None:
-    """No file holds state then, no warning comes, and the import begins with initial values only if it may."""
+    """Files then have no state, no warning is given, and the import needs permission to use initial values."""
     tables = all_tables()
     rows = random_rows(tables, [20] * 5)
     with filled(None, tables, rows) as store, warnings.catch_warnings():
@@ -86,7 +86,7 @@ def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_
 
 
 def test_one_warning_names_all_tables_whose_state_stays_behind(tmp_path: Path) -> None:
-    """Not one for each of them."""
+    """One warning for all."""
     tables = [table(f"t{i}", 2, "adagrad") for i in range(8)]
     with filled(None, tables, random_rows(tables, [3] * 8)) as store, pytest.warns(ImportExportWarning) as caught:
         tc.export_store(store, tmp_path / "out", format="torch")
@@ -115,7 +115,7 @@ def test_the_shared_rows_of_a_store_come_back(tmp_path: Path, format_: str) -> N
 
 
 def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path) -> None:
-    """Whatever a table is called, its files lie in the export and come back."""
+    """Whatever a table is called, its files are inside the export and can be imported."""
     names = ["..", "../up", "/abs", "a/b", "tables.json", ".hidden", "x" * 300, "größe", "50%", "a%2Fb", "con dos"]
     tables = [table(name, 1, "sgd") for name in names]
     rows = random_rows(tables, [3] * len(names))
@@ -129,7 +129,7 @@ def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
-    """Live rows in many ranges of many segments, and nothing of what was dumped since."""
+    """Live rows in many ranges of many segments, and no uncommitted dumps."""
     from tests.store.conftest import small_tables
     from tests.store.world import World
 
@@ -149,7 +149,7 @@ def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
 
 
 def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> None:
-    """It touches nothing of the first, which ends whole; when that has ended the place is taken."""
+    """It does not touch the first, which completes; after that the path is taken."""
     tables = all_tables()
     rows = random_rows(tables, [40, 30, 20, 10, 10])
     out = tmp_path / "out"
@@ -173,7 +173,7 @@ def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> No
 
 
 def test_a_draft_is_had_by_one_at_a_time_whenever_others_come(tmp_path: Path) -> None:
-    """Threads that open, fill and publish the same place again and again: what is published is of one of them."""
+    """Threads that open, fill and publish the same path repeatedly: each result is from one of them."""
     out, published, refused = tmp_path / "out", [], []
 
     def write(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The count of steps leaves with the rows that go on with it, Adam's and those of 16 bits, and comes back."""
+"""The count of steps is exported with rows that depend on it, Adam's and 16-bit ones, and is imported again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["numpy", "parquet", "safetensors", "16 bits"],
 )
 def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path, case: Case, format_: str) -> None:
-    """To the same bits: with another count Adam's steps would be others, and so would the rounding to 16 bits."""
+    """To the same bits: another count would change Adam's steps and the rounding to 16 bits."""
     trained = trained_on(case, tmp_path)
     tc.export_store(trained, tmp_path / "out", format=format_)
     tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
@@ -74,7 +74,7 @@ def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path
 
 @pytest.mark.parametrize("given", [None, 5])
 def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, given: int | None) -> None:
-    """And goes on from it in the store that it is imported into; a count that is given is that of all tables."""
+    """And continues from it in the store that it is imported into; a given count applies to all tables."""
     case = Case(
         tables=(ADAM, dataclasses.replace(ADAM, name="b"), dataclasses.replace(PLAIN, name="c")), specs=CASE.specs
     )
@@ -105,7 +105,7 @@ def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, giv
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, format_: str) -> None:
-    """In the listing and in what comes of it; without state, and of other optimizers, there is none."""
+    """In the listing and after the import; without state, and for other optimizers, there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)
         listing = tc.export_store(trained, tmp_path / "all", format=format_)
@@ -124,7 +124,7 @@ def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, fo
 
 @pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=0.1), tc.optim.Adagrad(learning_rate=0.1)])
 def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.optim.SGD | tc.optim.Adagrad) -> None:
-    """With any optimizer, where all of a row leaves; files that do not say it are asked about."""
+    """With any optimizer, if whole rows are exported; files without it get a warning."""
     narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
     fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
     with Store.open(None, tables=[narrow], engine=MemoryEngine()) as store:
@@ -137,7 +137,7 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
         assert copy.commit is not None
         assert copy.commit.settings == {"steps": 100}
     (tmp_path / "out" / "tables.json").unlink()
-    words = r"table 'b' was trained, and the rounding to float16 goes on with .* count"
+    words = r"table 'b' was trained, and the rounding to float16 continues with .* count"
     with (
         pytest.warns(ImportExportWarning, match=words),
         Store.open(None, tables=[narrow], engine=MemoryEngine()) as copy,
@@ -146,7 +146,7 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
 
 
 def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path) -> None:
-    """A warning says that Adam begins anew; steps say otherwise, also on the command line."""
+    """A warning says that Adam starts over; ``steps`` overrides it, also on the command line."""
     tc.export_store(trained, tmp_path / "out", format="numpy")
     (tmp_path / "out" / "tables.json").unlink()
     words = r"how many steps table 'a' was trained, and Adam's state .* unless you give steps"
@@ -164,7 +164,7 @@ def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path)
 
 
 def test_the_command_line_takes_the_count(trained: Path, tmp_path: Path) -> None:
-    """Over what the listing says."""
+    """It overrides the listing."""
     tc.export_store(trained, tmp_path / "out", format="parquet")
     said = CliRunner().invoke(app, ["import", str(tmp_path / "out"), str(tmp_path / "copy.tc"), "--steps", "3"])
     assert said.exit_code == 0, said.output

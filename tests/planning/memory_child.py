@@ -1,4 +1,4 @@
-"""A training in a process whose memory is limited to what it had before and the budgets: prints the passes trained."""
+"""A training in a process with a memory limit of its initial memory plus the budgets: prints the passes trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def data_bytes() -> int:
 
 
 def train(path: Path, dataset: tc.PassDataset, host_bytes: int, passes: int, order_seed: int | None) -> int:
-    """Train so many passes, a batch each; return how many there were."""
+    """Train ``passes`` passes, a batch each; return how many were trained."""
     done, rows = 0, tc.EmbeddingCollection(dataset.schema)
     with tc.TierCache(
         path, dataset, model=rows, device_budget=DEVICE_BYTES, host_budget=host_bytes, order_seed=order_seed,
@@ -41,7 +41,7 @@ def train(path: Path, dataset: tc.PassDataset, host_bytes: int, passes: int, ord
 
 
 def main(folder: Path, host_bytes: int, passes: int, order_seed: int | None) -> None:
-    """Train the key sets in ``folder``, after those of its smaller sister made threads and compiled kernels."""
+    """Train the key sets in ``folder``, after a smaller sibling's have started threads and compiled kernels."""
     train(folder / "warm.tc", tc.PassDataset.open(folder / "few"), 64 << 20, 4, order_seed)
     limit = data_bytes() + DEVICE_BYTES + host_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -1,4 +1,4 @@
-"""The capacity curve and plans: what they say is what training plans and measures."""
+"""The capacity curve and plans match the training's plan and measurements."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: 
 
 
 def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits(tmp_path: Path) -> None:
-    """On a disk so slow that reads bound the training; what training measures is what the file says."""
+    """On a disk so slow that reads bound the training; its measurements match the file."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data, rates=RATES.model_copy(update={"read": 1e6, "samples": None}))
     points = capacity.curve(1 << 30)
@@ -89,7 +89,7 @@ def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits
 
 
 def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Path) -> None:
-    """And where they do not, as often as can be; never where the user says how often."""
+    """Otherwise as often as possible; never if the user sets the interval."""
     data = CASE.cut(tmp_path / "d")
     slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
     points = slow.curve(1 << 30)
@@ -132,7 +132,7 @@ def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, ol
     [({"device": 4096}, "the passes need .* on the device"), ({"host": 4096}, "raise host_budget to")],
 )
 def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edited: dict[str, Any], words: str) -> None:
-    """With the numbers; and what is given beside a plan counts more than the plan."""
+    """With the numbers; and an argument overrides the plan."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
     plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE)

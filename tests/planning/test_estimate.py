@@ -1,4 +1,4 @@
-"""Estimates agree with what the planner says of the same numbers, and with a real dataset and its store."""
+"""Estimates agree with the planner for the same numbers, and with a real dataset and its store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model_of(commit_every: int = 1, **cut: Any) -> Model:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.3])
 def test_the_model_counts_the_keys_that_passes_draw(exponent: float) -> None:
-    """Different ones, those of all passes, and those that the next pass needs after each distance."""
+    """Unique keys, keys of all passes, and keys that the next pass needs after each distance."""
     rows, draws, passes, chance = 20_000, 8000, 6, np.random.default_rng(0)
     weights = np.arange(1, rows + 1) ** -exponent
     drawn = [np.unique(chance.choice(rows, draws, p=weights / weights.sum())) for _ in range(passes)]
@@ -63,7 +63,7 @@ def test_the_model_counts_the_keys_that_passes_draw(exponent: float) -> None:
 
 
 def test_the_model_of_many_keys_is_that_of_each_key() -> None:
-    """Keys that are alike are counted together, to a thousandth."""
+    """Similar keys are counted together, to a thousandth."""
     weights = np.arange(1, 3_000_001) ** -1.05
     weights /= weights.sum()
     for draws in (100, 1e5, 1e8):
@@ -92,7 +92,7 @@ def test_an_estimate_is_what_the_planner_plans_for_such_passes(commit_every: int
     for host in [point.host_budget for point in points]:
         point, traffic = capacity.at(host, commit_every=commit_every), model.traffic(host)
         planner = capacity._planner(host, commit_every)
-        read = sum(planner.plan_next().bytes_read * (v >= 60) for v in range(72))  # of the sixth epoch
+        read = sum(planner.plan_next().bytes_read * (v >= 60) for v in range(72))  # the sixth epoch's
         moved = sum(p.bytes_loaded + p.bytes_written for p in point.passes[12:])
         whole = point.total("bytes_written") + 8 * point.total("rows_written")
         for planned in (read, point.total("bytes_read")):
@@ -118,7 +118,7 @@ CASES = [
     ),
 ]  # fmt: skip
 TOLERANCE = 0.15
-"""Of what an estimate says of a dataset whose keys do not follow Zipf's law."""
+"""Tolerance of an estimate for a dataset whose keys do not follow Zipf's law."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=["two tables", "16 bits"])
@@ -164,7 +164,7 @@ def _bytes_of(folder: Path) -> int:
 
 
 def test_passes_are_as_large_as_what_cuts_them_allows() -> None:
-    """A device budget, a number of different keys, or a number of passes; the last two say the exponent."""
+    """A device budget, a number of unique keys, or a number of passes; the last two determine the exponent."""
     model = model_of(device_budget=64 << 20, zipf=0.9)
     assert 0.97 * (64 << 20) < model.device_bytes <= 64 << 20
     same = model_of(unique_per_pass=model.pass_rows, zipf=0.9)
@@ -201,24 +201,24 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
          "device_budget is 0.977 KiB, and the rows of a pass take .*: raise it to"),
         ({"device_budget": 100}, BudgetError, "device_budget is 100, and the rows of one sample take 5"),
         ({"rows": 1e6, "zipf": 1.5}, ValueError, "with the exponent 1.5, have .* different ones at most: give"),
-        ({"device_budget": 0}, BudgetError, "'?0'? is no size"),
+        ({"device_budget": 0}, BudgetError, "invalid size '?0'?"),
         ({"host_budget": "1MiB", "passes": 10}, BudgetError, r"host_budget is 1 MiB, but .*raise host_budget to"),
         ({"device": "cuda:99"}, ValueError, "device 'cuda:99' cannot be measured .*: give link_gbps"),
         ({"device": "abacus"}, ValueError, "device 'abacus' cannot be measured .*: give link_gbps"),
         ({"disk_gbps": 0}, ValueError, "disk_gbps is 0: expected a positive number"),
         ({"samples_per_second": float("nan")}, ValueError, "samples_per_second is nan"),
-        ({"tables": ()}, ValueError, "there are no tables"),
+        ({"tables": ()}, ValueError, "no tables were given"),
         ({"rows": 1e11, "samples": 1e12, "zipf": 0, "device_budget": 1 << 45}, BudgetError, "and a device holds"),
     ],
 )  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    """With what was found, what was expected and what to change."""
+    """With the found value, the expected one and the remedy."""
     with pytest.raises(kind, match=words):
         tc.estimate(**(ONE | options))
 
 
 def test_what_this_machine_lacks_is_said() -> None:
-    """Memory and disk; and what was assumed."""
+    """Memory and disk; and the assumptions."""
     found = tc.estimate(TABLES[:1], 1e10, samples=1e11, passes=200, zipf=0.5, disk_gbps=2)
     assert any("exceed" in one and "of this machine: give a smaller device_budget" in one for one in found.warnings)
     assert any("that are free at" in one and "use another disk" in one for one in found.warnings)

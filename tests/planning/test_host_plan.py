@@ -1,4 +1,4 @@
-"""The host keeps what is used soonest, within its capacity, and reads the minimum of rows."""
+"""The host keeps the soonest-used rows, within its capacity, and reads the minimum of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiercache.planning.budgets import PAGE_BYTES, paged
 from tiercache.planning.host_plan import HostCache, PageRange, _fitting_end, cached_bytes
 from tiercache.store.layout import Range, SegmentLayout
 
-ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
+ROW = PAGE_BYTES  # rows of one page: then rows and bytes are equivalent
 
 
 def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 << 20) -> SegmentLayout:
@@ -25,7 +25,7 @@ def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 
 
 
 def test_the_farthest_next_use_leaves_first() -> None:
-    """Of rows for passes 3, 5 and 9, those for 9 go first, then part of those for 5."""
+    """Among rows for passes 3, 5 and 9, the rows for 9 go first, then part of the rows for 5."""
     content = HostCache()
     content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
@@ -68,19 +68,19 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
 
 
 class SortingContent:
-    """The slow obvious choice: all ranges in the order of their next use at every pass, as many as fit."""
+    """The slow obvious way: sort all ranges by next use at every pass, and keep as many as fit."""
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[int, int], SegmentLayout] = {}
         self.held: dict[tuple[int, int], PageRange] = {}
 
     def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
-        """Take in a whole dump."""
+        """Add a whole dump."""
         self.layouts[pass_index, group] = entering
         self.held[pass_index, group] = PageRange(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
-        """Choose anew among all that is held, page by page."""
+        """Choose from scratch among all cached ranges, page by page."""
         pages = []
         for (pass_index, group), held in self.held.items():
             layout = self.layouts[pass_index, group]
@@ -100,7 +100,7 @@ class SortingContent:
 
 
 def bytes_of(layout: SegmentLayout, first: int, last: int) -> int:
-    """Return the pages that hold pages [first, last): one more at either end, one more where a block ends."""
+    """Return the charged pages of [first, last): one more at either end, one more at the end of a block."""
     if first >= last:
         return 0
     span = layout.byte_of_page(last) - layout.byte_of_page(first)
@@ -136,7 +136,7 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
 
 
 def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
-    """Count rows read from the store when the host keeps the soonest used, with rows of one page and no slack."""
+    """Count rows read from the store when the host keeps the soonest used rows, with one-page rows and no slack."""
     content = HostCache()
     layouts: list[SegmentLayout] = []
     read = 0

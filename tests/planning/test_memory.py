@@ -1,4 +1,4 @@
-"""What many passes take to be planned is part of the host budget, which a whole process stays within."""
+"""Planning many passes takes memory from the host budget, and the whole process stays within it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES, KEYS, UNIVERSE = 500, 70, 7000
 
 @pytest.mark.parametrize("order_seed", [None, pytest.param(3, marks=pytest.mark.long)])
 def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Path, order_seed: int | None) -> None:
-    """Beside what it had before: an epoch and more. With a tenth less it is refused, and nothing is written."""
+    """In addition to its memory before: an epoch and more. With a tenth less it is refused, and nothing is written."""
     rng = np.random.default_rng(0)
     for name, count in (("few", 3), ("many", PASSES)):
         tc.write_key_sets(
@@ -48,7 +48,7 @@ def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Pa
 
 
 def refused(folder: Path, host_bytes: int, order_seed: int | None, store: tc.Store | None = None) -> int:
-    """Return the budget that the error of too small a one asks for."""
+    """Return the budget that the error for a small one suggests."""
     with pytest.raises(BudgetError, match="for planning") as caught:
         tc.TierCache(
             store or folder / "s.tc", tc.PassDataset.open(folder / "many"), device_budget=DEVICE_BYTES,

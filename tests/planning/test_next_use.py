@@ -34,7 +34,7 @@ def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: 
 def test_gaps_are_those_of_walking_the_schedule(
     keys: list[set[int]], order_seed: int | None, epoch: int, keys_per_range: int
 ) -> None:
-    """Whatever the passes, the order, the epoch and the size of hash ranges."""
+    """For any passes, order, epoch and size of hash ranges."""
     groups = group_tables([table("a", 4)])
     table_id = groups[0].tables[0].table_id
     arrays = []

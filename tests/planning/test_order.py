@@ -39,7 +39,7 @@ ONE = Case(tables=(table("a", 4),), specs=(SPECS[0],), batch=4, epochs=2)
 
 
 def chained(folder: Path, order: list[int]) -> tc.PassDataset:
-    """Cut sub-datasets of 12 keys, of which neighbors in ``order``, taken round, share 4."""
+    """Cut sub-datasets of 12 keys; neighbors in ``order``, a cycle, share 4."""
     batches = []
     for p in range(len(order)):
         place = order.index(p)
@@ -57,7 +57,7 @@ def kept_bytes(data: tc.PassDataset, order: OrderRule) -> int:
 
 
 def test_the_order_by_overlap_is_the_best_of_all_orders_of_a_ring(tmp_path: Path) -> None:
-    """Seven sub-datasets that were shuffled: the round in which all neighbors share keys, whichever way about."""
+    """Seven shuffled sub-datasets: the cycle in which all neighbors share keys, in either direction."""
     data = chained(tmp_path / "d", [0, 3, 6, 1, 5, 2, 4])
     found = order_rule(data, "overlap")
     assert found in {(0, 3, 6, 1, 5, 2, 4), (0, 4, 2, 5, 1, 6, 3)}
@@ -65,7 +65,7 @@ def test_the_order_by_overlap_is_the_best_of_all_orders_of_a_ring(tmp_path: Path
 
 
 def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
-    """Of two tables with rows of other sizes; and a sample of the keys is a part of that."""
+    """For two tables with different row sizes; and a sample of the keys has a part of it."""
     data = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS).cut(tmp_path / "d")
     positions = RowOffsets.of(data, group_tables(data.tables))
     shared = shared_bytes(positions, positions.keys_of(data))
@@ -78,7 +78,7 @@ def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
 
 
 def test_the_own_order_stays_where_no_other_shares_more(tmp_path: Path) -> None:
-    """It is the digest of no order at all, so a store that was trained without one goes on."""
+    """Its digest equals the default order's, so a store that was trained without one resumes."""
     data = chained(tmp_path / "d", [0, 1, 2, 3])
     assert overlap_order(RowOffsets.of(data, group_tables(data.tables)), data) == (0, 1, 2, 3)
     plain = Schedule(num_passes=4, dataset_digest="d")
@@ -87,7 +87,7 @@ def test_the_own_order_stays_where_no_other_shares_more(tmp_path: Path) -> None:
 
 
 def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_fewer_rows(tmp_path: Path) -> None:
-    """Rows read and written are the planned ones; passes say the sub-datasets that they train."""
+    """Rows read and written are the planned ones; passes report their sub-datasets."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     rows = {}
     for order in (None, "overlap"):
@@ -103,7 +103,7 @@ def test_training_in_an_order_has_the_bits_of_that_order_in_memory_and_moves_few
 
 
 def test_a_training_goes_on_in_its_order_and_another_is_refused_or_reorganized(tmp_path: Path) -> None:
-    """As with any other schedule: reorganize=False names both."""
+    """An order is part of the schedule: reorganize=False names both."""
     data = chained(tmp_path / "d", [0, 2, 4, 1, 3])
     path, halves = tmp_path / "s", replace(ONE, epochs=1)
 

@@ -1,4 +1,4 @@
-"""``tiercache plan`` and the dataset half of ``tiercache info``: what they write and print."""
+"""``tiercache plan`` and the dataset half of ``tiercache info``: their files and output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep rates of tests away from the user's."""
+    """Keep the tests' rates out of the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -35,7 +35,7 @@ def planned(*arguments: str) -> str:
 
 
 def test_a_plan_that_the_command_wrote_trains(tmp_path: Path) -> None:
-    """Its budgets are those of the training, and the JSON has the plan of the file."""
+    """Its budgets equal the training's, and the JSON has the plan of the file."""
     data, path, store = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml", tmp_path / "s"
     options = ["--store", str(store), "-o", str(path), "--samples-per-second", "1e5", "--order", "overlap"]
     record = json.loads(planned(str(data.path), *options, "--optimize", "memory", "--json"))
@@ -52,7 +52,7 @@ def test_a_plan_that_the_command_wrote_trains(tmp_path: Path) -> None:
 
 
 def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path) -> None:
-    """Compute bounds the passes then, and the folder of the store has what it had."""
+    """Compute then bounds the passes, and the folder of the store is unchanged."""
     data = CASE.cut(tmp_path / "d")
     (tmp_path / "disk").mkdir()
     record = json.loads(planned(str(data.path), "--store", str(tmp_path / "disk" / "s"), "--trial", "--json"))
@@ -61,7 +61,7 @@ def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path)
 
 
 def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking again measures again, and a file that is no record of rates is written anew."""
+    """A request measures again, and a damaged file of rates is replaced."""
     measured: list[str] = []
     rates = Rates(read=1, write=2, copy=3, link=4, commit_seconds=0.5)
 
@@ -87,7 +87,7 @@ def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
 
 
 def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path: Path) -> None:
-    """As JSON for programs, as tables for people, and as a picture."""
+    """The output is JSON for programs, tables for people, and a picture."""
     data = CASE.cut(tmp_path / "d")
     record = told("info", data.path, "--curve")
     assert record["samples"] == 3000
@@ -117,7 +117,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     ],
 )
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
-    """With the sentences that training has, and no file is written."""
+    """With the training's messages, and no file is written."""
     data, path = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml"
     done = CliRunner().invoke(app, ["plan", str(data.path), "-o", str(path), *options])
     assert done.exit_code == 1

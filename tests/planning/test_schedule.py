@@ -19,7 +19,7 @@ def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> 
 
 @given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(-2, 100))
 def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed: int, epoch: int) -> None:
-    """An epoch's order is a permutation, and the same whenever it is asked for."""
+    """An epoch's order is a permutation, and always the same."""
     schedule = Schedule(num_passes=num_passes, dataset_digest="d", order=seed)
     order = schedule.order_of(epoch)
     assert sorted(order) == list(range(num_passes))
@@ -30,7 +30,7 @@ def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed:
 def test_what_is_left_is_the_sum_over_all_passes_to_come(
     num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
 ) -> None:
-    """From any pass; and of more epochs than could be gone through one by one."""
+    """From any pass; and for more epochs than can be visited one by one."""
     schedule = Schedule(num_passes=num_passes, dataset_digest="d", order=order_seed)
     samples_P = [3**i for i in range(num_passes)]
     end = epochs * num_passes

@@ -1,4 +1,4 @@
-"""The bytes of a store at its fullest, against blocks that are counted one by one."""
+"""The bytes of a store at its fullest, against counting blocks one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = History()
 
 
 def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
-    """Return a dump with so many rows for each pass after it."""
+    """Return a dump with ``counts`` rows for each later pass."""
     ranges = tuple(Range(next_use=pass_index + distance, table_rows=(n,)) for distance, n in enumerate(counts, 1) if n)
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
@@ -39,7 +39,7 @@ def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLay
     epoch=st.integers(0, 3),
 )
 def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]], block_rows: int, epoch: int) -> None:
-    """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
+    """At each commit of a typical epoch: every block with a row whose next use is not over yet."""
     n = len(counts)
     dumps = {epoch * n + i: (layout_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
     plan = StorePlan.of(GROUPS, dumps, NOTHING, commits=1, commit_every=1, state_bytes=0, use_files=1)
@@ -59,7 +59,7 @@ def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]
 
 @pytest.mark.parametrize(("commits", "commit_every", "passes"), [(1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 5, 11)])
 def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commit_every: int, passes: int) -> None:
-    """Two at the least, one more for each pass that a commit is behind and each further commit that is kept."""
+    """Two at least, one more for each pass that a commit is late, and for each further kept commit."""
     plan = StorePlan.of(
         GROUPS,
         {0: (layout_of(0, [9], 4),)},
@@ -80,7 +80,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
 
 @pytest.mark.parametrize(("dim", "rows"), [(1, 200_000), (64, 30_000), (8, 12)])
 def test_metadata_of_a_dump_takes_what_is_planned_for_it(dim: int, rows: int) -> None:
-    """And hardly less: of narrow rows it is a tenth."""
+    """And hardly less: for narrow rows it is a tenth."""
     table = Table(name="t", dim=dim, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
     ranges = [Range(next_use=use, table_rows=(rows // 4,)) for use in range(1, 5)]
     layout = SegmentLayout.of(ranges, row_bytes=table.row_bytes, page_rows=100, block_bytes=200 * table.row_bytes)
@@ -114,7 +114,7 @@ def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
-    """And one byte less is refused with the sum and its parts."""
+    """One byte less is refused with the sum and its parts."""
     plan = StorePlan(
         live=1 << 20, largest_pass=1 << 19, num_passes=2, state=1 << 10, schedule=1 << 11, metadata=1 << 12
     )

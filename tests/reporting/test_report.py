@@ -1,4 +1,4 @@
-"""What a run shows: its passes on a terminal, and ``tiercache report``, one page that needs nothing else."""
+"""Output of a run: its passes on a terminal, and ``tiercache report``, one self-contained page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASE = Case(tables=(table("item", 4),), specs=(Spec(name="a", table="item"),), n
 
 
 class Page(HTMLParser):
-    """What a page has."""
+    """The tags, references and texts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -36,17 +36,17 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note a tag, and what it refers to."""
+        """Record a tag and its references."""
         self.tags.append(tag)
         self.places += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href"}]
 
     def handle_data(self, data: str) -> None:
-        """Note a text."""
+        """Record a text."""
         self.said.append(data)
 
 
 def test_a_run_is_one_page(tmp_path: Path) -> None:
-    """With every pass, pictures in it, and nothing from elsewhere; a title of any text is text."""
+    """With every pass and embedded pictures, and without external resources; the title is escaped."""
     data = CASE.cut(tmp_path / "passes")
     with tiered(tmp_path / "m.tc", data) as cache:
         model, optimizer = registered(cache, CASE)
@@ -87,11 +87,11 @@ def test_a_run_is_one_page(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
-    """Another file, one of nothing, and none."""
+    """Another file, an empty one, and a missing one."""
     (tmp_path / "other.jsonl").write_text('{"rows": 3}\n')
     assert "line 1 of" in error_of("report", tmp_path / "other.jsonl")
     (tmp_path / "none.jsonl").write_text("")
-    assert "no pass was trained: there is nothing to draw" in error_of("report", tmp_path / "none.jsonl")
+    assert "no pass was trained: nothing to draw" in error_of("report", tmp_path / "none.jsonl")
     assert "No such file" in error_of("report", tmp_path / "gone.jsonl")
     assert "report" in run("--help")
 
@@ -118,14 +118,14 @@ def test_a_report_of_other_types_is_refused(tmp_path: Path, changes: dict[str, A
     """By line, name and value: nothing of them reaches a page."""
     (tmp_path / "run.jsonl").write_text(json.dumps(report().record() | changes) + "\n")
     error = error_of("report", tmp_path / "run.jsonl", "-o", tmp_path / "page.html")
-    assert re.search(f"line 1 of .* is no report of a pass .{message}", error), error
+    assert re.search(f"line 1 of .* is not a report of a pass .{message}", error), error
     assert not (tmp_path / "page.html").exists()
 
 
 def test_a_report_that_nests_without_end_is_refused(tmp_path: Path) -> None:
-    """Python's parser gives up, which is no traceback."""
+    """Python's parser gives up, without a traceback."""
     (tmp_path / "run.jsonl").write_text('{"losses": ' + "[" * 100_000 + "\n")
-    assert "is no report of a pass" in error_of("report", tmp_path / "run.jsonl")
+    assert "is not a report of a pass" in error_of("report", tmp_path / "run.jsonl")
 
 
 def test_every_value_of_a_page_is_escaped(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def report(**numbers: int) -> PassReport:
 
 
 def test_the_last_passes_show_where_their_rows_came_from() -> None:
-    """One line for each, the bar parted by tier, and above all nothing where nothing is to be shown."""
+    """One line for each, the bar divided by tier, and no output if it is off."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system="standard")
     shown = TrainingProgress(1000, shown=True, console=console)
@@ -190,7 +190,7 @@ def test_a_training_shows_its_passes_on_a_terminal(tmp_path: Path, monkeypatch: 
 
 
 def test_a_script_that_has_nothing_left_to_train_keeps_the_report_of_its_run(tmp_path: Path) -> None:
-    """Run again, it writes no empty one over it."""
+    """A rerun does not overwrite it with an empty one."""
     data = CASE.cut(tmp_path / "passes")
     for _ in range(2):
         with tc.TierCache(tmp_path / "m.tc", data, device_budget="1MiB", host_budget="64MiB", progress=False) as cache:

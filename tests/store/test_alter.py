@@ -319,7 +319,7 @@ REFUSED = {
         "has a table 'user' that was not given, and lacks the table 'person': a table cannot be renamed",
     ),
     "a compression": (lambda tables: changed(tables, "day", compression="zstd"), "compression None and 'zstd'"),
-    "nothing": (lambda _: [], "there are no tables"),
+    "nothing": (lambda _: [], "no tables were given"),
 }
 
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_forgotten_is_refused() -> None:
         for options in ({}, {"keys": keys, "unused_since": 0}):
             with pytest.raises(ValueError, match="give either keys or unused_since"):
                 forget(store, "item", **options)
-        with pytest.raises(CommitMissingError, match="knows no changes since -2"):
+        with pytest.raises(CommitMissingError, match="has no changes since -2"):
             forget(store, "item", unused_since=-2)
         world.train()
         world.append(store, within=True)

@@ -89,7 +89,7 @@ def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> 
     shown = runner.invoke(app, ["info", str(tmp_path / "s")])
     assert shown.exit_code == 0
     assert all(table.name in shown.stdout for table in tables)
-    assert "2, training goes on at pass 3" in shown.stdout
+    assert "2, training resumes at pass 3" in shown.stdout
     counts = re.search(r"3 of ([\d,]+) rows: ([\d,]+) live, ([\d,]+) stale and ([\d,]+) dead;", shown.stdout)
     assert counts is not None, shown.stdout
     every, live, *others = (int(one.replace(",", "")) for one in counts.groups())

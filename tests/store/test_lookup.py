@@ -198,7 +198,7 @@ def test_changes_since_a_commit_that_was_given_up_are_refused() -> None:
                 list(store.changes("user", since=since))
         world.check_changes(store, 1)
         world.check_changes(store, 4)
-        with pytest.raises(CommitMissingError, match="knows no changes since 6"):
+        with pytest.raises(CommitMissingError, match="has no changes since 6"):
             list(store.changes("user", since=6))
         world.train()
         world.append(store)

@@ -217,7 +217,7 @@ def test_a_url_of_an_object_store_is_a_store_of_obstore(url: str, kind: str, mon
 def test_a_url_of_another_kind_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With advice, and no folder is created."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is no URL of an object store: .*engine=ZarrEngine\(store") as caught:
+    with pytest.raises(ValueError, match=r"is not the URL of an object store: .*engine=ZarrEngine\(store") as caught:
         object_store(url)
     assert_sentence(caught.value)
     assert not list(tmp_path.iterdir())

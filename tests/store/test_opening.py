@@ -39,7 +39,7 @@ def one(name: str = "t", **changes: object) -> Table:
 
 def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
     """And for reading; nothing is made."""
-    with pytest.raises(StoreMissingError, match=r"there is no store at .*: check the path, or give tables"):
+    with pytest.raises(StoreMissingError, match=r"no store at .*: check the path, or give tables"):
         Store.open(tmp_path / "a")
     with pytest.raises(StoreMissingError):
         Store.open(tmp_path / "a", tables=[one()], mode="r")
@@ -255,7 +255,7 @@ def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:
 
 def test_an_empty_engine_without_tables_is_no_store() -> None:
     """An instance is made a store only with tables."""
-    with pytest.raises(StoreMissingError, match="there is no store in"):
+    with pytest.raises(StoreMissingError, match="no store in"):
         Store.open(None, engine=MemoryEngine())
     with pytest.raises(StoreMissingError):
         Store.open(None, engine=MemoryEngine(), tables=[one()], mode="r")

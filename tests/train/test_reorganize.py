@@ -252,7 +252,7 @@ def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tm
         with tiered(store, one) as cache:
             train(cache, case)
         for passes, seed in ((two, None), (one, 5)):
-            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to go on"):
+            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to continue"):
                 tiered(store, passes, order_seed=seed)
         before = result_of(store, one, None)
         store.compact()

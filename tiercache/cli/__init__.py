@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
             place = f"{error.filename}: " if error.filename else ""
             message = f"{place}{error.strerror or error}"
         except MemoryError:
-            message = "there is not enough memory: free some, or give the command less to hold"
+            message = "out of memory: free some, or give the command less to hold"
         except KeyboardInterrupt:
             message = "interrupted: the same command may be run again"
         typer.echo(printable(f"error: {message.strip()}".replace("\n", " ")), err=True)

@@ -37,7 +37,7 @@ def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tu
 
 
 def show(console: Console, record: dict[str, Any], points: Sequence[Point]) -> None:
-    """Print it."""
+    """Print the record and the curve."""
     for table in (_pass_table(record), _table_table(record), *([curve_table(points)] if points else [])):
         console.print(table)
 

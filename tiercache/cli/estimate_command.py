@@ -29,7 +29,7 @@ def estimate(
     epochs: Annotated[int, typer.Option(help="How often the samples are trained.")] = 1,
     zipf: Annotated[float | None, typer.Option(help="The exponent of the keys' frequencies; default: 1.")] = None,
     unique_per_pass: Annotated[
-        str | None, typer.Option(help="Different keys of a pass: says where passes are cut, or, with --passes, --zipf.")
+        str | None, typer.Option(help="Different keys of a pass: decides the cuts of passes or, with --passes, --zipf.")
     ] = None,
     passes: Annotated[int | None, typer.Option(help="Passes of an epoch.")] = None,
     device_budget: Annotated[str | None, typer.Option(help="Device memory for rows of a pass; default: 8GiB.")] = None,

@@ -75,7 +75,7 @@ def extract(
             progress=output.is_text,
         )
     except KeyboardInterrupt:
-        raise ExtractionError(f"stopped; the same command goes on from the last closed pass in {out}") from None
+        raise ExtractionError(f"stopped; the same command resumes from the last closed pass in {out}") from None
     if as_json:
         output.result({"path": str(out), "passes": len(dataset), "samples": dataset.samples}, "")
 

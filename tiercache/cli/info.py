@@ -65,7 +65,7 @@ def _position(found: dict[str, Any]) -> str:
         return "none yet"
     newest = found["commits"][-1]
     sample = f", sample {newest['sample']:,}" if newest["sample"] else ""
-    return f"{newest['id']}, training goes on at pass {newest['pass']:,}{sample}"
+    return f"{newest['id']}, training resumes at pass {newest['pass']:,}{sample}"
 
 
 def _files(found: dict[str, Any]) -> str:
@@ -164,7 +164,7 @@ def info(
 def verify(
     path: AnyPath,
     deep: Annotated[
-        bool, typer.Option(help="Of a store, read all rows, keys and dense state; else only what describes them.")
+        bool, typer.Option(help="For a store, read all rows, keys and dense state; otherwise only their metadata.")
     ] = True,
     checkpoints: Annotated[
         bool,

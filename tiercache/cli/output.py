@@ -104,7 +104,7 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     if (path / dataset.UNFINISHED).exists():
         PassDataset.open(path)  # raises
     if not path.exists():
-        raise StoreMissingError(f"there is nothing at {path}: give the directory of a store or a dataset")
+        raise StoreMissingError(f"nothing at {path}: give the directory of a store or a dataset")
     raise NotAStoreError(f"{path} is neither a store nor a dataset: give the directory of one")
 
 

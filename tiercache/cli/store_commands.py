@@ -57,7 +57,7 @@ def pin(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Keep a commit by name, beside the newest ones that the store keeps anyway."""
+    """Keep a commit by name, in addition to the newest ones."""
     with open_store(path, mode="a") as store:
         made = store.pin(name, commit)
     done = {"commit": made.id, "name": name, "pinned": made.pins[name]}
@@ -70,7 +70,7 @@ def unpin(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Let go of a commit that is kept by name: what only it needs is deleted, unless somebody reads it."""
+    """Unpin a commit: blobs that only it needs are deleted, unless a reader has it open."""
     with open_store(path, mode="a") as store:
         made = store.unpin(name)
     Output(as_json, quiet).result({"commit": made.id, "name": name}, f"no commit is kept as {name!r} any more")
@@ -159,7 +159,7 @@ def lookup(
         stored = _read_keys(keys_file)
         lookup_keys, texts = np.concatenate([lookup_keys, stored]), [*texts, *map(str, stored.tolist())]
     if not lookup_keys.size:
-        raise ValueError("there is no key to look up: give keys, or a file of them with --keys")
+        raise ValueError("no key to look up: give keys, or a file of them with --keys")
     output = Output(as_json, quiet)
     with open_store(path, commit) as store, output.working() as progress:
         try:
@@ -253,7 +253,7 @@ def _keys(
         try:
             key = int(text)
         except ValueError:
-            raise ValueError(f"{text!r} is no integer key: give --string to look a text up") from None
+            raise ValueError(f"{text!r} is not an integer key: give --string to look a text up") from None
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
         keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)

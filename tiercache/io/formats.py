@@ -33,7 +33,7 @@ FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How the files of one table are written and read."""
+    """Writes and reads the files of one table."""
 
     write: Callable[[Path, str, Table, tuple[Field, ...], int], TableWriter]
     """Returns a writer: (folder, name of the table's files, table, fields, number of rows)."""
@@ -44,7 +44,7 @@ class Format:
     vector_copies: int = 1
     """The number of copies of the vectors on the disk while they are written."""
     keeps_state: Callable[[Table], bool] = lambda _: True
-    """Whether the format stores the optimizer state of a table."""
+    """Returns True if the format stores the optimizer state of a table."""
 
     def fields(self, table: Table, *, with_state: bool) -> tuple[Field, ...]:
         """Return the fields to write: all, or the vector alone."""
@@ -213,24 +213,24 @@ class TableReader:
 
 
 def regular_file(path: Path) -> Path:
-    """Return ``path``. Raises ImportExportError if it is missing or no regular file: opening a FIFO would wait."""
+    """Return ``path``. Raises ImportExportError if it is missing or not a regular file: opening a FIFO would wait."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise ImportExportError(f"there is no {path}: check the path and the format") from None
+        raise ImportExportError(f"{path} does not exist: check the path and the format") from None
     if not stat.S_ISREG(mode):
-        raise ImportExportError(f"{path} is no regular file: give a file that is not a folder, a FIFO or a device")
+        raise ImportExportError(f"{path} is not a regular file: give a file that is not a folder, a FIFO or a device")
     return path
 
 
 @contextmanager
 def parsing(path: Path, what: str) -> Iterator[Path]:
-    """Yield a regular file for a library to read, and turn what it raises for damage into an ImportExportError."""
+    """Yield a regular file for a library to read, and turn its errors for damage into an ImportExportError."""
     try:
-        regular_file(path).open("rb").close()  # libraries differ in what they say of a missing permission
+        regular_file(path).open("rb").close()  # libraries differ in their errors for a missing permission
         yield path
     except (ImportExportError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # a damaged .npy header is a SyntaxError, a damaged pickle anything
+    except Exception as error:  # a damaged .npy header is a SyntaxError; a damaged pickle can raise anything
         why = str(error).split("\n", maxsplit=1)[0] or type(error).__name__
-        raise ImportExportError(f"{path} is no whole {what} ({why}): export it again") from error
+        raise ImportExportError(f"{path} is not a whole {what} ({why}): export it again") from error

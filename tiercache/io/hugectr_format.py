@@ -62,7 +62,7 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], rows: int | None = None
     size = regular_file(path).stat().st_size
     row_bytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
     if rows is None and size % row_bytes:
-        raise ImportExportError(f"{path} has {size:,} bytes, which are no whole rows of {row_bytes}: export it again")
+        raise ImportExportError(f"{path} has {size:,} bytes, not whole rows of {row_bytes}: export it again")
     if rows is not None and size != rows * row_bytes:
         raise ImportExportError(
             f"{path} has {size:,} bytes, but {rows:,} keys with {row_bytes} bytes each make {rows * row_bytes:,}: "

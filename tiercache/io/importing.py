@@ -95,8 +95,8 @@ def import_store(
       (keys (n,) int64, vectors (n, dim)).
 
     Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or the path of a store, which is
-    created with ``tables`` if needed. For an existing store, ``tables`` are those of its tables to import; None: those
-    of ``tables.json``, else all. ``initial_state``: optimizer state that the source lacks starts at its initial value.
+    created with ``tables`` if needed. For an existing store, ``tables`` selects its tables to import; None: the ones in
+    ``tables.json``, else all. ``initial_state``: optimizer state that the source lacks starts at its initial value.
     ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of their table.
     ``steps``: the number of steps trained so far, for Adam's state and the rounding of 16-bit vectors; None: as in
     ``tables.json``, else training counts from 0, with an ImportExportWarning. A trained store keeps its own count.
@@ -105,7 +105,7 @@ def import_store(
 
     All sizes, types and shapes are checked first; an error or a kill leaves the store unchanged.
 
-    Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
+    Raises ImportExportError, StoreFullError, and the errors of ``Store.open``.
     """
     place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source, "what is imported")
     store = store if isinstance(store, Store) else to_path(store, "a store")
@@ -125,12 +125,12 @@ def import_store(
             readers = {table: read_array(str(place), table, arrays, names or {}) for table in selected}
         else:
             if not place.exists():
-                raise ImportExportError(f"there is nothing at {place}: give a folder of files, or a state dict")
+                raise ImportExportError(f"nothing at {place}: give a folder of files, or a state dict")
             manifest = _find_manifest(place)
             if manifest is None and (format is None or selected is None):
                 missing = ["the format of its files (--format)"] * (format is None)
                 missing += ["the tables that they hold (--schema)"] * (selected is None)
-                raise ImportExportError(f"there is no {place / MANIFEST}: give {' and '.join(missing)}")
+                raise ImportExportError(f"{place / MANIFEST} does not exist: give {' and '.join(missing)}")
             rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(selected or ())
             selected = selected or tuple(rows)
             readers = _open_files(place, format or str(manifest and manifest.format), selected, rows)
@@ -180,10 +180,8 @@ def _of_store(store: Store, tables: tuple[Table, ...] | None) -> tuple[Table, ..
     """Return the tables to import to an existing store. Raises ImportExportError for one that it does not have."""
     for table in tables or ():
         if table not in store.tables:
-            known = ", ".join(repr(one.name) for one in store.tables)
-            raise ImportExportError(
-                f"table {table.name!r} is none of {store.label}, or described otherwise there: it has {known}"
-            )
+            names = ", ".join(repr(one.name) for one in store.tables)
+            raise ImportExportError(f"table {table.name!r} is not in {store.label}, or differs there: it has {names}")
     return tables or store.tables
 
 
@@ -202,7 +200,7 @@ def _open_files(
     """Open the files of the tables in ``rows``, a count or None for each, without reading them."""
     chosen = find_format(format_)
     if not folder.is_dir():
-        raise ImportExportError(f"there is no folder {folder}: give the folder that holds the files of the tables")
+        raise ImportExportError(f"folder {folder} does not exist: give the folder that holds the files of the tables")
     counts = {table.name: count for table, count in rows.items()}
     if unknown := counts.keys() - {table.name for table in tables}:
         raise ImportExportError(
@@ -249,7 +247,7 @@ def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) 
         table = next((table for table in counting if table.optimizer.counts_steps), counting[0])
         what = "Adam's state" if table.optimizer.counts_steps else f"the rounding to {table.dtype}"
         warnings.warn(
-            f"{place} does not say how many steps table {table.name!r} was trained, and {what} goes on with their "
+            f"{place} does not say how many steps table {table.name!r} was trained, and {what} continues with their "
             "count: training counts from 0, unless you give steps (--steps)",
             ImportExportWarning,
             stacklevel=3,

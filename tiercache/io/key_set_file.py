@@ -29,11 +29,11 @@ def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] 
         size = regular_file(path).stat().st_size
         if size % kind.itemsize:
             raise ImportExportError(
-                f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
+                f"{path} has {size:,} bytes, not whole {dtype} keys: check dtype, or write it again"
             )
         if size:
             return np.memmap(path, dtype=kind, mode="r")
-    return np.empty(0, dtype=kind)  # nothing cannot be mapped
+    return np.empty(0, dtype=kind)  # an empty file cannot be mapped
 
 
 def export_key_sets(dataset: PassDataset, out: str | os.PathLike[str], dtype: str = "int64") -> None:

@@ -1,7 +1,7 @@
 """Parquet: for each table a file with the columns ``key``, ``vector`` and one for each optimizer state.
 
-``key`` is int64, every field a list of as many floats as it is wide; vectors of float16 are lists of halffloats,
-those of bfloat16, which Parquet does not have, of floats. Values are stored plain: a dictionary would make all NaN one.
+``key`` is int64, every field a list of as many floats as it is wide; float16 vectors are lists of halffloats, bfloat16
+vectors, which Parquet does not have, lists of floats. Values are stored plain: a dictionary would make all NaN one.
 DuckDB, Spark and pandas read it.
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tiercache.store.table import Field, Table
 
 _GROUP_BYTES = 32 << 20
-"""About the bytes of a row group, and so the memory of a reader."""
+"""Approximate bytes of a row group, and so the memory of a reader."""
 _READ_BYTES = 1 << 20
-"""About the bytes of a column that are decoded at a time."""
+"""Approximate bytes of a column that are decoded at a time."""
 _DTYPES = {"float": "float32", "halffloat": "float16"}
 
 

@@ -55,7 +55,7 @@ def check_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 @contextmanager
 def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield an empty folder ``.NAME.unfinished`` next to ``out``. Publish it; what you do not publish is deleted.
+    """Yield an empty folder ``.NAME.unfinished`` next to ``out``. Publish it, or it is deleted.
 
     Leftovers of a killed process are deleted too. Raises ImportExportError if another process or thread has the folder,
     and if ``out`` exists, unless ``replaces``.
@@ -63,7 +63,7 @@ def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     draft = out.with_name(f".{out.name}.unfinished")
     handle = _lock(draft, out)
     try:
-        if not replaces and out.exists():  # it was published between the caller's look and the lock
+        if not replaces and out.exists():  # another process published it before the lock was taken
             raise ImportExportError(f"{out} exists: give a path that is free")
         for entry in draft.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -86,7 +86,7 @@ def _lock(draft: Path, out: Path) -> int:
         try:
             handle = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # who had it has published or deleted it since
+            continue  # its previous owner has published or deleted it
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -104,7 +104,7 @@ def _lock(draft: Path, out: Path) -> int:
 
 
 def _is(draft: Path, handle: int) -> bool:
-    """Return True if a handle is that of the folder with this name now."""
+    """Return True if a handle belongs to the folder that has this name now."""
     try:
         return os.path.samestat(draft.stat(), os.fstat(handle))
     except FileNotFoundError:

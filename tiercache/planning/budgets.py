@@ -25,7 +25,7 @@ ALIGNED_BYTES = 64 << 10
 """The least bytes of a read that is staged at its offset within a page of the file, which saves a copy."""
 MAX_PAGE_BYTES = 64 << 10
 CHECKED_BYTES = 4 << 20
-"""Bytes of a file of next uses per checksum."""
+"""Bytes per checksum in a file of next uses."""
 MAX_BLOCK_BYTES = 16 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
 MAX_OVERHEAD_BYTES = 12 << 20

@@ -48,9 +48,9 @@ class HostCache:
         self._bytes: dict[tuple[int, int], int] = {}
         self._total = 0
         self._soonest: list[tuple[int, int, int]] = []
-        """A heap: for each segment the next use of its first range, not later than that of its first page cached."""
+        """A heap: the next use of each segment's first range, not later than its first cached page's."""
         self._farthest: list[tuple[int, int, int]] = []
-        """A heap of negated numbers: the next use of its last range, not sooner than that of its last page cached."""
+        """A heap of negated numbers: the next use of a segment's last range, not sooner than its last cached page's."""
 
     def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> None:
         """Add a whole dump."""

@@ -1,4 +1,4 @@
-"""A model of the keys of a dataset that nobody has read: Zipf's law, and passes that are all alike.
+"""A model of the keys of an unread dataset: Zipf's law, and passes that are all alike.
 
 A sample draws keys independently, key k of n with the chance q_k = k^-s / (1^-s + ... + n^-s). A pass that draws m keys
 has key k with the chance p_k = 1 - exp(-m q_k). In a cycle of P passes the next pass that has it comes after d passes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 _SINGLE_RANKS = 256
-"""The most frequent keys, each of which counts for itself."""
+"""The most frequent keys, each of which is a separate bin."""
 _BINS = 2000
 _CHUNK = 256
 """Distances that are computed at a time."""
@@ -40,11 +40,11 @@ class KeyModel:
     num_keys: float
     """Keys that may be drawn."""
     exponent: float
-    """That of Zipf's law; 0: all keys are as frequent."""
+    """The exponent of Zipf's law; 0: all keys are equally frequent."""
 
     @classmethod
     def of(cls, rows: int, draws: float, exponent: float) -> KeyModel | None:
-        """Return the model in which so many draws have so many different keys; None if no number of keys has them."""
+        """Return the model in which ``draws`` have ``rows`` different keys; None if no number of keys does."""
         fewest, most = cls(rows, exponent), cls.most_rows(draws, exponent)
         if fewest.rows(draws) >= rows * (1 - _ALIKE):
             return fewest
@@ -54,7 +54,7 @@ class KeyModel:
 
     @classmethod
     def most_rows(cls, draws: float, exponent: float) -> float:
-        """Return how many different keys so many draws have if the keys do not end."""
+        """Return how many different keys ``draws`` have if the keys do not end."""
         return cls(_MOST_KEYS, exponent).rows(draws)
 
     @cached_property
@@ -70,12 +70,12 @@ class KeyModel:
         return counts, weights / counts / weights.sum()
 
     def rows(self, draws: float) -> float:
-        """Return the expected number of different keys among so many drawn ones."""
+        """Return the expected number of different keys among ``draws``."""
         counts, chances = self._bins
         return float(counts @ -np.expm1(-draws * chances))
 
     def rows_at(self, draws: float, num_passes: int) -> Floats:
-        """Return the expected rows of a pass, which draws so many keys, by the passes to their next use.
+        """Return the expected rows of a pass, which draws ``draws`` keys, by the passes to their next use.
 
         (num_passes,) float64: entry d - 1 has those that the d-th next pass needs next.
         """

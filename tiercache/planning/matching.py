@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 def check_tables(store: Store, passes: DatasetView) -> None:
     """Raise DatasetError unless ``passes`` was extracted for the tables of ``store``."""
-    theirs = {table.name: table for table in passes.tables}
+    other_tables = {table.name: table for table in passes.tables}
     ours = {table.name: table for table in store.tables}
     advice = "extract again with the store's schema, or open another store"
-    for name in sorted(theirs.keys() | ours.keys()):
-        if name not in ours or name not in theirs:
-            has, lacks = (f"the dataset {passes.path}", store.label)[:: 1 if name in theirs else -1]
+    for name in sorted(other_tables.keys() | ours.keys()):
+        if name not in ours or name not in other_tables:
+            has, lacks = (f"the dataset {passes.path}", store.label)[:: 1 if name in other_tables else -1]
             raise DatasetError(f"{has} has a table {name!r} that {lacks} lacks: {advice}")
-        if found := difference(theirs[name], ours[name]):
+        if found := difference(other_tables[name], ours[name]):
             field, extracted, stored = found
             raise DatasetError(
                 f"table {name!r} of the dataset {passes.path} has {field} {extracted!r}, and that of "
@@ -32,15 +32,15 @@ def check_tables(store: Store, passes: DatasetView) -> None:
 
 def check_features(trained: DatasetView, passes: DatasetView) -> None:
     """Raise DatasetError unless ``passes`` has the features of ``trained``; labels and dense columns may differ."""
-    theirs = {feature.name: feature for feature in passes.schema.features}
+    other_features = {feature.name: feature for feature in passes.schema.features}
     advice = "extract it with the features of the schema that was trained"
     for feature in trained.schema.features:
-        if feature.name not in theirs:
+        if feature.name not in other_features:
             raise DatasetError(
                 f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} lacks it: "
                 f"{advice}"
             )
-        if found := difference(feature, theirs[feature.name]):
+        if found := difference(feature, other_features[feature.name]):
             field, ours, other = found
             raise DatasetError(
                 f"feature {feature.name!r} is trained from {trained.path} with {field} {ours!r}, and the dataset "
@@ -59,7 +59,7 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
             f"the dataset {passes.path} in this order is not the one that {store.label} was trained "
             f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
             f"{commit.schedule_digest[:12]}): open the dataset it was trained with, call "
-            "tiercache.reorganize(store, passes) to go on with this one, or begin a new store"
+            "tiercache.reorganize(store, passes) to continue with this one, or begin a new store"
         )
     raise DatasetError(
         f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "

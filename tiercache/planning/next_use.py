@@ -68,7 +68,7 @@ def find_next_uses(
     keys_of(pass, table): int64 keys in hash order, ``table`` an index into ``positions.tables``.
     out: int32 (2, all positions of all passes); the returned arrays are views of it.
     Memory: about ``keys_per_range`` keys of one table at a time, at most ``SWEPT_KEY_BYTES`` for each. Decides only;
-    does no I/O but what ``keys_of`` and ``out`` do themselves.
+    the only I/O is in ``keys_of`` and ``out``.
     """
     uses = views_of(out, positions)
     for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):

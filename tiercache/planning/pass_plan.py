@@ -126,7 +126,7 @@ class Planner:
         end: int | None = None,
         stored: Mapping[int, Sequence[tuple[SegmentLayout, ...]]],
     ) -> None:
-        """Begin at pass ``start``; ``stored`` has the layouts of what ``segments_by_pass`` returns.
+        """Begin at pass ``start``; ``stored`` has the layouts of the segments from ``segments_by_pass``.
 
         Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. Planners can share
         ``counts``. Raises BudgetError if the reserve of a pass exceeds the host budget.
@@ -304,19 +304,19 @@ class Planner:
         for runs, group in zip(runs_G, self._positions.groups, strict=True):
             sizes = runs.astype(np.int64) * group.row_bytes
             total, blocks = total + int(sizes.sum()), blocks + int((sizes // self._budget.block).sum())
-        # what is read at once from a block begins in its page where it does in the file: a page more for each
+        # a read from a block has the same offset in its memory page as in the file's: one more page for each
         shifts = 0
         if max(self._budget.block, self._budget.staged_page) >= ALIGNED_BYTES:
             shifts = min(2 * sum(num_runs_G) + blocks, total // ALIGNED_BYTES)
         total, shift = total + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
         # staging is filled region by region; a region ends before the page that does not fit, the last may be empty
         filled = max(1, self._budget.region - self._budget.staged_page - shift)
-        if self._budget.grain > PAGE_BYTES:  # what waits in an earlier dump takes whole blocks, two more for each run
+        if self._budget.grain > PAGE_BYTES:  # rows waiting in an earlier dump take whole blocks, two more a run
             cuts = [(self._budget.cut(group)[1], group.row_bytes) for group in self._positions.groups]
             filled = min(filled, *(block - block % row for block, row in cuts))
             return (-(-total // filled) + 1 + 2 * sum(num_runs_G)) * self._budget.region
         regions = -(-total // filled)
-        # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
+        # rows that wait in an earlier dump take whole pages: more at both ends of each run and at the end of a block
         ends = 3 * sum(num_runs_G) + blocks
         return (
             total + regions * (self._budget.staged_page + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
@@ -340,7 +340,7 @@ class Planner:
             fixed, planning = budget.total - budget.rows - budget.planning, budget.planning
             raise BudgetError(
                 f"host_budget is {format_bytes(budget.total)}, but the dump of one pass and the rows of the next need "
-                f"{format_bytes(rows)} beside {format_bytes(planning)} for planning and {format_bytes(fixed)} for a "
+                f"{format_bytes(rows)} besides {format_bytes(planning)} for planning and {format_bytes(fixed)} for a "
                 f"write transaction, batches and evaluation: raise host_budget to {smallest} bytes "
                 f"({format_bytes(smallest)}) or extract smaller passes",
                 least=smallest,
@@ -395,7 +395,7 @@ class Plans:
 def segments_by_pass(store: Store) -> dict[int, tuple[Segment, ...]]:
     """Return the newest segment of each pass: for a pass cut by a commit, the one the commit wrote.
 
-    Of the base, with which the schedule began, all segments: one after the other they have the order (table, hash).
+    Of the base, with which the schedule began, all segments: together they are in the order (table, hash).
     Retained segments belong to passes of other schedules, and are left out.
     """
     found: dict[int, tuple[Segment, ...]] = {}

@@ -189,11 +189,11 @@ def _value(value: Any) -> str:
 
 
 def _sentence(error: Any) -> str:
-    """Say what is wrong with one key, in words of the file."""
+    """Describe the problem of one key, in the file's words."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"{key} is not a key of a plan: delete it, or correct its name"
     if error["type"] == "missing":
         return f"{key} is missing: run `tiercache plan` again"
-    said = error["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
-    return f"{key} is {error['input']!r}, and {said[:1].lower()}{said[1:]}"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
+    return f"{key} is {error['input']!r}, and {message[:1].lower()}{message[1:]}"

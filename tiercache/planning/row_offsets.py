@@ -101,7 +101,7 @@ class RowOffsets:
         return starts - starts[0]  # type: ignore[no-any-return]
 
     def table_spans(self, sub_dataset: int) -> dict[str, slice]:
-        """Return the range of the positions of each table within those of its group."""
+        """Return the range of each table's positions within its group."""
         return {
             table.name: slice(first, last)
             for g, group in enumerate(self.groups)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 OrderRule = int | tuple[int, ...] | None
-"""None: every epoch goes through the sub-datasets in their own order. A number: each epoch has an order of its own,
-from this seed. A tuple: the order of every epoch."""
+"""None: every epoch goes through the sub-datasets in order. A number: each epoch has a random order from this seed. A
+tuple: the order of every epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """True if every epoch has the same order, so that the uses of one epoch are those of all."""
+        """True if every epoch has the same order, so that the uses of one epoch hold for all."""
         return not isinstance(self.order, int)
 
     @property
@@ -92,8 +92,8 @@ class Schedule:
         return int(_order(self.num_passes, self.order, epoch)[pass_index % self.num_passes])
 
     def samples_left(self, pass_index: int, epochs: int, samples_P: Sequence[int]) -> int:
-        """Return the samples from the beginning of ``pass_index`` to the end of epoch ``epochs``; (P,) are those of the
-        sub-datasets.
+        """Return the samples from the beginning of ``pass_index`` to the end of epoch ``epochs``; (P,) are the samples
+        of each sub-dataset.
 
         Looks at one epoch's order, however many there are.
         """
@@ -120,7 +120,7 @@ _MATRIX_BYTES = 64 << 20
 
 
 def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order_seed: int | None = None) -> OrderRule:
-    """Return the order rule that ``order`` and ``order_seed`` ask for.
+    """Return the order rule for the arguments ``order`` and ``order_seed``.
 
     order: a permutation of the sub-datasets, "overlap", or None for their own order. order_seed: the seed of an order
     for each epoch. Raises ValueError if both are given, and for anything else.

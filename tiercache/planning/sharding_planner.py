@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 
 
 COUNTED_KEYS = 1 << 22
-"""Keys of a table whose counts are looked at: in hash order, so the first are a fair sample of all."""
+"""Keys of a table whose counts are read: they are in hash order, so the first are a fair sample."""
 _SAMPLED_KEYS = 1 << 16
-"""Where only their sum is asked for."""
+"""Keys read if only their sum is needed."""
 _STEPS = 4
-"""Steps in which counts that are twice as large are told apart."""
+"""Bins per factor of two in counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableStats:
-    """What one pass asks of a table."""
+    """One pass's demand on a table."""
 
     rows: int
-    """Of the pass that has the most."""
+    """Rows of the largest pass."""
     samples: int = 1
-    """Of that pass."""
+    """Samples of that pass."""
     hotness: float = 1.0
-    """Mean ids of a sample, over all features that look into the table."""
+    """Mean ids per sample, over all features of the table."""
     uses: tuple[tuple[float, float], ...] = ()
-    """Keys that are used alike: (how many, how often each occurs in the pass). Empty: all alike."""
+    """Keys with equal use: (number of keys, occurrences of each in the pass). Empty: all alike."""
 
     def unique(self, samples: float) -> int:
-        """Return how many different ids so many samples are expected to have: ``sum n (1 - exp(-ids p))``.
+        """Return the expected number of different ids in ``samples``: ``sum n (1 - exp(-ids p))``.
 
         n keys have the share p of all ids.
         """
@@ -68,8 +68,8 @@ class TableStats:
 def stats_of(passes: PassDataset) -> Mapping[str, TableStats]:
     """Return the statistics of every table, by name, from the counts of its largest pass: of 4,194,304 keys at most.
 
-    A pass of key sets alone is taken to have as many samples as the keys that were given for its tables make: as many
-    as they had where each table's keys were given as often as they occur, and fewer where each was given once.
+    A pass of key sets alone is assumed to have as many samples as the given keys make: the true number if each table's
+    keys were given as often as they occur, and fewer if each was given once.
     """
     table_stats = {}
     for table in passes.tables:
@@ -85,20 +85,20 @@ def stats_of(passes: PassDataset) -> Mapping[str, TableStats]:
 
 
 def _least_samples(passes: PassDataset, source: SubDataset) -> int:
-    """Return how many samples the keys of a pass make at least, lists of any length taken for one key."""
+    """Return the least number of samples for the keys of a pass, counting a list of any length as one key."""
     keys = dict.fromkeys((table.name for table in passes.tables), 0)
     for feature in passes.schema.features:
         keys[feature.table] += feature.length or 1
     most = 0.0
     for name, of_sample in keys.items():
-        some = source.counts(name)[:_SAMPLED_KEYS] if of_sample and source.rows(name) else None
-        if some is not None:
-            most = max(most, float(some.sum()) * source.rows(name) / some.size / of_sample)
+        counts = source.counts(name)[:_SAMPLED_KEYS] if of_sample and source.rows(name) else None
+        if counts is not None:
+            most = max(most, float(counts.sum()) * source.rows(name) / counts.size / of_sample)
     return round(most)
 
 
 def _uses(counts: NDArray[np.int64], rows: int) -> tuple[tuple[float, float], ...]:
-    """Put counts (n,) of some of ``rows`` keys together by size."""
+    """Group the counts (n,) of some of ``rows`` keys by size."""
     bins = (_STEPS * np.log2(np.maximum(counts, 1))).astype(np.int64)
     keys, ids = np.bincount(bins), np.bincount(bins, weights=counts)
     scale = rows / counts.size
@@ -106,7 +106,7 @@ def _uses(counts: NDArray[np.int64], rows: int) -> tuple[tuple[float, float], ..
 
 
 _COLUMNS_SAVE = 1.01
-"""Columns must be so much better than all else: the ranks of a table make each of its new rows once for each slice."""
+"""Columns must be better by this factor: the ranks of a table make each of its new rows once per slice."""
 
 
 def plan_sharding(
@@ -121,9 +121,9 @@ def plan_sharding(
     row_threshold: int | None = None,
     costs: CostModel | None = None,
 ) -> ShardingPlan:
-    """Divide every table over so many ranks. Equal arguments give equal plans; on one rank every table is "row_wise".
+    """Divide every table over the ranks. Equal arguments give equal plans; on one rank every table is "row_wise".
 
-    What decides a table's kind, the first that speaks: ``kinds`` ("row_wise", "table_wise", "column_wise",
+    A table's kind is decided by the first that applies of: ``kinds`` ("row_wise", "table_wise", "column_wise",
     "data_parallel", by name of the table); the thresholds, in bytes of the rows of its largest pass with their
     optimizer state: data_parallel at most ``replicate_threshold``, row_wise above ``row_threshold``, column_wise above
     ``column_threshold``; the strategy. Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as
@@ -131,8 +131,8 @@ def plan_sharding(
 
     "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
     goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
-    than a rank's fair share of all bytes are sharded row-wise where no threshold was given. "cost", which "auto" stands
-    for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_TableCost``).
+    than a rank's fair share of all bytes are sharded row-wise if no threshold was given. "cost", or "auto":
+    the kind and ranks for which the busiest rank spends the least seconds on a batch (``_TableCost``).
 
     Raises ValueError for an unknown strategy, kind or name.
     """
@@ -165,11 +165,11 @@ def sharding_of(
     *,
     number_bytes: int = 4,
 ) -> ShardingPlan:
-    """Return the sharding of the tables of a dataset that a user asks for.
+    """Return the sharding of a dataset's tables for a user's argument.
 
-    ``how``: a strategy, kinds by table, rules, or the sharding itself. number_bytes: of a number on the wire, where
-    the costs of rules say nothing of it. Reads counts of keys. Raises ValueError where it is not for these tables or so
-    many ranks.
+    ``how``: a strategy, kinds by table, rules, or the sharding itself. number_bytes: bytes of a number on the wire,
+    unless the costs of rules give it. Reads counts of keys. Raises ValueError if it does not fit these tables or
+    ``num_ranks``.
     """
     if isinstance(how, ShardingPlan):
         how.check(passes.tables)
@@ -188,7 +188,7 @@ def sharding_of(
 
 
 def _checked_kinds(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
-    """Check the kinds that a user gives."""
+    """Check the kinds given by a user."""
     names = [table.name for table in tables]
     found: dict[str, Kind] = {}
     for name, requested in kinds.items():
@@ -210,7 +210,7 @@ def _by_bytes(
     *,
     in_turn: bool,
 ) -> ShardingPlan:
-    """Give whole tables and slices to ranks in turn, or the largest first to the rank with the fewest bytes."""
+    """Assign whole tables and slices to ranks in turn, or the largest first to the rank with the fewest bytes."""
     shardings: dict[str, TableSharding] = {}
     bytes_W = [0.0] * num_ranks
     pieces: list[tuple[float, Table]] = []
@@ -240,7 +240,7 @@ def _by_cost(
     choices: Mapping[str, tuple[Kind | None, int]],
     costs: CostModel,
 ) -> ShardingPlan:
-    """Shard the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
+    """Shard the most expensive tables first, each to minimize the busiest rank's time."""
     models = [_TableCost(table, table_stats[table.name], num_ranks, costs) for table in tables]
     busy, chance, shardings = np.zeros(num_ranks), 0.0, {}
     for model in sorted(models, key=lambda model: -model.of(TableSharding("row_wise"))[0][0]):
@@ -263,7 +263,7 @@ def _by_cost(
 def _choices(
     table: Table, kind: Kind | None, slices: int, busy: NDArray[np.float64], *, all_ranks: bool
 ) -> Iterator[TableSharding]:
-    """Yield the ways to shard a table among which cost decides; the least busy ranks get slices."""
+    """Yield the candidate shardings of a table; the least busy ranks get slices."""
     order = np.argsort(busy, kind="stable").tolist()
     if kind in {None, "row_wise"}:
         yield TableSharding("row_wise")
@@ -283,12 +283,12 @@ def _choices(
 class _TableCost:
     """The seconds that one table costs each of W ranks in one batch.
 
-    With u the different ids of one rank's samples of a batch, U those of all ranks between two steps, D numbers in a
+    With u the different ids of one rank's samples of a batch, U the ids of all ranks between two steps, D numbers in a
     vector, b bytes of a number and a batches between two steps; a rank asks with addresses of 4 bytes, gets rows, and
     sends gradients. Bytes in and out of a rank that owns the share f of the rows:
 
     * row_wise: ``u (4 + 2 b D) (f (W - 1) + 1 - f)`` with f = 1/W. Hashes do not give all ranks the same: f has the
-      variance ``(1 - 1/W) / (W u)``, that of all tables adds up, and the busiest of W ranks has ``sqrt(2 ln W
+      variance ``(1 - 1/W) / (W u)``, variances of tables add up, and the busiest of W ranks has ``sqrt(2 ln W
       variance)`` more.
     * table_wise: the same with f = 1 for the owner and f = 0 for others.
     * column_wise: the same, summed over the slices with their own widths; every slice is asked. With row-wise rules
@@ -339,7 +339,7 @@ class _TableCost:
         return total
 
     def _row_bytes(self, width: int, ways: int) -> int:
-        """Return the bytes of an address and of ``width`` columns so many ways."""
+        """Return the bytes of an address and of ``width`` columns, sent ``ways`` times."""
         return 4 + ways * self._number_bytes * width
 
     def _traffic(self, width: int, share: float, ways: int = 2) -> float:

@@ -1,4 +1,4 @@
-"""Sharding rules: how a user has tables divided without naming each."""
+"""Sharding rules: how to divide tables without naming each."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """What the strategy "cost" counts with. Raises ValueError for a number that is not above 0."""
+    """The inputs of the strategy "cost". Raises ValueError for a number that is not above 0."""
 
     samples: int = 8192
-    """Of a batch of all ranks together."""
+    """Samples of a batch, over all ranks."""
     batches_per_step: int = 1
     """Batches, or micro-batches, between two steps."""
     number_bytes: int | None = None
-    """Of a number on the wire; None: as the cache's ``comm_dtype`` says."""
+    """Bytes of a number on the wire; None: by the cache's ``comm_dtype``."""
     link_bytes_per_second: float = 10e9
-    """What a rank can send and receive, together."""
+    """Send and receive rate of a rank, together."""
     store_bytes_per_second: float = 1e9
-    """What a rank's part can be read and written at."""
+    """Read or write rate of a rank's part."""
     memory_bytes_per_second: float = 20e9
-    """What a device gathers and steps rows at."""
+    """Rate at which a device gathers and steps rows."""
     piece_seconds: float = 1e-6
-    """What the rows of one table from or for one other rank cost in a batch, however few they are."""
+    """Fixed cost per batch of one table's rows from or for one other rank."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -46,26 +46,26 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingRules:
-    """How to divide tables over ranks; the first that speaks of a table decides: kinds, thresholds, the strategy.
+    """Rules for dividing tables over ranks; the first that applies wins: kinds, thresholds, the strategy.
 
     Thresholds are bytes ("64MiB") of the rows of a table in its largest pass, with their optimizer state. Raises
-    ValueError for an unknown strategy, and for thresholds that are no sizes or of which one leaves another no table.
+    ValueError for an unknown strategy, and for thresholds that are invalid or exclude each other.
     """
 
     strategy: str = "auto"
-    """ "basic": whole tables go to one rank after the other; "memory_balanced": the largest first, to the rank with the
-    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share sharded row-wise; "cost", which
-    "auto" stands for: as it keeps the busiest rank least busy."""
+    """"basic": whole tables go to one rank after the other; "memory_balanced": the largest first, to the rank with the
+    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share sharded row-wise; "cost", an alias
+    of "auto": minimize the busiest rank's time."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """ "row_wise", "table_wise", "column_wise" or "data_parallel", by name of the table."""
     replicate_threshold: int | str | None = None
-    """Tables of at most so many bytes are copied to all ranks."""
+    """Tables of at most this many bytes are copied to all ranks."""
     column_threshold: int | str | None = None
     """Larger ones are cut into 2, 4, 8 ... slices of columns, until each is within it."""
     row_threshold: int | str | None = None
     """Larger ones are sharded row-wise."""
     costs: CostModel = CostModel()
-    """What the strategy "cost" counts with."""
+    """The inputs of the strategy "cost"."""
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -85,7 +85,7 @@ class ShardingRules:
 
 
 def check_strategy(strategy: str) -> None:
-    """Raise ValueError for an unknown one."""
+    """Raise ValueError for an unknown strategy."""
     if strategy not in STRATEGIES:
         raise ValueError(f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}")
 
@@ -101,7 +101,7 @@ def sharding_facts(sharding: ShardingPlan | ShardingRules | str | Mapping[str, s
             "costs": asdict(sharding.costs),
         } | sharding.thresholds
     if not isinstance(sharding, str | Mapping):
-        raise ValueError(  # noqa: TRY004 - as for a word that there is not
+        raise ValueError(  # noqa: TRY004 - as for an unknown word
             f"sharding is {sharding!r:.60}: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"
         )
     return sharding if isinstance(sharding, str) else _words(sharding)

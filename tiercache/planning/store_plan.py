@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 RECORD_BYTES = 1 << 20
-"""Records, and what the engine adds."""
+"""Records, and the engine's overhead."""
 _KEY_BYTES = 8
 
 
@@ -63,7 +63,7 @@ class StorePlan:
     ) -> StorePlan:
         """Count the blocks that are live at each commit of an epoch; every epoch is like this one.
 
-        ``dumps``: those of its passes, with kept rows. ``history``: of the store. Rows that no pass needs stay in it,
+        ``dumps``: layouts of its passes, with kept rows. ``history``: the store's. Rows that no pass needs stay in it,
         as do retained segments and, while they are kept, commits of earlier schedules. ``commits``: commits kept.
         ``use_files``: files with the next uses of one epoch each.
         """
@@ -77,7 +77,7 @@ class StorePlan:
             for group, layout in zip(groups, segment, strict=True):
                 block = block_bytes(group, min(layout.block_rows, layout.rows))
                 num_bytes, rows = num_bytes + layout.num_blocks * block, rows + layout.rows
-                # a range is live from the commit after the next use of the range before it to that of its own
+                # a range is live from the commit after the previous range's next use to the commit of its next use
                 blocks_R = layout.num_blocks - layout.first_row_R[:-1] // layout.block_rows
                 live_C = np.repeat(blocks_R * block, np.diff(layout.next_use_R, prepend=pass_index))
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
@@ -105,7 +105,7 @@ class StorePlan:
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but the store needs {format_bytes(self.needed)} at its "
                 f"fullest: {format_bytes(self.live)} of live rows, {self.num_passes} times the largest pass of "
-                f"{format_bytes(self.largest_pass)}, 15 % beside these, {format_bytes(self.metadata)} of metadata, "
+                f"{format_bytes(self.largest_pass)}, 15 % of overhead, {format_bytes(self.metadata)} of metadata, "
                 f"{format_bytes(self.state)} of dense state and {format_bytes(self.schedule)} of next uses: "
                 f"raise store_budget to {self.needed} bytes, keep fewer commits (retention), commit more often "
                 "(commit_every), or extract smaller passes"
@@ -118,8 +118,8 @@ def block_bytes(group: Group, rows: int) -> int:
 
 
 def _unfreed_bytes(history: History) -> tuple[int, int]:
-    """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and those
-    of the metadata of their segments.
+    """Return the bytes of the blocks that no pass frees, with all last changes, which dumps do not replace, and the
+    bytes of their segments' metadata.
     """
     retained = history.newest.retained
     earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.segments
@@ -142,7 +142,7 @@ def _unfreed_bytes(history: History) -> tuple[int, int]:
 
 
 def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
-    """Return the number of commits before the one that began the schedule of the newest: a cursor goes back there."""
+    """Return the number of commits before the newest one's schedule began: a rollback may return to their cursors."""
     for i in range(len(commits) - 2, -1, -1):
         before, after = commits[i], commits[i + 1]
         if before.schedule_digest != after.schedule_digest or before.cursor > after.cursor:
@@ -161,7 +161,7 @@ class ReorganizePlan:
     """The most bytes of a store while it is reorganized for other passes."""
 
     present: int
-    """Those before: they stay until the new order is committed."""
+    """Bytes before: they stay until the new order is committed."""
     sorting: int
     """Temporary files while keys are sorted: a mark for each live row, and keys."""
     ordered: int
@@ -182,10 +182,10 @@ class ReorganizePlan:
         present: int | None,
         use_bytes: int,
     ) -> ReorganizePlan:
-        """Count the rows that may move for passes that use so many different keys of each table, new ones included.
+        """Count the rows that may move for passes that use ``used`` different keys of each table, including new ones.
 
         ``layout`` cuts the new segment into blocks. Used rows are rewritten, and unused ones of segments in which they
-        take fewer bytes than used and stale ones, or that are too many to retain. Only their keys tell which these are,
+        take fewer bytes than used and stale ones, or of segments that are too many to retain. Only keys decide that,
         so the costliest are counted. ``present``: default: the blocks of ``history``.
         """
         tables = [_TableRows.of(group, table, history, used) for group in groups for table in group.tables]
@@ -283,7 +283,7 @@ def _most_unused(tables: Sequence[_TableRows], history: History) -> int:
 
 
 def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[_TableRows], float]) -> float:
-    """Return the highest cost of live rows of so many bytes."""
+    """Return the highest cost of live rows of ``num_bytes``."""
     total = 0.0
     for one in sorted(tables, key=lambda one: cost(one) / one.row_bytes, reverse=True):
         rows = min(one.live, -(-num_bytes // one.row_bytes))
@@ -292,8 +292,8 @@ def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[
 
 
 def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int, int]:
-    """Return the bytes of a row in a full block, with its key and last change, those of the block, and the rows of a
-    page.
+    """Return the bytes of a row in a full block, with its key and last change, the bytes of the block, and the rows of
+    a page.
     """
     cut = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))])
     block = block_bytes(group, cut.block_rows) + paged(CHANGED_BYTES * cut.block_rows)

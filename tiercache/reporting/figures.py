@@ -74,7 +74,7 @@ def draw_passes(
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches. Raises ModuleNotFoundError without matplotlib."""
+    """Return an empty figure of ``width`` by ``height`` inches. Raises ModuleNotFoundError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def trained_passes(reports: Sequence[PassReport]) -> list[PassReport]:
     """Return the reports of passes that were trained. Raises ValueError if there is none."""
     trained = [r for r in reports if r.spans.get("train", (0.0, 0.0))[1] > r.spans.get("train", (0.0, 0.0))[0]]
     if not trained:
-        raise ValueError("no pass was trained: there is nothing to draw")
+        raise ValueError("no pass was trained: nothing to draw")
     return trained
 
 
@@ -125,7 +125,7 @@ def _draw_lanes(axes: Any, reports: list[PassReport], zero: float) -> None:
 
 
 def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
-    """Stack the rows of each pass by where they came from."""
+    """Stack the rows of each pass by source."""
     begun = np.array([r.spans["train"][0] - zero for r in reports])
     width = np.array([r.spans["train"][1] - r.spans["train"][0] for r in reports])
     below, style = np.zeros(len(reports)), {"align": "edge", "edgecolor": "white", "linewidth": 0.3}
@@ -186,7 +186,7 @@ def read_reports(path: Path) -> list[PassReport]:
             found.append(PassReport.from_record(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"line {number} of {path} is no report of a pass ({error}): give what cache.write_report() wrote"
+                f"line {number} of {path} is not a report of a pass ({error}): give a file of cache.write_report()"
             ) from error
     return found
 

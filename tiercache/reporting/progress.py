@@ -54,19 +54,19 @@ REFRESH_SECONDS = 0.2
 _LAST_PASSES = 6
 _BAR_WIDTH = 30
 _TIERS = {"kept": "green", "from host": "cyan", "read": "yellow", "new": "magenta"}
-"""Where the rows of a pass come from, in the order of ``_tier_bar``, and their colors."""
+"""The sources of a pass's rows, in the order of ``_tier_bar``, and their colors."""
 _STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
 class _PassView(Progress):
-    """A bar, and above it the last passes: where the rows of each came from, what it read and waited, its loss."""
+    """A bar below the last passes: the source of each one's rows, bytes read, waits and loss."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         self.passes: deque[PassReport] = deque(maxlen=_LAST_PASSES)
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield what is on the screen."""
+        """Yield the contents of the screen."""
         if self.passes:
             yield self._table()
         yield self.make_tasks_table(self.tasks)
@@ -86,7 +86,7 @@ class _PassView(Progress):
 
 
 def _tier_bar(report: PassReport) -> Text:
-    """Return a bar that shows which part of a pass's rows came from where."""
+    """Return a bar with the share of each source in a pass's rows."""
     counts, bar, done = (report.rows_kept, report.rows_from_host, report.rows_read, report.rows_generated), Text(), 0
     for count, color in zip(counts, _TIERS.values(), strict=True):
         first, done = done, done + count

@@ -33,11 +33,11 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
 
     Tables may be added or dropped, dims may grow; optimizers, their settings, initializers and seeds may change. Rows
     keep the layout that they have: they are read as rows of the new tables, and the next rewrite stores them so.
-    Vectors stay; new columns are those of the key's first row; state of another kind of optimizer starts over. Dense
-    state and position stay. Unless only settings change, the commit has no schedule: a training reorganizes the store
-    first.
+    The vector is kept; new columns are taken from the key's first row; the state of a different kind of optimizer
+    starts over. Dense state and position are kept. Unless only settings change, the commit has no schedule: a training
+    reorganizes the store first.
 
-    One atomic, durable step. Raises ValueError for tables that the rows cannot become, StoreFullError.
+    One atomic, durable step. Raises ValueError for tables that the rows cannot be converted to, StoreFullError.
     """
     commit = checked_commit(store)
     requested = altered_tables(commit.tables, tables, store.label)
@@ -70,9 +70,9 @@ def altered_sharding(sharding: ShardingPlan, before: Sequence[Table], tables: Se
 
     Rows stay where they are. A new table is ``row_wise``, and the last slice gets the new columns.
     """
-    known, found = {table.name for table in before}, dict[str, TableSharding]()
+    old_names, found = {table.name for table in before}, dict[str, TableSharding]()
     for table in tables:
-        one = sharding.tables[table.name] if table.name in known else TableSharding("row_wise")
+        one = sharding.tables[table.name] if table.name in old_names else TableSharding("row_wise")
         last = [replace(part, last=table.dim) for part in one.slices[-1:]]
         found[table.name] = replace(one, slices=(*one.slices[:-1], *last))
     return replace(sharding, tables=found)
@@ -91,7 +91,7 @@ def checked_commit(store: Store) -> Commit:
 def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: str) -> tuple[Table, ...]:
     """Return the requested tables in the order of table ids. Raises ValueError if rows of ``before`` cannot be theirs.
 
-    A table without compression keeps what it has.
+    A table without compression keeps the stored compression.
     """
     stored, found = {table.name: table for table in before}, []
     for table in sorted(requested, key=lambda table: table.table_id):
@@ -162,7 +162,7 @@ def _check_rates(rates: Mapping[str, float], tables: Sequence[Table]) -> None:
 
 
 def alterations(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
-    """Return what changed, a line for each table that is new or dropped and for each value."""
+    """Return the changes, a line for each new or dropped table and for each changed value."""
     old, new = ({table.name: table for table in tables} for tables in (before, after))
     lines = [f"table {name!r} is dropped" for name in sorted(old.keys() - new.keys())]
     lines += [f"table {name!r} is new" for name in sorted(new.keys() - old.keys())]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 HASHES = 1 << 64
-"""How many hashes keys can have."""
+"""The number of possible hashes."""
 _MASK = HASHES - 1
 _PRIME1, _PRIME2, _PRIME3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
@@ -71,7 +71,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
-    """Return the hash of each key of a table: keys sorted by it, unsigned, stand in hash order."""
+    """Return the hash of each key of a table. Unsigned, it defines the hash order."""
     return mix(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64) ^ np.uint64(table_id))
 
 

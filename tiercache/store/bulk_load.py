@@ -1,4 +1,4 @@
-"""Rows from outside: the first ones of a store, or laid over those that it has."""
+"""Bulk load: the first rows of a store, or rows that replace stored ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LOAD_BYTES = 256 << 20
 _PLAIN_KEYS = -(1 << 63) + 2
-"""The least key that is no shared row's."""
+"""The smallest key that is not reserved for a shared row."""
 
 
 def load_rows(
@@ -46,23 +46,22 @@ def load_rows(
 ) -> Commit:
     """Make a commit of rows from outside, in any order of keys and tables, and return it.
 
-    In a store that has rows each takes the place of its key's row, and all else stays: see ``Store.overlay``.
+    In a store that has rows each replaces its key's row, and everything else is kept: see ``Store.overlay``.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
     NaN too, but vectors of 16-bit dtypes are rounded to the nearest; a finite number that would become infinite is
-    refused. In an empty store the cursor stands before pass 0
-    and no pass is said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the
-    caller's chunk about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that
-    fit the memory need no files.
+    refused. In an empty store the cursor is before pass 0 and the rows have no next use. Rows are sorted in unlinked
+    temporary files in the store's folder. In addition to the caller's chunk this takes about ``memory_bytes``; each row
+    is written there, read, and written to the store. Rows that fit the memory need no files.
 
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
-    row, as in a store that was trained with them; in others these keys are refused.
-    ``settings``: plain values that the commit keeps; those that the store has already stay.
-    ``progress(stage, rows)`` is called with the rows done since the last call: "sort", then "write".
+    row, as in a store that was trained with them; in others these keys are refused. ``settings``: plain values that the
+    commit keeps; the store's existing values win. ``progress(stage, rows)`` is called with the rows done since the last
+    call: "sort", then "write".
 
-    Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that stands inside a
-    pass; StoreFullError. After any error, and after a kill, the store stands where it stood.
+    Raises ValueError for invalid rows, for duplicate keys and for a store inside a pass; StoreFullError. After any
+    error or kill the store is unchanged.
     """
     if (before := store.commit) is not None:
         between_passes(before, store.label, "rows are imported")
@@ -97,17 +96,16 @@ def load_sorted(
     environment: Mapping[str, Any] | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Commit:
-    """Make commit 0 of an empty store, at ``start`` of a schedule, of rows from elsewhere, and return it.
+    """Make commit 0 of an empty store, at ``start`` of a schedule, from other rows, and return it.
 
     ``rows(table)`` yields keys (n,), each once and in hash order over all chunks, and all fields (n, width), float32,
     which keep their bits. ``most_rows``: by table name, the most rows that it yields; with it, temporary files take the
-    stated fraction of all rows, without it that of rows that ``uses`` has. ``uses``, ``first_rows``, ``layout``,
-    ``progress`` and what is taken of memory and disk are as for ``Store.rewrite``; rows that ``uses`` does not have
-    are there with next use ``NEVER``. All rows count as
-    changed at this commit.
+    stated fraction of all rows, without it that fraction of the rows in ``uses``. ``uses``, ``first_rows``, ``layout``,
+    ``progress``, memory and disk are as for ``Store.rewrite``; rows that are not in ``uses`` have next use ``NEVER``.
+    All rows count as changed at this commit.
 
-    Raises ValueError for a store that is not empty, StoreFullError, and what ``rows`` raises; after any error, and
-    after a kill, the store has no commit.
+    Raises ValueError for a store that is not empty, StoreFullError, and the errors of ``rows``; after any error or kill
+    the store has no commit.
     """
     if store.commit is not None or store.segments:
         raise ValueError(f"{store.label} has rows already: rows of other stores go into a new one")
@@ -159,8 +157,8 @@ def _append(
         }  # fmt: skip
         for name, (keys, fields) in chunks:
             if name not in tables:
-                known = ", ".join(map(repr, tables))
-                raise ValueError(f"there are rows of table {name!r}, but {store.label} has {known}: leave them out")
+                names = ", ".join(map(repr, tables))
+                raise ValueError(f"there are rows of table {name!r}, but {store.label} has {names}: leave them out")
             table = tables[name]
             _check(table, keys, fields, initial_state=initial_state, reserved=name in reserved_keys)
             states = table.fields[len(fields) :]

@@ -1,4 +1,4 @@
-"""The rows that changed since a commit, for those who serve a model, and the difference between two commits."""
+"""Rows changed since a commit, for serving, and the difference between two commits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def changes(
 ) -> Iterator[Chunk]:  # fmt: skip
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``).
 
-    ``in_order``: that of hashes, as ``scan_segments`` does and with as much memory. Of moved rows it reads their last
-    changes, where a block has some that changed and others that did not.
+    ``in_order``: in hash order, as ``scan_segments``, with the same memory. Last changes of moved rows are read only
+    for blocks that have both changed and unchanged rows.
     """
     stored = snapshot.find(table_name, reader.label)
     table, group = stored.table, stored.group
@@ -43,7 +43,7 @@ def changes(
         return
     rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
     if in_order or stored.before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
-        # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
+        # A moved row keeps its last change and a newer one has a greater: if an older copy is chosen, so is the newer.
         chunks = scan_segments(
             reader, snapshot, changed, table_name,
             choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
@@ -54,9 +54,9 @@ def changes(
 
 
 def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since: int) -> int:
-    """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises.
+    """Return how many rows of a table ``changes`` yields; reads no rows. Raises the same errors.
 
-    Of moved rows it reads their last changes as ``changes`` does, and, where stale ones are among them, keys.
+    Reads last changes of moved rows as ``changes`` does, and keys if some rows are stale.
     """
     stored = snapshot.find(table_name, reader.label)
     table, group = stored.table, stored.group
@@ -96,7 +96,7 @@ def _changed(
         raise ValueError(f"{reader.label} has rows that no commit names: publish or discard them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
-            f"{reader.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
+            f"{reader.label} is at commit {newest} and has no changes since {since}: give -1 to {newest}"
         )
     if commit is None:
         return [], None
@@ -139,7 +139,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How the rows of one table differ, vectors and optimizer state, bit for bit."""
+    """Counts of differing rows in one table; vectors and optimizer state are compared bit for bit."""
 
     table: str
     only_first: int
@@ -152,7 +152,7 @@ class Difference:
 
 
 class Comparable(Protocol):
-    """What is compared: a store, or what is made of several and reads as one."""
+    """A store, or several that read as one."""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -160,7 +160,7 @@ class Comparable(Protocol):
 
     @property
     def label(self) -> str:
-        """It in the words of a message."""
+        """The store's name in messages."""
 
     def live_rows(self, table_name: str) -> int:
         """Return how many rows a table has."""

@@ -1,7 +1,7 @@
-"""Commits, the atomic steps of a store: what each says, and what it lists of each rank.
+"""Commits, the atomic steps of a store: the record of each, and its lists of live segments.
 
-A commit is a small Merkle tree. Its blob names, by digest, one blob for each rank, which lists the live segments of the
-rank; that names, by digest, what describes the rows of each segment. What is live is listed, never derived.
+A commit is a small Merkle tree. Its blob names, by digest, one blob for each rank, which lists the rank's live
+segments; that blob names, by digest, the descriptions of each segment's rows. Live segments are listed, never derived.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankList:
-    """The part of a commit that belongs to one rank."""
+    """One rank's part of a commit."""
 
     rank: int
     next_segment: int
-    """Above the id of every segment that the rank ever wrote before: ids are never used twice."""
+    """Greater than any segment id that the rank has used: ids are never reused."""
     segments: tuple[Segment, ...]
     """Those with live rows, by id."""
     first_commits: tuple[int, ...]
-    """For each of them the first commit that named it: with that its rows last changed, where it does not say of each
-    row with which it did."""
+    """The first commit that named each segment. Its rows last changed at that commit, unless the segment stores a last
+    change for each row."""
     live: Live
     """The live rows of each segment."""
     state: State
@@ -108,7 +108,7 @@ class RankList:
 
     @classmethod
     def from_bytes(cls, data: bytes, groups: tuple[Group, ...], make: MakeSegment, name: str) -> RankList:
-        """Read a record; ``make`` gives segments. Raises CorruptStoreError that calls it ``name``."""
+        """Read a record; ``make`` gives segments. Raises CorruptStoreError; ``name`` is its name in the message."""
         values, arrays = decode("rank", data, name)
         try:
             entries = values["segments"]
@@ -124,7 +124,7 @@ class RankList:
             ids = [whole(entry[0], "the id of a segment") for entry in entries]
             next_segment = whole(values["next_segment"], "next_segment")
             if any(b <= a for a, b in pairwise([*ids, next_segment])):
-                raise ValueError("its segments do not stand in the order of their ids")
+                raise ValueError("its segments are not in the order of their ids")
             tombstones, without_rows = {*values["tombstones"]}, tombstone_groups(groups)
             if tombstones - {*ids}:
                 raise ValueError(f"it has no segment {min(tombstones - {*ids})}, which is said to be a tombstone")
@@ -180,21 +180,21 @@ class CommitRecord:
     schedule_digest: str
     """The dataset and order that next uses come from."""
     settings: dict[str, Any]
-    """Plain values that decide the bits of what follows."""
+    """Plain values that later bits depend on."""
     environment: dict[str, Any]
-    """Plain values that describe where it was made."""
+    """Plain values that describe the machine."""
     tables: tuple[Table, ...]
-    """As they are now, in the order of unsigned table ids."""
+    """The current tables, in the order of unsigned table ids."""
     retention: int
     """The number of newest commits to keep, this one included."""
     since: int = 0
     """The commit that began the schedule: the next uses of segments that an earlier one named first are void, and their
     rows are live until a commit moves them."""
     overlaid: str = ""
-    """The digest of the schedule that a compaction or an import interrupted: reorganized for it, the store goes on at
-    the cursor."""
+    """The digest of the schedule that a compaction or an import interrupted: if reorganized for it, the store resumes
+    at the cursor."""
     abandoned: tuple[tuple[int, int], ...] = ()
-    """First and last id of the commits that each rollback gave up, in their order."""
+    """First and last id of the commits that each rollback gave up, in order."""
     stored: tuple[tuple[Table, ...], ...] = ()
     """The tables as its segments have them, then those after each alteration but the last; empty if segments have them
     as they are now."""
@@ -205,18 +205,18 @@ class CommitRecord:
     kept: tuple[Kept, ...] = ()
     """The older commits that are kept, the oldest first."""
     parent: str = ""
-    """The digest of the commit before it; of the first one of what the store was made as."""
+    """The digest of the previous commit; for the first one, of the record that the store was created with."""
     ranks: tuple[Head, ...] = ()
-    """By rank the blob that lists what it has."""
+    """By rank, the blob with its list."""
     sharding: ShardingPlan | None = None
-    """The rank that has each row; None for one rank, which has them all."""
+    """The rank that has each row; None for one rank, which has all of them."""
     stored_sharding: tuple[ShardingPlan, ...] = ()
     """For each of ``stored`` the sharding of several ranks then."""
     folders: tuple[str, ...] = ()
     """By rank the folder of its blobs: see ``rank_folder``. Empty for one rank."""
 
     def to_bytes(self) -> bytes:
-        """Return its record. Raises ValueError where settings or environment are not plain JSON values."""
+        """Return its record. Raises ValueError if settings or environment are not plain JSON values."""
         values = {
             "id": self.id,
             "parent": self.parent,
@@ -245,7 +245,7 @@ class CommitRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> CommitRecord:
-        """Read a record. Raises CorruptStoreError that calls it ``name``."""
+        """Read a record. Raises CorruptStoreError; ``name`` is its name in the message."""
         values, _ = decode("commit", data, name)
         try:
             pass_index, sample = values["cursor"]
@@ -255,7 +255,7 @@ class CommitRecord:
             if retention < 1:
                 raise ValueError("it keeps no commit")
             if any(b <= a for a, b in pairwise([*(one.id for one in kept), id_])):
-                raise ValueError("the commits that it keeps do not stand in the order of their ids")
+                raise ValueError("the commits that it keeps are not in the order of their ids")
             if missing := set(pins.values()) - {one.id for one in kept} - {id_}:
                 raise ValueError(f"it pins commit {min(missing)} and does not keep it")
             ranks, tables = tuple(_head(head) for head in values["ranks"]), tables_of(values)
@@ -281,10 +281,10 @@ class CommitRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Commit(CommitRecord):
-    """One atomic step of the store, with what it lists of one rank."""
+    """One atomic step of the store, with the list of one rank."""
 
     own: RankList
-    """The part of the rank whose store this is."""
+    """This rank's part."""
     groups: tuple[Group, ...] = ()
     """The groups of the layouts of its segments."""
     head: Head | None = None
@@ -331,7 +331,7 @@ class Commit(CommitRecord):
 
     @property
     def made_of(self) -> int:
-        """The commit whose rows and state it has: its own id, or that of the one that was rolled back to."""
+        """The commit with the same rows and state: its own id, or the commit that was rolled back to."""
         found = self.id
         for first, last in reversed(self.abandoned):
             if last + 1 != found:
@@ -361,12 +361,12 @@ def _sharding(values: dict[str, Any], tables: tuple[Table, ...], num_ranks: int)
         alone = path.is_absolute() or len(path.parts) == 1
         fits = folder == "." if rank == 0 else path.name == rank_folder(rank) and alone and ".." not in path.parts
         if not (folder.isprintable() and fits):
-            raise ValueError(f"{folder!r:.200} is no folder of rank {rank}")
+            raise ValueError(f"{folder!r:.200} is not a folder of rank {rank}")
     return {"sharding": sharding, "folders": folders, "stored_sharding": older}
 
 
 def between_passes(commit: Commit | None, label: str, what: str) -> Commit:
-    """Return a commit that stands between passes. Raises ValueError for any other; ``what`` follows "before"."""
+    """Return a commit that is between passes. Raises ValueError for any other; ``what`` follows "before"."""
     if commit is None or commit.cursor.sample:
         at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
         raise ValueError(f"{label} {at}: train to the end of a pass before {what}")
@@ -386,12 +386,12 @@ def tables_of(values: dict[str, Any]) -> tuple[Table, ...]:
 
 
 def before_commits(head: Head) -> bool:
-    """Return whether a store without a commit stands at ``head``."""
+    """Return True if ``head`` is of a store without a commit."""
     return head.name.split("-")[0] == TABLES
 
 
 def head_of(name: str, data: bytes) -> Head:
-    """Return what names a blob by its digest."""
+    """Return the head of a blob, with its digest."""
     return Head(name, len(data), digest(data))
 
 

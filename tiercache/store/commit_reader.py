@@ -1,4 +1,4 @@
-"""Reading commits: each by the digest of what names it, and the lease that keeps what it needs from being dropped."""
+"""Reading commits, checked by digest, and the lease that keeps a commit's blobs from being dropped."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
-"""How many times a commit may disappear before it is read, and the pause between tries."""
+"""Retries if a commit disappears before it is read, and the pause between tries."""
 
 
 class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
     def __init__(self, loader: CommitLoader, snapshot: Snapshot, *, alone: bool) -> None:
-        """``snapshot`` is held by who calls this, or by what the class methods add; ``alone``: it was asked for."""
+        """``snapshot`` is held by the caller or by the class methods; ``alone``: a specific commit was requested."""
         self._loader, self._alone, self._lease_folder = loader, alone, loader.commits.lease_folder
         self.snapshot = snapshot
         self._holds = ExitStack()
 
     @classmethod
     def leased(cls, loader: CommitLoader, at: int | None = None) -> CommitReader:
-        """Take a lease of commit ``at``, the newest where not said, as far as leases can be taken.
+        """Take a lease of commit ``at``, by default the newest, if leases can be taken.
 
         Raises CommitMissingError and CorruptStoreError.
         """
@@ -69,7 +69,7 @@ class CommitReader:
                     reader.close()
                 if not isinstance(error, CorruptStoreError) or loader.commits.newest() == head:
                     raise
-            time.sleep(_PAUSE_SECONDS)  # a commit gave it up meanwhile
+            time.sleep(_PAUSE_SECONDS)  # the writer gave it up meanwhile
         raise CommitMissingError(
             f"commits of {loader.label} are given up faster than they can be read: keep more (retention)"
         )
@@ -84,13 +84,13 @@ class CommitReader:
 
     @classmethod
     def of_rank(cls, loader: CommitLoader, commit: Commit) -> CommitReader:
-        """Read what a commit lists of a rank; somebody else holds the commit. Raises CorruptStoreError."""
+        """Read a rank's list in a commit that the caller holds. Raises CorruptStoreError."""
         assert commit.head is not None, "it is written"
         return cls(loader, Snapshot(loader.read(commit.head), loader.groups), alone=True)
 
     @cached_property
     def history(self) -> History:
-        """The commits that are kept; of one that was asked for, only that. Raises CorruptStoreError."""
+        """The commits that are kept; only the requested one, if any. Raises CorruptStoreError."""
         commit = self.snapshot.commit
         if commit is None:
             return History()
@@ -105,11 +105,11 @@ class CommitReader:
 
     @contextmanager
     def pinned(self, _commit: int | None = None) -> Iterator[Snapshot]:
-        """Yield the snapshot; it is held anyway."""
+        """Yield the snapshot, which is held until this is closed."""
         yield self.snapshot
 
     def explain(self, error: CorruptStoreError) -> StoreError:
-        """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
+        """Return the error to raise for damage: if the writer gave the commit up, the store is not damaged."""
         commit, label = self.snapshot.commit, self._loader.label
         try:
             newest = self._loader.newest_record()
@@ -134,7 +134,7 @@ class CommitReader:
         self._holds.close()
 
     def _take(self) -> bool:
-        """Take a lease, where the engine has a folder for it; False where it came too late.
+        """Take a lease if the engine has a folder for it; return False if it came too late.
 
         A commit that is not kept any more may lack blobs, though its own is there while others read it.
         """
@@ -159,20 +159,20 @@ ADVICE = "restore the store from a copy"
 
 
 class CommitLoader:
-    """Loads commits, what they list of one rank, and the metadata of its segments; from any thread."""
+    """Loads commits, the list of one rank, and the metadata of its segments; from any thread."""
 
     def __init__(
         self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters, uses: UseCount,
         *, rank: int = 0, commits: Engine | None = None,
     ) -> None:  # fmt: skip
-        """``engine`` has the blobs of ``rank``, and ``commits``, None for the same one, those of commits.
+        """``engine`` has the blobs of ``rank``; ``commits`` has those of commits, None for the same engine.
 
-        ``groups`` are those of a snapshot without a commit.
+        ``groups`` is used by a snapshot without a commit.
         """
         self._engine, self.groups, self.label, self._counters, self._uses = engine, groups, label, counters, uses
         self.rank, self.commits = rank, engine if commits is None else commits
         self._segments: weakref.WeakValueDictionary[tuple[str, str], Segment] = weakref.WeakValueDictionary()
-        """By name and digest: commits that have the same one share what was read of it."""
+        """By name and digest: commits with the same segment share its data."""
         self._chunks = ChunkCache()
 
     def newest(self) -> Snapshot:
@@ -183,7 +183,7 @@ class CommitLoader:
         return Snapshot(None if before_commits(head) else self.read(head), self.groups)
 
     def newest_record(self) -> CommitRecord | None:
-        """Return the newest commit without what it lists; None before the first one. Raises CorruptStoreError."""
+        """Return the newest commit without the rank's list; None before the first one. Raises CorruptStoreError."""
         head = self.commits.newest()
         return None if head is None else record_at(self.commits, head, self.label)
 
@@ -205,12 +205,12 @@ class CommitLoader:
         return Snapshot(commit, self.groups)
 
     def read(self, head: Head) -> Commit:
-        """Read a commit, and what it lists of the rank. Raises CorruptStoreError."""
+        """Read a commit, and its list of the rank. Raises CorruptStoreError."""
         name = f"{head.name} of {self.label}"
         return self.commit(CommitRecord.from_bytes(self._blob(head, name, self.commits), name), head)
 
     def commit(self, record: CommitRecord, head: Head) -> Commit:
-        """Return a commit, of which only the record was read, with what it lists of the rank."""
+        """Return a commit with the rank's list, given only its record."""
         if self.rank >= len(record.ranks):
             raise CorruptStoreError(f"{head.name} of {self.label} has no rank {self.rank}: {ADVICE}")
         rank, groups = record.ranks[self.rank], record.groups_of(self.rank)
@@ -221,7 +221,7 @@ class CommitLoader:
         return Commit(**vars(record), own=own, groups=groups, head=head)
 
     def given_up(self, blob: Blob) -> Snapshot:
-        """Return a commit that no other names any more: its own checksum says whether it is whole."""
+        """Return a commit that nothing names: its own checksum says whether it is whole."""
         data = np.empty(blob.size, np.uint8)
         with self._uses.using():
             self.commits.read(ReadRequest(blob, 0, data))
@@ -233,15 +233,15 @@ class CommitLoader:
         return self._segments.setdefault((made.name, made.head_digest), made)
 
     def read_in_place(self, segment: Segment, head: bytes) -> None:
-        """Let a segment that was written go of its key maps and last changes: they are read when they are used.
+        """Drop the key maps and last changes of a written segment from memory; they are read again on use.
 
-        The checksums of its pages stay, as each load of a training asks for some: budgets count them.
+        The checksums of its pages stay, since each load of a training needs some: budgets count them.
         """
         described = zip(segment.meta, self._described(segment, head), strict=True)
         segment.describe(tuple(replace(one, key_map=two.key_map, changed=two.changed) for one, two in described))
 
     def _meta(self, segment: Segment) -> tuple[GroupMeta, ...]:
-        """Read the head of what describes a segment."""
+        """Read the head of a segment's description."""
         name, blob = self._named(segment), segment.meta_blob
         data = read_front(self._engine, blob, segment.head_bytes, segment.head_digest, name, self._uses)
         self._counters.add(meta_bytes_read=data.size)
@@ -280,14 +280,14 @@ class CommitLoader:
 
 
 def read_whole(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
-    """Return a blob that must have a digest. Raises CorruptStoreError that calls it ``name``."""
+    """Return a blob that must have a digest. Raises CorruptStoreError; ``name`` is its name in the message."""
     return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses)
 
 
 def read_front(
     engine: Engine, blob: Blob, num_bytes: int, sha256: str, name: str, uses: UseCount | None = None
 ) -> NDArray[np.uint8]:
-    """Return the front of a blob, which must have a digest. Raises CorruptStoreError that calls it ``name``."""
+    """Return the front of a blob, which must have a digest. Raises CorruptStoreError, naming the blob ``name``."""
     hashed = hashlib.sha256()
     try:
         with nullcontext() if uses is None else uses.using():
@@ -305,7 +305,7 @@ def read_front(
 
 
 def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
-    """Return memory for the front of a blob, after a look if a large one has so many bytes. Raises BlockReadError."""
+    """Allocate memory for the front of a blob; checks a large one first. Raises BlockReadError if it is too short."""
     if num_bytes > blob.size:
         raise BlockReadError(f"is said to begin with {num_bytes:,} of {blob.size:,} bytes")
     if num_bytes > READ_BYTES:
@@ -314,7 +314,7 @@ def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
-    """Return the commit that an engine stands at, without what it lists; None before the first one.
+    """Return an engine's current commit, without the ranks' lists; None before the first one.
 
     Raises CorruptStoreError.
     """
@@ -325,7 +325,7 @@ def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
 
 
 def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
-    """Return the tables of what an engine stands at. Raises CorruptStoreError."""
+    """Return the tables at an engine's head. Raises CorruptStoreError."""
     if (record := record_at(engine, head, label)) is not None:
         return record.tables
     name = f"{head.name} of {label}"
@@ -338,7 +338,7 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
 
 
 def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], label: str) -> None:
-    """Check that all that commits need is ``stored``, in its full length; reads nothing. Raises CorruptStoreError."""
+    """Check that all blobs that commits need are ``stored`` in full; reads nothing. Raises CorruptStoreError."""
     for need in Needed.of(snapshots).blobs():
         seen = stored.get(need.name)
         if seen is None:
@@ -355,5 +355,5 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
 
 
 def kept_commits(ids: Sequence[int]) -> str:
-    """Return which commits there are, in words that end a message."""
+    """Return a message fragment with the commits that exist."""
     return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"

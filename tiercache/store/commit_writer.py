@@ -1,4 +1,4 @@
-"""The one write path: segments, commits, and what is free after each of them."""
+"""The one write path: segments, commits, and freeing after each of them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class CommitWriter:
-    """The commits of a store that is open for writing, and what was appended since; ``Store`` says what it promises.
+    """The commits of a store that is open for writing, and segments appended since; see ``Store`` for its promises.
 
-    One rule of freeing: free is what no commit that is kept, none that another process has a lease of, and no snapshot
-    that somebody in this process holds needs.
+    One rule of freeing: bytes are free if no kept commit, no commit leased by another process and no snapshot held in
+    this process needs them.
     """
 
     sharding: ShardingPlan | None = None
@@ -57,16 +57,16 @@ class CommitWriter:
     def __init__(
         self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None
     ) -> None:
-        """Stand at the newest commit, free what nothing needs; ``retention`` None: as many as before.
+        """Open at the newest commit and free unneeded blobs; ``retention`` None: as before.
 
-        Raises CorruptStoreError where something that a commit needs is not there, and changes nothing then.
+        Raises CorruptStoreError, and changes nothing, if a blob that a commit needs is missing.
         """
         self._engine, self._loader, self._tables, self._counters = engine, loader, tuple(tables), counters
         self._groups, self._label, self.rank = loader.groups, loader.label, loader.rank
         self._lock = threading.RLock()
-        """Held from the begin of a step to its end."""
+        """Held for the length of a step."""
         self._snapshot_lock = threading.Lock()
-        """Held for a moment, where ``snapshot`` and the pins change."""
+        """Held briefly, while ``snapshot`` or the pins change."""
         self._holds: Counter[Snapshot] = Counter()
         self._publisher = Publisher(engine, self._label)
         self.history = History(self._opened_at())
@@ -77,9 +77,9 @@ class CommitWriter:
         stored = engine.list()
         check_blobs(stored, [*self.history.snapshots, *self._holds], self._label)
         self._rewritten = Snapshot(None, self._groups)
-        """The segments of a rewrite, until its commit names them in place of others."""
+        """The segments of a rewrite, until its commit names them in place of the old ones."""
         self._given_up = self._leased_before(stored)
-        """Commits that are not kept, and that were leased when that was looked at last."""
+        """Commits that are not kept, and that were leased at the last check."""
         self._next_id = 0 if newest.commit is None else newest.commit.own.next_segment
         self.retention = retention or (1 if newest.commit is None else newest.commit.retention)
         """The number of newest commits to keep."""
@@ -106,7 +106,7 @@ class CommitWriter:
 
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
-        """Keep what the newest snapshot, or that of a commit that is kept, needs until this ends; from any thread.
+        """Keep the blobs that the newest snapshot, or the given kept commit, needs until this ends; any thread.
 
         Raises CommitMissingError.
         """
@@ -214,7 +214,7 @@ class CommitWriter:
             return self._advance(commit, state)
 
     def rollback(self, to: int) -> Commit:
-        """Make a commit like ``to``, which is kept; those between go, unless something else keeps them."""
+        """Make a commit like ``to``, which is kept; later ones go, unless something else keeps them."""
         with self._lock:
             self.discard_uncommitted()
             target, newest = self.find(to).commit, self.snapshot.commit
@@ -264,7 +264,7 @@ class CommitWriter:
                 self._rewritten = Snapshot(None, self._groups)
 
     def overlay(self, retained: Sequence[RetainedSegment], settings: Mapping[str, Any]) -> Commit:
-        """Make a commit at the same cursor, of the retained segments and of what was appended since the newest."""
+        """Make a commit at the same cursor, of the retained segments and those appended since the newest."""
         with self._lock:
             before = self.snapshot.commit
             assert before is not None, "an empty store has nothing to lay rows over"
@@ -276,7 +276,7 @@ class CommitWriter:
             return self._advance(commit)
 
     def pin(self, name: str, commit: int | None) -> Commit:
-        """Make a commit like the newest that keeps ``commit`` by name, or, None, lets go of what the name kept."""
+        """Make a commit like the newest that pins ``commit`` by name, or unpins the name if None."""
         with self._lock:
             before = self.snapshot.commit
             if before is None:
@@ -286,8 +286,8 @@ class CommitWriter:
                 self.find(commit)
                 pins[name] = commit
             elif pins.pop(name, None) is None:
-                known = ", ".join(map(repr, pins)) or "none"
-                raise ValueError(f"{self._label} has no pinned commit {name!r}: it has {known}")
+                names = ", ".join(map(repr, pins)) or "none"
+                raise ValueError(f"{self._label} has no pinned commit {name!r}: it has {names}")
             *older, newest = self.history.snapshots
             changed = self._like(before, pins=pins)
             kept = self._kept(older, changed) + ([newest] if before.id in pins.values() else [])
@@ -303,7 +303,7 @@ class CommitWriter:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _name(self, folder: str, word: str) -> str:
-        """Return a name for what this writer puts: no other writer puts one of the same name."""
+        """Return a unique name for a blob of this writer: no other writer uses it."""
         return f"{folder}/{word}-{self._engine.epoch}" if self._engine.epoch else f"{folder}/{word}"
 
     def _listed(self, segments: Sequence[Segment], firsts: Sequence[int], live: Live, state: State) -> RankList:
@@ -340,7 +340,7 @@ class CommitWriter:
         self, commit: Commit, state: bytes | None = None, *, kept: Sequence[Snapshot] | None = None,
         appended: Sequence[Segment] = (), shrink: bool = False,
     ) -> Commit:  # fmt: skip
-        """Publish a commit with its ``state`` or that of before; ``kept``: the older ones if not by the retention.
+        """Publish a commit with ``state``, or the previous state. ``kept``: the older ones to keep; None: by retention.
 
         ``appended``: segments that wait for the next one.
         """
@@ -351,12 +351,12 @@ class CommitWriter:
         after = (*kept, Snapshot(commit, self._groups, appended))
         self._put([*blobs, of_commit], commit, partial(self._publish, after))
         self._counters.add(commits=1)
-        with suppress(StoreError):  # the commit stands; what stayed may go later
+        with suppress(StoreError):  # the commit is durable; the rest is freed later
             self._free(shrink=shrink)
         return commit
 
     def _own_blobs(self, commit: Commit, state: bytes | None) -> tuple[Commit, Head, list[Put]]:
-        """Return a commit with its ``state``, or that of before, its list, and what of both is not put yet."""
+        """Return a commit with its ``state``, or the previous state, its list, and the blobs still to be put."""
         blobs: list[Put] = []
         if state is not None:
             data = np.frombuffer(state, np.uint8)
@@ -402,11 +402,11 @@ class CommitWriter:
         )  # fmt: skip
 
     def _publish(self, after: Sequence[Snapshot]) -> None:
-        """Have the engine stand at the newest commit of ``after``."""
+        """Make the newest commit of ``after`` the engine's head."""
         self._publisher.publish(_head(after[-1]), partial(self._stand_at, after))
 
     def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
-        """Take the last of ``after``, which is durable, as the newest commit; ``before``: the engine's head till then.
+        """Make the last of ``after``, which is durable, the newest commit; ``before`` is the engine's previous head.
 
         Commits that are not in ``after`` are given up.
         """
@@ -421,9 +421,9 @@ class CommitWriter:
             self.snapshot = newest
 
     def _leased_before(self, stored: Mapping[str, Stored]) -> list[Snapshot]:
-        """Return commits that a writer before this one gave up, and that other processes still read.
+        """Return commits that a previous writer gave up and other processes still read.
 
-        One that cannot be read was half dropped: its reader looks again, and finds that it is not kept.
+        One that cannot be read was half dropped: its reader retries and finds that it is not kept.
         """
         kept, found = {snapshot.id for snapshot in self.history.snapshots}, list[Snapshot]()
         for name in sorted({f"commits/{id_}" for id_ in self.leased_now() - kept} & stored.keys()):
@@ -432,12 +432,12 @@ class CommitWriter:
         return found
 
     def leased_now(self) -> set[int]:
-        """Return the commits that other processes read."""
+        """Return the commits that other processes lease."""
         folder = self._engine.lease_folder
         return set() if folder is None else leased_commits(folder)
 
     def _free(self, *, shrink: bool = False) -> None:
-        """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
+        """Free unneeded blobs. A reader may have leased a commit until it was durably given up."""
         self._publisher.check_known()
         leased = self.leased_now() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if snapshot.id in leased]
@@ -451,27 +451,27 @@ class CommitWriter:
     def _needing(self) -> list[Snapshot]:
         """Return the snapshots whose bytes are not free."""
         with self._snapshot_lock:
-            held = [*self._holds]
-        return [*self.history.snapshots, *self._given_up, *held, self.snapshot, self._rewritten]
+            snapshots = [*self._holds]
+        return [*self.history.snapshots, *self._given_up, *snapshots, self.snapshot, self._rewritten]
 
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
-        """Return the error of a whole step, which says what readers hold."""
+        """Return the error of a whole step, including the bytes that readers hold."""
         with self._snapshot_lock:
-            held = [*self._holds]
-        mine = Needed.of([*self.history.snapshots, self.snapshot, self._rewritten])
-        if read := Needed.of([*self._given_up, *held]).num_bytes(but=mine):
+            snapshots = [*self._holds]
+        own = Needed.of([*self.history.snapshots, self.snapshot, self._rewritten])
+        if read := Needed.of([*self._given_up, *snapshots]).num_bytes(but=own):
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
         return error.during(what, needed_bytes)
 
     def _kept(self, before: Sequence[Snapshot], commit: Commit) -> list[Snapshot]:
-        """Return which snapshots, the oldest first, are kept beside the commit that follows them."""
+        """Return the older snapshots to keep with the commit that follows them, the oldest first."""
         newest = () if self.keeps_pins_only else before[max(0, len(before) + 1 - self.retention) :]
         ids = {*(one.id for one in newest), *commit.pins.values()}
         return [snapshot for snapshot in before if snapshot.id in ids]
 
 
 _SAME = ("tables", "stored", "stored_sharding", "sharding", "forgot", "since", "abandoned", "pins")
-"""Of a commit what the next one has too."""
+"""Fields that the next commit inherits."""
 _NO_STATE = State.of("", np.empty(0, np.uint8))
 """A placeholder, replaced before the commit is written."""
 

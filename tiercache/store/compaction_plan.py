@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 MOST_RETAINED = 256
-"""The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
+"""The most retained segments: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Bytes of the row number that is sorted along with a key."""
@@ -50,7 +50,7 @@ _WHAT = "finding the rows that a schedule uses"
 
 
 class FirstUses(Protocol):
-    """When the keys of a schedule are used first."""
+    """The first use of each key in a schedule."""
 
     def counts(self, table_name: str) -> Mapping[int, int]:
         """Return how many keys of a table have each first use."""
@@ -72,16 +72,16 @@ class NoUses:
 
 
 class CompactionPlan:
-    """Sorts all live rows by what a schedule does with them: from their keys and its first uses, no row is read.
+    """Sorts all live rows by their role in a schedule: reads their keys and ``uses``, but no rows.
 
-    A segment is retained where rows that are neither used nor stale have at least half of its live bytes, so that it
-    never takes more than twice what is needed of it; of more than ``MOST_RETAINED`` such segments those with the most;
-    never one that a commit inside a pass wrote.
-    Everything else moves: the used rows of retained segments, and of the others all rows that are not stale. So what
-    moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
+    A segment is retained if rows that are neither used nor stale have at least half of its live bytes, so that it never
+    takes more than twice its needed bytes; of more than ``MOST_RETAINED`` such segments those with the most; never
+    one that a commit inside a pass wrote. Everything else moves: the used rows of retained segments, and of the others
+    all rows that are not stale. So unused rows that move have fewer bytes than the used and stale rows of their
+    segments, unless there are too many segments.
 
     Takes ``COMPACTION_BYTES`` and a slice of ``uses``. Temporary files: see ``key_scratch_bytes``; keys that fit the
-    memory need none beside the marks.
+    memory need none but the marks.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CompactionPlan:
     def sort(self, *, overlay: bool = False) -> None:
         """Read all keys and decide. Raises StoreFullError and CorruptStoreError.
 
-        ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
+        ``overlay``: rows appended since the newest commit hide older ones, and no segment moves.
         """
         for rows in self._groups:
             rows.is_rewritten = not overlay
@@ -181,7 +181,7 @@ class _GroupRows:
         return self._marks.read(start + low, start + high)
 
     def idle_rows(self, place: int, *, but: Collection[int]) -> int:
-        """Return how many rows of a table are neither used nor stale in all segments but these; after ``sort``."""
+        """Return how many rows of a table are neither used nor stale in all segments except ``but``; after ``sort``."""
         return sum(int(self.needed_ST[i, place]) for id_, i in self._index.items() if id_ not in but)
 
     def sort(self, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
@@ -197,7 +197,9 @@ class _GroupRows:
     def _sort_tables(
         self, places: range, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
     ) -> None:
-        """Mark the rows of whole tables: their keys are read together, as a key page may have several tables'."""
+        """Mark the rows of whole tables. Their keys are read together, since a key page may hold keys of several
+        tables.
+        """
         reader, snapshot = self._reader, self._snapshot
         with ExitStack() as stack:
             sorters = {place: stack.enter_context(self._sorter(place)) for place in places}
@@ -220,7 +222,7 @@ class _GroupRows:
     def _sort_slices(
         self, place: int, count: int, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
     ) -> None:
-        """Mark the rows of one table, a ``count``-th of all hashes after the other."""
+        """Mark the rows of one table, one ``count``-th of all hashes at a time."""
         table = self.group.tables[place]
         schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
         for hashes in hash_slices(count):
@@ -255,7 +257,7 @@ class _GroupRows:
             yield segment, keys, np.arange(low, high)
 
     def _join(self, place: int, stored: SortedCursor, schedule: SortedCursor, codes: ExternalSorter) -> None:
-        """Find the marks of rows of one table: ``stored`` has their numbers by hash, those of a key by age."""
+        """Compute the marks of one table's rows. ``stored`` yields row numbers by hash, then by age."""
         for (hashes, numbers), (used_hashes, _, _) in merged(stored, schedule):
             if not hashes.size:
                 continue
@@ -269,9 +271,7 @@ class _GroupRows:
             self.needed_ST[:, place] += np.bincount(idle, minlength=self.needed_ST.shape[0])
 
     def _without_forgotten(self, newest: NDArray[np.bool_], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows are the newest of keys that were not forgotten; note the segments of other rows of keys
-        that were, once.
-        """
+        """Return which rows are the newest of keys that were not forgotten; note the segments of forgotten keys."""
         segments = np.searchsorted(self._starts_S, numbers, side="right") - 1
         key = np.append(0, np.cumsum(newest[:-1]))
         once = np.bincount(key, self._tombstone_S[segments])[key] > 0
@@ -294,18 +294,18 @@ class _GroupRows:
 
     @property
     def _code_shift(self) -> np.uint64:
-        """The left shift that moves a row's code to the highest bits, which a sorter splits by."""
+        """The left shift that moves a row's code to the highest bits, which the sorter uses first."""
         return np.uint64(HASHES.bit_length() - 1 - int(2 * self._starts_S[-1]).bit_length())
 
     def _first_number(self, segment: Segment) -> int:
-        """Return what is to be added to a row of a layout for the number of a live row."""
+        """Return the offset from a row of a layout to the number of a live row."""
         return int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
 
 
 def _sweeps(rows_T: Sequence[int]) -> Iterator[range | tuple[int, int]]:
-    """Cut the tables of a group, of so many live rows each, into what is sorted at once.
+    """Cut the tables of a group, with ``rows_T`` live rows, into sweeps that are sorted one at a time.
 
-    Yields neighboring tables, or a table that is too large and into how many slices its hashes are cut.
+    Yields neighboring tables, or a table that is too large and its number of hash slices.
     """
     most, first, total = _sweep_rows(sum(rows_T)), 0, 0
     for place, rows in enumerate([*rows_T, most]):
@@ -320,16 +320,16 @@ def _sweeps(rows_T: Sequence[int]) -> Iterator[range | tuple[int, int]]:
 
 
 def _sweep_rows(rows: int) -> int:
-    """Return how many of a group's live rows are sorted at once."""
+    """Return how many of a group's live rows are sorted in one sweep."""
     return max(external_sort.LEAST_SLICE_BYTES // (2 * HASH_BYTES + NUMBER_BYTES), -(-rows // SLICES))
 
 
 def key_scratch_bytes(rows: Sequence[int]) -> tuple[int, int]:
-    """Return the most bytes of temporary files while ``rows`` live rows of each group are marked, and of the marks.
+    """Return the peak bytes of temporary files while ``rows`` live rows of each group are marked, and the marks' bytes.
 
-    The latter, a quarter of a byte a row, stay while rows are moved. The former are the marks and, of as many rows as
-    are sorted at once, the keys with a number each, 16 bytes, and the marks in the order of keys, 8 bytes: of at most a
-    24th of a group, or 44 million rows if that is more.
+    The marks, a quarter of a byte a row, stay while rows are moved. The peak adds the keys of one sweep with a number
+    each, 16 bytes, and its marks in the order of keys, 8 bytes: for at most a 24th of a group, or 44 million rows if
+    that is more.
     """
     marks = sum(paged(-(-one // ROWS_PER_BYTE)) for one in rows)
     most = [min(one, _sweep_rows(one)) for one in rows]
@@ -339,8 +339,7 @@ def key_scratch_bytes(rows: Sequence[int]) -> tuple[int, int]:
 
 
 IDLE, STALE, USED = 0, 1, 2
-"""What a row is to a schedule: the newest of a key that the schedule does not use, not the newest, or the newest of a
-key that it does use."""
+"""Row states: IDLE (current, not in the schedule), STALE (superseded), USED (current, in the schedule)."""
 ROWS_PER_BYTE = 4
 _WINDOW_ROWS = 4 << 20
 _SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
@@ -349,7 +348,7 @@ _SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 class RowMarks:
     """Marks of the rows 0 .. ``rows`` - 1, all IDLE at first, in a temporary file of a quarter of a byte a row.
 
-    Reads and writes are of whole windows of 1 MiB, however the marked rows are spread. Memory: 4 MiB.
+    Reads and writes whole windows of 1 MiB, however the marked rows are spread. Memory: 4 MiB.
     """
 
     def __init__(self, rows: int, folder: Path, what: str) -> None:

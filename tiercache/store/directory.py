@@ -1,4 +1,4 @@
-"""The directory of a store: whose it is, which format it has, and who may write to it."""
+"""The directory of a store: its owner, its format, and the right to write to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMAT = "tiercache store"
 FORMAT_VERSION = 5
 RANK_FORMAT = "tiercache rank"
-"""What the marker of a rank's folder says: it has blobs of a store, and is none."""
+"""The format in the marker of a rank's folder, which has blobs of a store but is not a store."""
 _OLDER_SHARDS = "shards.json"
 """The file of a store of several ranks before they made commits together."""
 _EMPTY_BYTES = 1 << 20
@@ -27,13 +27,13 @@ _EMPTY_BYTES = 1 << 20
 
 
 class StoreDirectory:
-    """A directory that is a store, or is to become one."""
+    """A directory that is or will become a store."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def find(self) -> bool:
-        """Return True if a store is here, False if nothing is, or only what an interrupted creation left.
+        """Return True if a store is here; False if the path is free or holds only an interrupted creation.
 
         Raises NotAStoreError and FormatVersionError.
         """
@@ -44,14 +44,14 @@ class StoreDirectory:
                 return False
         except (OSError, ValueError) as error:
             raise NotAStoreError(
-                f"{str(self.path)[:200]!r} is no path of a store ({reason(error)}): give another"
+                f"{str(self.path)[:200]!r} cannot be the path of a store ({reason(error)}): give another"
             ) from error
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
         names = {entry.name for entry in self.path.iterdir()}
         if _OLDER_SHARDS in names:
             raise FormatVersionError(
-                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with commits of their own, and this tiercache "
+                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with separate commits, and this tiercache "
                 f"reads version {FORMAT_VERSION}, without it: export the store with the tiercache that wrote it"
             )
         if MARKER in names:
@@ -64,10 +64,8 @@ class StoreDirectory:
         return MARKER in names
 
     def missing(self) -> StoreMissingError:
-        """Return the error of a store that is not here and may not be made."""
-        return StoreMissingError(
-            f"there is no store at {self.path}: check the path, or give tables to create a store there"
-        )
+        """Return the error of a store that is missing and may not be created."""
+        return StoreMissingError(f"no store at {self.path}: check the path, or give tables to create a store there")
 
     def create(self) -> None:
         """Make the directory, durably, with those above it. Raises NotAStoreError, and StoreFullError."""
@@ -80,14 +78,14 @@ class StoreDirectory:
                 check_room(self.path, _EMPTY_BYTES)  # LMDB's map of its readers would be SIGBUS
         except (FileExistsError, NotADirectoryError) as error:
             raise NotAStoreError(f"{error.filename} is a file: no store can be made below it") from error
-        for path in made or [place]:  # one that a killed process made may not be durable yet
-            with suppress(PermissionError):  # one above the store that may be passed and not read
+        for path in made or [place]:  # a directory made by a killed process may not be durable yet
+            with suppress(PermissionError):  # a parent directory that may be searched but not read
                 sync(path.parent)
 
     def engine(self, engines: tuple[str, ...], requested: str | None) -> str:
-        """Return the engine that the store here was made with.
+        """Return the engine that this store was created with.
 
-        Raises FormatVersionError where it is none of ``engines``, and ValueError where another one is ``requested``.
+        Raises FormatVersionError if it is not among ``engines``, and ValueError if another one is ``requested``.
         """
         engine = self.marker().get("engine")
         if engine not in engines:
@@ -103,7 +101,7 @@ class StoreDirectory:
         return str(engine)
 
     def finish(self, engine: str) -> None:
-        """Write the marker, durably: from now on this is a store, and all files that the engine made are there."""
+        """Write the marker, durably: from now on this is a store. All files of the engine must exist."""
         values = {"format": FORMAT, "version": FORMAT_VERSION, "engine": engine, "id": uuid.uuid4().hex}
         text = json.dumps(values) + "\n"
         with room_for(_EMPTY_BYTES, self.path, f"the store at {self.path}"):
@@ -111,7 +109,7 @@ class StoreDirectory:
             replace_file(self.path / MARKER, text.encode(), suffix=".new")
 
     def marker(self) -> dict[str, Any]:
-        """Return what the marker says. Raises NotAStoreError."""
+        """Return the marker's contents. Raises NotAStoreError."""
         path = self.path / MARKER
         try:
             marker: Any = json.loads(read_whole(str(path))[:65536])
@@ -138,18 +136,18 @@ class StoreDirectory:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder and all in it, whatever others delete there, or readers that take leases make, meanwhile."""
+    """Delete a folder and everything in it, even if others delete files or readers take leases there meanwhile."""
     while folder.exists():
         try:
             shutil.rmtree(folder)
             break
-        except OSError as error:  # without a number where a folder was made anew while it was opened
+        except OSError as error:  # errno is missing if a folder was recreated while it was opened
             if error.errno not in {errno.ENOENT, errno.ENOTEMPTY, None} or folder.is_symlink():
                 raise
 
 
 def check_version(version: object, name: str) -> None:
-    """Raise FormatVersionError where what is called ``name`` has another format version than is read."""
+    """Raise FormatVersionError if ``name`` has a format version other than the one that is read."""
     if version != FORMAT_VERSION or isinstance(version, bool):
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise FormatVersionError(

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 HASH_BYTES = 8
 ROW_COST = 32
-"""Bytes that sorting takes for each row beside its payload: its hash, its digit, its place, and a spare."""
+"""Bytes per row that sorting takes in addition to its payload: its hash, its digit, its place, and a spare."""
 HASH_COST = 20
 """Bytes that sorting takes for each hash without a payload: the hash, half of one for merges, and a spare."""
 SLICES = 24
-"""Parts of a sort that is done part after part, so that its files take a fraction of what is sorted."""
+"""Parts of a sort that is done part by part, so that its files take a fraction of the sorted bytes."""
 LEAST_SLICE_BYTES = 1 << 30
-"""Less than that is never cut into parts."""
+"""A smaller sort is never cut into parts."""
 _DIGIT_BITS = 8
 _HASH_BITS = 64
 _BUFFER_BYTES = 1 << 20
@@ -38,16 +38,16 @@ _BUFFER_BYTES = 1 << 20
 class ExternalSorter:
     """Takes rows in any order and yields them in hash order, and holds about ``memory_bytes`` at most.
 
-    A row is a hash and one value for each dtype of ``payload``. As many rows as can be sorted in the memory wait there.
-    More go to a file without a name in ``folder``, which is made when it is needed, or in the system's temporary folder
-    where ``folder`` cannot be written to or has no room. Rows are written in batches, each in the order of the first
-    eight bits of the hash. The rows of one value of these bits are a part. A part that is too large for the memory is
-    cut again by the next eight bits. So each row is written and read once for every factor of 256 by which all rows
-    exceed the memory; ``counters`` count both. Rows of equal hashes come side by side, in the order in which they came.
-    Of more of them than the memory holds only the last ``copies`` come.
+    A row is a hash and one value for each dtype of ``payload``. Rows wait in memory until it is full. More go to an
+    unlinked file in ``folder``, which is created on first use, or in the system's temporary folder if ``folder`` cannot
+    be written to or is full. Rows are written in batches, each in the order of the first eight bits of the hash. The
+    rows of one value of these bits are a part. A part that is too large for the memory is cut again by the next eight
+    bits. So each row is written and read once for every factor of 256 by which all rows exceed the memory; ``counters``
+    count both. Rows of equal hashes keep their order of arrival; of more of them than the memory holds, only the last
+    ``copies`` are yielded.
 
-    ``what`` is the purpose of the sort, for errors. ``total_rows`` is the number of rows, where it is known: a file
-    system without room for them is then found when the file is made.
+    ``what`` is the purpose of the sort, for errors. ``total_rows`` is the number of rows, if known: a file system
+    without room for them is then found when the file is made.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class ExternalSorter:
         self._file_bytes = None if total_rows is None else total_rows * self._record.itemsize
         self._most = part_rows(self._record.itemsize - HASH_BYTES, memory_bytes)
         self._buffer = np.empty(0, self._record)
-        """Rows that wait in memory, in front. It grows as it must."""
+        """Waiting rows, at the front. It grows as needed."""
         self._buffered_rows = 0
         self._batches: list[NDArray[np.int64]] = []
-        """Of each batch cut by the first digit, where the rows of a digit begin in the file, and where the last end."""
+        """For each batch cut by the first digit: the first row of each digit in the file, and the end of the last."""
 
     def close(self) -> None:
-        """Give up the file, and forget all rows."""
+        """Free the file, and forget all rows."""
         self._take()
         self._batches, self._file_rows = [], 0
         if self._file is not None:
@@ -92,11 +92,11 @@ class ExternalSorter:
 
     @property
     def usage(self) -> float:
-        """The memory that it has for rows that wait, as a share of what it may have."""
+        """The memory of waiting rows, as a share of the limit."""
         return self._buffer.size / self._most
 
     def add(self, hashes: NDArray[np.uint64], *payload: NDArray[Any] | int) -> None:
-        """Take a copy of rows: hashes (n,), and values (n, ...) or one for all rows. Raises StoreFullError."""
+        """Copy rows: hashes (n,), and values (n, ...) or one for all rows. Raises StoreFullError."""
         columns = [np.broadcast_to(values, hashes.shape) if isinstance(values, int) else values for values in payload]
         taken = 0
         while taken < hashes.size:
@@ -115,15 +115,15 @@ class ExternalSorter:
         self.rows += hashes.size
 
     def flush(self) -> None:
-        """Move the rows that wait in memory to the file, and give up the memory. Raises StoreFullError."""
+        """Move waiting rows to the file and free their memory. Raises StoreFullError."""
         self._write()
         self._take()
 
     def sorted(self, chunk_rows: int | None = None) -> Iterator[tuple[NDArray[Any], ...]]:
         """Yield all rows in hash order: hashes (n,), and values (n, ...) of each dtype of the payload.
 
-        A chunk has at most ``chunk_rows`` rows. Without a bound it has all rows of each of its hashes. Rows that were
-        yielded are gone.
+        A chunk has at most ``chunk_rows`` rows; without a bound, all rows of each of its hashes. Yielded rows are
+        dropped.
         """
         if not self._batches:
             yield from self._sort(self._take(), chunk_rows)
@@ -134,19 +134,19 @@ class ExternalSorter:
             yield from self._sort(records, chunk_rows)
 
     def _take(self) -> NDArray[np.void]:
-        """Return the rows that wait in memory, and hold none."""
+        """Return the waiting rows and forget them."""
         records = self._buffer[: self._buffered_rows]
         self._buffer, self._buffered_rows = self._buffer[:0].copy(), 0
         return records
 
     def _write(self) -> None:
-        """Move the rows that wait in memory to the file."""
+        """Move waiting rows to the file."""
         if self._buffered_rows:
             self._batches.append(self._cut(self._buffer[: self._buffered_rows], 0))
         self._buffered_rows = 0
 
     def _parts(self, batches: list[NDArray[np.int64]], digits: int) -> Iterator[NDArray[np.void]]:
-        """Yield the records of batches that were cut by so many digits, of each digit by itself, cut until they fit."""
+        """Yield the records of batches that were cut by ``digits`` digits, digit by digit, cut until they fit."""
         last = digits * _DIGIT_BITS >= _HASH_BITS  # all records of a part have one hash
         for digit in range(1 << _DIGIT_BITS):
             runs = [(int(cuts[digit]), int(cuts[digit + 1])) for cuts in batches if cuts[digit] < cuts[digit + 1]]
@@ -159,7 +159,7 @@ class ExternalSorter:
             yield from self._parts(finer, digits + 1)
 
     def _cut(self, records: NDArray[np.void], digits: int) -> NDArray[np.int64]:
-        """Append records to the file in the order of the next digit of their hash; returns where each begins."""
+        """Append records to the file in the order of the next digit of their hash; returns each digit's start."""
         if self._file is None:
             self._file = ScratchFile(with_system_folder(self._folder), self._what, num_bytes=self._file_bytes)
         shift = _HASH_BITS - _DIGIT_BITS * (digits + 1)
@@ -197,7 +197,7 @@ class ExternalSorter:
     def _sort(self, records: NDArray[np.void], chunk_rows: int | None) -> Iterator[tuple[NDArray[Any], ...]]:
         order: NDArray[np.int64] | None = None
         if len(self._names) == 1:
-            records["hash"].sort(kind="stable")  # a merge of the runs that came, a third of the time of another sort
+            records["hash"].sort(kind="stable")  # merges the sorted runs, in a third of the time of another sort
         else:
             order = np.argsort(records["hash"], kind="stable")
         step = chunk_rows or max(1, records.size)
@@ -207,7 +207,7 @@ class ExternalSorter:
 
 
 def flush_largest(sorters: Collection[ExternalSorter]) -> None:
-    """Have the sorter with most memory give it up, where all together have more than one may have."""
+    """Flush the largest sorter if all together have more memory than one may have."""
     if sum(sorter.usage for sorter in sorters) > 1:
         max(sorters, key=lambda sorter: sorter.usage).flush()
 
@@ -219,7 +219,7 @@ def part_rows(payload_bytes: int, memory_bytes: int) -> int:
 
 
 def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
-    """Return the most bytes of the file of so many rows: each is written once for every factor of 256."""
+    """Return the most bytes of the file of a sort: each row is written once for every factor of 256."""
     most, times = part_rows(payload_bytes, memory_bytes), 0
     remaining = rows
     while remaining > most:
@@ -228,7 +228,7 @@ def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
 
 
 def slice_bytes(total_bytes: int) -> int:
-    """Return the bytes of a part of a sort of so many bytes that is done part after part."""
+    """Return the bytes of one part of a sort of ``total_bytes`` that is done part by part."""
     return max(LEAST_SLICE_BYTES, -(-total_bytes // SLICES))
 
 
@@ -239,12 +239,12 @@ def hash_slices(count: int, low: int = 0, high: int = HASHES) -> list[tuple[int,
 
 
 class SortedCursor:
-    """A place in a source, of which the next rows are in memory."""
+    """A position in a source, with the next rows in memory."""
 
     def __init__(self, parts: Iterable[Columns], *columns: DTypeLike, least: int = 0) -> None:
-        """``columns`` are the dtypes of the columns beside the hashes. ``fill`` reads where ``least`` rows are left."""
+        """``columns`` are the dtypes of the columns after the hashes; ``fill`` reads if ``least`` rows are left."""
         self.ended = False
-        """Whether all rows that are left are in memory."""
+        """True if all remaining rows are in memory."""
         self._parts, self._least = iter(parts), least
         self._rows: Columns = tuple(np.empty(0, np.dtype(column)) for column in (np.uint64, *columns))
 
@@ -254,7 +254,7 @@ class SortedCursor:
         return int(self._rows[0][-1])
 
     def fill(self) -> bool:
-        """Read on where few rows are left in memory; returns whether there are any."""
+        """Read more if few rows remain in memory; returns False at the end."""
         while not self.ended and self._rows[0].size <= self._least:
             part = next(self._parts, None)
             if part is None:
@@ -266,7 +266,7 @@ class SortedCursor:
         return bool(self._rows[0].size)
 
     def take(self, bound: int) -> Columns:
-        """Return the rows with hashes up to ``bound``, which are then gone."""
+        """Remove and return the rows with hashes up to ``bound``."""
         at = int(np.searchsorted(self._rows[0], np.uint64(bound), side="right"))
         taken = tuple(column[:at] for column in self._rows)
         self._rows = tuple(column[at:] for column in self._rows)
@@ -274,9 +274,9 @@ class SortedCursor:
 
 
 def merged(*cursors: SortedCursor) -> Iterator[tuple[Columns, ...]]:
-    """Yield what all cursors have up to the same hash, bound after bound, until all rows are gone.
+    """Yield the rows of all cursors up to the same hash, bound after bound, until all rows are taken.
 
-    All rows with the same hash come together, but for those of one source that it cuts into two parts.
+    All rows with the same hash are yielded together, unless one source cuts them into two parts.
     """
     while filled := [cursor for cursor in cursors if cursor.fill()]:
         ends = [cursor.end for cursor in filled if not cursor.ended]
@@ -291,7 +291,7 @@ def below(cursor: SortedCursor, bound: int) -> Iterator[Columns]:
 
 
 def hashed(table: Table, parts: Iterable[Columns]) -> Iterator[Columns]:
-    """Yield parts of keys and other columns of a table, with the hashes of the keys before them."""
+    """Yield parts of keys and other columns of a table, preceded by the keys' hashes."""
     return ((hash_keys(part[0], table.table_id), *part) for part in parts)
 
 
@@ -301,7 +301,7 @@ def rising(hashes: NDArray[np.uint64], after: int | None = None) -> bool:
 
 
 def whole_keys(parts: Iterable[Columns]) -> Iterator[Columns]:
-    """Yield the same rows, cut so that those with equal values in the first column, side by side, come together."""
+    """Yield the same rows, cut so that neighboring rows with equal values in the first column stay together."""
     pending: Columns | None = None
     for part in parts:
         rows = part if pending is None else tuple(np.concatenate(pair) for pair in zip(pending, part, strict=True))

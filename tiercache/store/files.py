@@ -33,7 +33,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a local path") -> Path:
     """Return the path of ``what`` as an absolute path; symbolic links stay in it.
 
-    Raises ValueError for a URL, which says what to do ``instead``, and for a relative path in a folder that is gone.
+    Raises ValueError for a URL, advising ``instead``, and for a relative path in a deleted folder.
     """
     text = os.fspath(path)
     if is_url(text):
@@ -45,17 +45,17 @@ def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a l
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL: such a folder of this machine has to be given as ``./`` or from the root on."""
+    """Return True for a URL; a local folder of that name must be given as ``./`` or by its absolute path."""
     return _URL.match(os.fspath(path)) is not None
 
 
 def reason(error: Exception) -> str:
-    """Return what is wrong, without the path again."""
+    """Return an error's message without the path."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """Return the error of a file of the store that the system does not open or read."""
+    """Return the error for a file of the store that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return CorruptStoreError(f"{path} is missing: restore the store from a copy")
     if isinstance(error, PermissionError):
@@ -64,20 +64,20 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system calls a disk, a share of it or a file that may not grow."""
+"""Errors of a full disk, a full quota or a file at its size limit."""
 ROOM_FOR_RECORDS = 1 << 20
-"""More bytes than the records of a commit need: blocks leave them free."""
+"""More than the records of a commit need: blocks leave it free."""
 
 
 def check_room(path: Path, needed_bytes: int) -> None:
-    """Raise OSError, one of FULL, where the file system of ``path``, which is there, has less room than that."""
+    """Raise OSError, one of FULL, if the file system of ``path``, which exists, has less free space than needed."""
     system = os.statvfs(path)
     if system.f_frsize * system.f_bavail < needed_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def check_limit(file: Path, more_bytes: int) -> None:
-    """Raise OSError, one of FULL, where this process may not let ``file`` grow by so much."""
+    """Raise OSError, one of FULL, if this process may not let ``file`` grow by ``more_bytes``."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if most != resource.RLIM_INFINITY and most < (file.stat().st_size if file.exists() else 0) + more_bytes:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -88,8 +88,8 @@ def full_disk(
 ) -> StoreFullError:
     """Return the error of ``path``, which could not take ``needed_bytes`` because of ``error``, one of FULL.
 
-    ``kept_bytes`` were to stay free beside them. What it says to be free is less than what it says to be needed, but
-    where other bytes were freed, or other things than bytes lack: it says so.
+    ``kept_bytes`` must also stay free. The message shows free < needed unless space was freed meanwhile or inodes ran
+    out; then it says so.
     """
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -120,7 +120,7 @@ def full_disk(
 def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_bytes: int = 0) -> Iterator[None]:
     """Raise StoreError in place of an OSError of ``place``, which was to take ``needed_bytes``, ``kept_bytes`` free.
 
-    ``place`` is a path that exists, or an object store in the words of a message.
+    ``place`` is a path that exists, or the name of an object store in messages.
     """
     try:
         yield
@@ -136,9 +136,9 @@ def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_byt
 
 @contextmanager
 def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False) -> Iterator[None]:
-    """Raise StoreFullError, which says that ``what`` needed so many bytes, in place of an OSError of a full disk.
+    """Raise StoreFullError, which says that ``what`` needed ``needed_bytes``, in place of an OSError of a full disk.
 
-    ``path`` must exist, or the folder that it stands in. ``at_least``: ``what`` needs more bytes later.
+    ``path`` or its parent must exist. ``at_least``: ``what`` needs more bytes later.
     """
     try:
         yield
@@ -154,9 +154,9 @@ _CANNOT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 
 
 def punch_hole(handle: int, offset: int, num_bytes: int) -> bool:
-    """Give the room of bytes of an open file back to the file system: they read as zeros from now on.
+    """Free the disk space of bytes of an open file: they read as zeros from now on.
 
-    Returns False, and changes nothing, where system or file system have no holes. Raises OSError.
+    Returns False, and changes nothing, if the system or the file system has no holes. Raises OSError.
     """
     try:
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -178,7 +178,7 @@ HUGE_BYTES = 2 << 20
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Return whole pages of zeros with at least ``num_bytes`` bytes, in huge pages where the system has them.
 
-    Memory is taken where it is touched.
+    Memory is allocated on first touch.
     """
     size = max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     if size < HUGE_BYTES // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -193,10 +193,10 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
 def replace_file(path: Path, data: bytes, *, suffix: str = ".tmp", mode: int = 0o666) -> None:
     """Replace ``path`` by ``data`` in one step; both are on disk on return. A crash may leave the name + ``suffix``.
 
-    ``mode`` is that of the new file, less the process's umask.
+    ``mode`` is the file mode before the process's umask.
     """
     temporary = path.with_name(path.name + suffix)
-    temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever
+    temporary.unlink(missing_ok=True)  # opening a FIFO would wait forever
     with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
@@ -213,7 +213,7 @@ def publish(temporary: Path, path: Path) -> None:
 def sync(path: str | Path, *, data_only: bool = False) -> None:
     """Return when a file's content, or a folder's names, are on disk. Raises OSError.
 
-    ``data_only``: without the file's times, which a file that was overwritten in place need not wait for.
+    ``data_only``: without the file's times, which are not needed after an overwrite in place.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -223,7 +223,7 @@ def sync(path: str | Path, *, data_only: bool = False) -> None:
 
 
 PAGE_BYTES = 4096
-"""Of memory and files: direct reads and writes begin and end at multiples of it."""
+"""Page size of memory and files: direct reads and writes begin and end at multiples of it."""
 _DIRECT_BYTES = 64 << 10
 """Shorter ranges are read through the page cache, which may have them already."""
 _STEP_BYTES = 256 << 10
@@ -231,15 +231,15 @@ _STEP_BYTES = 256 << 10
 
 
 def paged(num_bytes: int) -> int:
-    """Return the bytes of the pages that hold so many."""
+    """Return ``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int, size: int) -> None:
-    """Write bytes from byte ``at`` of a file on, whole pages past the page cache and what is beside them through it.
+    """Write bytes from byte ``at`` of a file on: whole pages directly, the rest through the page cache.
 
-    They stand in ``buffer``, which is of ``huge_pages``, where they stand in the pages of the file: from byte
-    ``at % PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Raises OSError.
+    They are in ``buffer``, from ``huge_pages``, at the same offset in its pages as in the file's: from byte ``at %
+    PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Raises OSError.
     """
     lead = at % PAGE_BYTES
     base, low, high = at - lead, paged(lead), (lead + size) // PAGE_BYTES * PAGE_BYTES
@@ -250,7 +250,7 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
         try:
             while done < high:
                 pages = os.pwrite(direct, buffer[done:high].data, base + done) // PAGE_BYTES
-                if not pages:  # the file may grow by no page: what follows says why
+                if not pages:  # not even one page fits: the cached write raises the reason
                     high = done
                 done += pages * PAGE_BYTES
         except OSError as error:
@@ -278,7 +278,7 @@ def write_whole(path: str, data: bytes | memoryview) -> None:
 
 
 def read_whole(path: str, last: int | None = None) -> bytes:
-    """Return the bytes of a file, or its ``last`` ones. Raises OSError, also where something else is in its place."""
+    """Return the bytes of a file, or its ``last`` ones. Raises OSError, also if it is not a regular file."""
     handle = open_file(path)
     try:
         size = os.fstat(handle).st_size
@@ -288,7 +288,7 @@ def read_whole(path: str, last: int | None = None) -> bytes:
 
 
 def read_at(handle: int, size: int, offset: int) -> bytes:
-    """Return the bytes of an open file from ``offset`` on, fewer where it ends before. Raises OSError.
+    """Return the bytes of an open file from ``offset`` on, fewer if it ends before. Raises OSError.
 
     One read of Linux returns at most 2,147,479,552 bytes.
     """
@@ -300,7 +300,7 @@ def read_at(handle: int, size: int, offset: int) -> bytes:
 
 
 def read_direct(handle: int, pages: Sequence[memoryview], offset: int) -> int:
-    """Read whole pages past the page cache; returns how many bytes are there, 0 where the file system has none.
+    """Read whole pages past the page cache; returns the bytes read, 0 if the file system cannot.
 
     Raises OSError.
     """
@@ -315,18 +315,18 @@ def read_direct(handle: int, pages: Sequence[memoryview], offset: int) -> int:
 def read_cached(handle: int, out: memoryview, offset: int, done: int = 0) -> int:
     """Fill ``out``, but the first ``done`` bytes, with bytes of a file from ``offset`` on, through the page cache.
 
-    Returns how many are there before the file ends. Raises OSError.
+    Returns the bytes read before the file's end. Raises OSError.
     """
     while done < len(out) and (count := os.preadv(handle, [out[done:]], offset + done)):
         done += count
     return done
 
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what stands in the place of a file may have no end
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in place of the file would block
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a file, and nothing else that may be in its place. Raises OSError."""
+    """Open a regular file and nothing else. Raises OSError."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         _file_bytes(handle)
@@ -337,7 +337,7 @@ def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_direct(path: str | os.PathLike[str], flags: int) -> int | None:
-    """Open what is there past the page cache; None where system or file system cannot. Raises OSError."""
+    """Open a file past the page cache; None if the system or the file system cannot. Raises OSError."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -349,15 +349,15 @@ def open_direct(path: str | os.PathLike[str], flags: int) -> int | None:
 
 
 def _file_bytes(handle: int) -> int:
-    """Return the bytes of an open file. Raises OSError for what is none."""
+    """Return the bytes of an open file. Raises OSError if it is not a regular file."""
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "no file is there, but something else")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return status.st_size
 
 
 class RangeReader:
-    """Reads a few ranges at a time into memory of its own; from any thread."""
+    """Reads a few ranges at a time into per-thread memory; from any thread."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -365,10 +365,10 @@ class RangeReader:
     def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
         """Return the bytes [start, stop) of each (path, start, stop, size of the file).
 
-        They stand in memory that this thread's next call uses again. A size below 0 is any. Raises BlockReadError for
-        a file that is not there or has another size.
+        The arrays are overwritten by this thread's next call. A size below 0 is not checked. Raises BlockReadError for
+        a file that is missing or has another size.
         """
-        # What is read with a long range is as cold as that; a short one alone may be in the page cache.
+        # Short ranges next to a long one are as cold; only short ones alone may be in the page cache.
         direct = any(stop - start >= _DIRECT_BYTES for _, start, stop, _ in ranges)
         pages = self._buffer(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
         found = []
@@ -378,7 +378,7 @@ class RangeReader:
             try:
                 _read_range(path, start, stop, size, part, direct=direct)
             except FileNotFoundError:
-                raise BlockReadError(f"is missing, as there is no {path}") from None
+                raise BlockReadError(f"is missing, as {path} does not exist") from None
             except OSError as error:
                 raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
             found.append(part[start - low : stop - low])
@@ -392,7 +392,7 @@ class RangeReader:
 
 
 def _read_range(path: str, start: int, stop: int, size: int, pages: NDArray[np.uint8], *, direct: bool) -> None:
-    """Fill whole pages of memory with those of a file from that of ``start`` on, at least the bytes [start, stop)."""
+    """Fill whole pages of memory from a file, beginning with the page of ``start``: at least bytes [start, stop)."""
     low = start - start % PAGE_BYTES
     past_cache = open_direct(path, os.O_RDONLY) if direct else None
     handle = os.open(path, _READ_FLAGS) if past_cache is None else past_cache
@@ -402,7 +402,7 @@ def _read_range(path: str, start: int, stop: int, size: int, pages: NDArray[np.u
         done = start - low if past_cache is None else read_direct(handle, [pages.data], low)
         if done < stop - low:
             fcntl.fcntl(handle, fcntl.F_SETFL, 0)
-            if hasattr(os, "posix_fadvise"):  # nothing beside the range is read
+            if hasattr(os, "posix_fadvise"):  # bytes around the range are not read ahead
                 os.posix_fadvise(handle, low + done, stop - low - done, os.POSIX_FADV_RANDOM)
             if (done := read_cached(handle, pages[: stop - low].data, low, done)) < stop - low:
                 raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
@@ -414,9 +414,9 @@ class ScratchFile:
     """Bytes at any offset of a file, from one thread. ``what`` is the purpose of the file, for errors."""
 
     def __init__(self, folders: Path | Sequence[Path], what: str, *, num_bytes: int | None = None) -> None:
-        """Make the file in the first of ``folders`` that takes it; ``num_bytes`` is its size, where that is known.
+        """Make the file in the first of ``folders`` that has room; ``num_bytes`` is its size, if known.
 
-        Raises StoreFullError where there is less room, and StoreError where no file can be made.
+        Raises StoreFullError if there is less room, and StoreError if no file can be made.
         """
         self._what = what
         problem = StoreError(f"{what} has no folder for a temporary file: set TMPDIR")
@@ -436,7 +436,7 @@ class ScratchFile:
         raise problem
 
     def close(self) -> None:
-        """Give up the file and its bytes."""
+        """Free the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -452,36 +452,36 @@ class ScratchFile:
             write_cached(self._file.fileno(), view, offset)
 
     def read(self, out: NDArray[Any], offset: int) -> None:
-        """Fill a contiguous array with what was written. Raises StoreError where the file ends before."""
+        """Fill a contiguous array with written bytes. Raises StoreError if the file ends early."""
         view = out.view(np.uint8).reshape(-1).data
         if (done := read_cached(self._file.fileno(), view, offset)) < len(view):
             raise StoreError(f"a temporary file in {self._folder} ends at byte {offset + done:,}: try again")
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Give the room of bytes that are not needed any more back, where the file system can."""
-        with suppress(OSError):  # it comes back with the whole file
+        """Free the disk space of bytes that are not needed any more, if the file system can."""
+        with suppress(OSError):  # close() frees it otherwise
             punch_hole(self._file.fileno(), offset, num_bytes)
 
     def extend(self, num_bytes: int) -> None:
-        """Make the file so many bytes of zeros, which take room when they are written. Raises StoreFullError."""
+        """Extend the file to ``num_bytes`` of zeros, which take space when written. Raises StoreFullError."""
         with room_for(num_bytes, self._folder, self._what, at_least=True):
             os.ftruncate(self._file.fileno(), num_bytes)
 
     def map(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return so many zeros, mapped: what is written there needs no memory. Raises StoreFullError."""
+        """Return ``num_bytes`` mapped zeros: writes to them go to the file, not memory. Raises StoreFullError."""
         with room_for(num_bytes, self._folder, self._what):
             os.posix_fallocate(self._file.fileno(), 0, num_bytes)  # a mapped file must not meet a full disk later
         return np.asarray(np.memmap(self._file, dtype=np.uint8, mode="r+", shape=(num_bytes,)))
 
 
 def scratch_in(folder: Path | None) -> Path:
-    """Return ``folder``, or the system's for temporary files where there is none that can be written to."""
+    """Return ``folder``, or the system's temporary folder if that is None or not writable."""
     if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return Path(tempfile.gettempdir())
     return folder
 
 
 def with_system_folder(folder: Path | None) -> list[Path]:
-    """Return ``folder``, where there is one, and the system's folder for temporary files after it."""
+    """Return ``folder``, if any, followed by the system's temporary folder."""
     system = Path(tempfile.gettempdir())
     return [system] if folder in {None, system} else [folder, system]

@@ -1,4 +1,4 @@
-"""The content of a store, and a check that it is what was written."""
+"""The contents of a store, and the check of all its blocks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
+    """Return the contents of the store at ``path`` at its newest commit, as plain values; reads no row.
 
     "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in retained segments
-    whose keys newer segments have too. "waiting_bytes" are those of rows that no table has any more, stale ones among
-    them: the next rewrite frees them. "changed_bytes" are those of the last changes of moved rows, dead ones included.
+    whose keys newer segments have too. "waiting_bytes" are the bytes of rows of dropped tables and of stale rows, which
+    the next rewrite frees. "changed_bytes" are the last changes of moved rows, including dead rows.
     "space_amplification" is all bytes of files for each of "row_bytes".
 
-    Of a store of several ranks rows and bytes are those of all, and "shards" has what is said of each. Raises what
+    In a store of several ranks, rows and bytes are totals, and "shards" has the numbers of each rank. Raises what
     ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
     with Store.open(store_path(path), mode="r") as store:
@@ -38,7 +38,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
+    """Return the result of ``info`` for an open store at ``path``, at its current commit."""
     live, snapshot = {table.name: store.live_rows(table.name) for table in store.tables}, store.snapshot
     all_tables = [(group, table) for group in snapshot.groups for table in group.tables]
     stale_bytes = sum(snapshot.stale_rows(store.segments, *one) * one[0].row_bytes for one in all_tables)
@@ -112,7 +112,7 @@ def describe_commits(commits: Iterable[Commit]) -> list[dict[str, int]]:
 
 
 def file_bytes_of(path: str | os.PathLike[str]) -> int:
-    """Return the bytes that the file system keeps for all files below ``path``: those of holes do not count.
+    """Return the bytes that the file system allocates to all files below ``path``; holes do not count.
 
     A writer may delete some meanwhile.
     """
@@ -131,20 +131,19 @@ def file_bytes_of(path: str | os.PathLike[str]) -> int:
 def verify(
     path: str | os.PathLike[str], *, deep: bool = True, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
-    """Read every block of every commit that is kept, each block once, and check it, in a process of its own.
+    """Read every block of every kept commit, each block once, and check it, in a separate process.
 
-    Returns what was read, and under "problems" a sentence for each thing that is wrong: checksums, missing or cut
-    blocks, keys that are not in hash order, keys with two live rows, stale rows that are not as many in each segment as
-    the commit says, a stale row that changed after the newest of its key, a key that a commit has and one that came
-    of it has not, and records that contradict each other. Of a store that keeps several commits each sentence names
-    those that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
-    Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here. A row that was lost
-    before the oldest commit that is kept is not missed: nothing says that it was there. Of a store of several ranks
-    "shards" has what was read of each, and rows that a rank has of another are problems.
+    Returns the counts of its reads, and under "problems" a message for each defect: checksums, missing or cut
+    blocks, keys that are not in hash order, keys with two live rows, a wrong number of stale rows in a segment, a stale
+    row that changed after the newest row of its key, a key that a commit has and a later one derived from it lacks, and
+    records that contradict each other. In a store that keeps several commits, each message names the damaged ones: the
+    others are whole. ``progress`` is called with bytes done and bytes in all. Whatever a damaged file does to the
+    process that reads it (SIGBUS), it becomes a problem here. A row that was lost before the oldest kept commit is not
+    noticed. In a store of several ranks, "shards" has the counts of each, and rows on the wrong rank are problems.
 
-    Not ``deep``: only what says which rows there are and where, in seconds; no row, key or dense state is read.
+    Not ``deep``: only metadata is read, in seconds; no row, key or dense state.
 
-    Raises what ``Store.open`` raises for reading where there is no store to speak of.
+    Raises what ``Store.open`` raises for reading if no store is found.
     """
     directory = StoreDirectory(store_path(path))
     if not directory.find():
@@ -176,7 +175,7 @@ def verify(
 
 
 def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``info`` does, of a store of several ranks that is open."""
+    """Return the result of ``info`` for an open store of several ranks."""
     commit = store.commit
     assert commit is not None, "it has a commit"
     assert commit.sharding is not None, "it has several ranks"
@@ -188,7 +187,7 @@ def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any
         shard["commits"] = [commits[rank] for commits in by_commit]
     inside = sum(one["file_bytes"] for one, folder in zip(shards[1:], commit.folders[1:], strict=True)
                  if not folder.startswith("/"))  # fmt: skip
-    shards[0]["file_bytes"] -= inside  # the folder of rank 0 is that of the store
+    shards[0]["file_bytes"] -= inside  # the folder of rank 0 is the store's folder
     tables = []
     for table in store.tables:
         sharding = commit.sharding.tables[table.name]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     LastChanges = NDArray[np.uint32] | int
-    """Those of rows (n,), or the one of all."""
+    """The last changes of rows (n,), or one for all."""
 
 
 _ADVICE = "restore the store from a copy"
@@ -37,20 +37,20 @@ _ADVICE = "restore the store from a copy"
 class KeyCounts:
     """Counts the violations in the keys of one group. Shapes: C commits, T tables, S segments, N ranges of all.
 
-    At each commit a key has one live row. Where a commit has retained segments it may have stale ones beside it: each
-    in an older segment than the next, which is retained; in each segment as many as the commit says; and none that
-    changed after the next. A key that a commit has those after it have, too, but for rollbacks that gave it up.
+    At each commit a key has one live row. A commit with retained segments may also have stale rows of the key: each in
+    an older segment than the next, which is retained; in each segment as many as the commit says; and none that changed
+    after the next. A key of a commit is in all later ones too, unless a rollback gave it up.
     """
 
     def __init__(self, label: str, snapshots: Sequence[Snapshot], group: Group, segments: Sequence[Segment]) -> None:
-        """``snapshots`` are the commits of one store, the oldest first; ``segments`` those of all, by id."""
+        """``snapshots`` are the commits of one store, the oldest first; ``segments`` all their segments, by id."""
         self._group, self._label, self._ids = group, label, [segment.id for segment in segments]
         self._commits = [snapshot.id for snapshot in snapshots]
         commits = [snapshot.commit for snapshot in snapshots]
         self._before = [_before(commits[: c + 1]) for c in range(len(commits))]
         counts = np.array([segment.layouts[group.index].num_ranges for segment in segments], np.int64)
         self.first_range_S = np.cumsum(counts) - counts
-        """(S,): the number of each segment's first range, among those of all."""
+        """(S,): the first range of each segment, in the numbering of all ranges."""
         self._segment_N = np.repeat(np.arange(counts.size), counts)
         self._live_CN = np.zeros((len(snapshots), self._segment_N.size), np.bool_)
         shape = len(snapshots), len(group.tables), len(segments)
@@ -66,19 +66,19 @@ class KeyCounts:
                     self._stated_CTS[c, i, place[segment.id]] = stale
 
     def payload(self, table: int) -> list[DTypeLike]:
-        """Return the dtypes of what ``add`` needs beside the hashes of a table: ranges, or also last changes, or none.
+        """Return the dtypes that ``add`` needs in addition to a table's hashes: ranges, or also last changes, or none.
 
-        At most one live row of each key needs neither, where one commit is kept: most stores are like that.
+        If one commit is kept and each key has at most one live row, it needs neither: most stores are like that.
         """
         if self._stated_CTS[:, table].any():
             return [np.uint32, np.uint32]
         return [np.uint32] if len(self._commits) > 1 else []
 
     def add(self, table: int, hashes: UInt64s, ranges: UInt32s | None = None, changed: UInt32s | None = None) -> None:
-        """Count rows of a table in hash order, those of a hash in the order of segments and all at once.
+        """Count rows of a table in hash order; rows of one hash by segment, all in one call.
 
-        They are live at a commit at least. ``ranges`` are the numbers of their ranges among those of all segments,
-        ``changed`` their last changes: what ``payload`` says.
+        They are live at one commit or more. ``ranges`` number their ranges among those in all segments, ``changed`` are
+        their last changes: as ``payload`` says.
         """
         for c, live_N in enumerate(self._live_CN):
             live = None if ranges is None or len(self._commits) == 1 else live_N[ranges]
@@ -92,15 +92,15 @@ class KeyCounts:
                 self._twice_CT[c, table] += again.size
             before = self._before[c]
             if before is not None and ranges is not None:
-                # Whose rows of the same ranges are live lost none.
+                # Hashes with live rows in the same ranges lost none.
                 gone_N = self._live_CN[before] & ~live_N
                 if gone_N.any():
                     self._lost_CT[c, table] += _missing(hashes[gone_N[ranges]], selected)
 
     def problems(self, unread: Collection[int]) -> Iterator[tuple[str, int]]:
-        """Yield what is wrong, and the commit that it is in.
+        """Yield each problem and its commit.
 
-        Of commits of which something could not be read, ``unread``, nothing is said that may come of that.
+        Problems that unread data may explain are not reported for the commits in ``unread``.
         """
         over_CT = np.maximum(self._found_CTS - self._stated_CTS, 0).sum(axis=2) + self._twice_CT
         for i, table in enumerate(self._group.tables):
@@ -123,7 +123,7 @@ class KeyCounts:
                     yield f"{had}: roll the store back to that, or restore it from a copy", commit
 
     def _add_stale(self, c: int, table: int, again: NDArray[Any], ranges: UInt32s, changed: UInt32s) -> None:
-        """Count the rows that the next one, of the same hash, makes stale, in the segments where they are."""
+        """Count, by segment, the rows made stale by the next row of the same hash."""
         in_segments = self._segment_N[ranges[again]]
         same = in_segments == self._segment_N[ranges[again + 1]]
         self._twice_CT[c, table] += np.count_nonzero(same)
@@ -132,7 +132,7 @@ class KeyCounts:
 
 
 def _before(commits: Sequence[Commit | None]) -> int | None:
-    """Return the place of the commit that the last one came of: of those before it the newest that was not given up.
+    """Return the index of the last commit's origin: the newest earlier one that was not given up.
 
     None if keys were forgotten since.
     """
@@ -145,7 +145,7 @@ def _before(commits: Sequence[Commit | None]) -> int | None:
 
 
 def _missing(hashes: UInt64s, among: UInt64s) -> int:
-    """Return how many different hashes are not ``among`` others; both are sorted."""
+    """Return how many different hashes are missing from ``among``; both are sorted."""
     if among.size:
         at = np.minimum(np.searchsorted(among, hashes), among.size - 1)
         hashes = hashes[among[at] != hashes]
@@ -153,34 +153,34 @@ def _missing(hashes: UInt64s, among: UInt64s) -> int:
 
 
 KEY_CHECK_THREADS = 8
-"""Threads that read blocks of keys, which wait for the disk behind blocks of rows: with more of them all keys are there
-early, and sorted while rows are still read: by hand, in turns, 0.75 of the seconds on LMDB, 0.85 on Zarr."""
+"""Threads that read blocks of keys. They share the disk with blocks of rows; with more threads all keys arrive early
+and are sorted while rows are still read: measured by hand, in turns, 0.75 of the seconds on LMDB, 0.85 on Zarr."""
 SORT_BYTES = 128 << 20
 """Memory of the sort of hashes."""
 AHEAD_BYTES = 32 << 20
-"""Memory of the blocks of keys that wait for it; one block that is larger waits alone."""
+"""Memory of the blocks of keys that wait for the sort; a larger block waits alone."""
 VERIFY_BYTES = 256 << 20
-"""About the most that ``verify`` takes beside its interpreter, whatever is stored: ``SORT_BYTES``, ``AHEAD_BYTES``, and
-for each of the four threads that read rows a block, of 4 MiB where nothing else is chosen, and as much to decompress
-it: 128 + 32 + 4 * 8 = 192 MiB. 64 MiB are left for hashes of a block and what the allocator keeps. The records of the
-commits, which every opened store has in memory, come to it: some bytes for each range and page."""
+"""Approximate memory limit of ``verify`` in addition to its interpreter, for any store: ``SORT_BYTES``,
+``AHEAD_BYTES``, and for each of the four threads that read rows a block, 4 MiB by default, and as much to decompress
+it: 128 + 32 + 4 * 8 = 192 MiB. 64 MiB are left for hashes of a block and the allocator. The records of the commits,
+which every open store has in memory, are extra: some bytes for each range and page."""
 MOST_COPIES = 1 << 16
-"""Rows of one key that are counted, where the memory of the sort holds fewer. A commit has one in each segment."""
+"""Rows of one key that are counted if the memory of the sort holds fewer. A commit has one in each segment."""
 
 _MOST_CHANGED = (1 << 32) - 1
-"""What a record may say beyond it is no commit."""
+"""Larger values in a record are invalid."""
 
 
 class KeyInvariantChecker:
-    """Whether the live keys of a group stand in hash order, and at each of several commits as ``KeyCounts`` says.
+    """Checks that the live keys of a group are in hash order, and satisfy ``KeyCounts`` at each commit.
 
-    Last changes are read with the keys; they take part only where rows are stale.
+    Last changes are read with the keys; they are used only for stale rows.
     """
 
     def __init__(
         self, reader: BlockReader, snapshots: Sequence[Snapshot], group: Group, readers: ThreadPoolExecutor
     ) -> None:
-        """``snapshots`` are commits of one store, which somebody holds."""
+        """``snapshots`` are commits of one store, held by the caller."""
         self._reader, self._group, self._readers = reader, group, readers
         self._commits = [snapshot.id for snapshot in snapshots]
         self._problems: dict[str, dict[int, None]] = {}
@@ -194,10 +194,10 @@ class KeyInvariantChecker:
         """For each commit, by segment: its first live range."""
 
     def run(self) -> dict[str, list[int]]:
-        """Read all keys once; returns what is wrong, with the commits it is in. Each thing that is wrong is a sentence.
+        """Read all keys once; returns a message for each problem, with its commits.
 
-        Keys that exceed the memory of the sort go through temporary files: 8 bytes for each key where one commit is
-        kept, 12 where several are, 16 where rows are stale. Raises StoreFullError where there is no room for them.
+        Keys that exceed the memory of the sort go through temporary files: 8 bytes for each key if one commit is kept,
+        12 if several are, 16 if rows are stale. Raises StoreFullError if there is not enough room.
         """
         what = "the check of the keys of a store"
         with ExitStack() as stack:
@@ -236,8 +236,8 @@ class KeyInvariantChecker:
     def _sweep(self) -> Iterator[tuple[int, int, UInt64s, LastChanges]]:
         """Yield the hashes of all keys that are live at a commit, each block read once, with their last changes.
 
-        Before them come the place of their table and the number of their range among those of all segments. Notes what
-        is out of order.
+        The index of their table and the number of their range among all segments' ranges come first. Notes keys that
+        are out of order.
         """
         for segment, first in zip(self._segments, self._counts.first_range_S.tolist(), strict=True):
             last_run, last_hash = -1, 0
@@ -287,7 +287,7 @@ class KeyInvariantChecker:
         ]
 
     def _read(self, segment: Segment, block: int) -> tuple[NDArray[np.int64] | None, LastChanges, list[str]]:
-        """Return keys and last changes of a block, and what is wrong with either."""
+        """Return keys and last changes of a block, and the problems of either."""
         group, problems = self._group.index, list[str]()
         keys: NDArray[np.int64] | None = None
         changed: LastChanges = min(self._firsts.get(segment.id, 0), _MOST_CHANGED)
@@ -295,9 +295,9 @@ class KeyInvariantChecker:
             keys = self._reader.keys(segment, group, block)
         except CorruptStoreError as error:
             problems.append(str(error))
-        if (known := segment.meta[group].changed) is not None:
-            changed = int(known.newest_B[block])
-        if known is not None and known.stored:
+        if (stored := segment.meta[group].changed) is not None:
+            changed = int(stored.newest_B[block])
+        if stored is not None and stored.stored:
             try:
                 changed = self._reader.changed(segment, group, block)
             except CorruptStoreError as error:

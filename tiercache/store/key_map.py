@@ -35,7 +35,7 @@ MOST_ROWS = 1 << 26
 BUILD_BYTES = 10
 """Memory per row while a segment with a map is written."""
 _BUCKET_KEYS = 4
-"""At least, in a bucket on average; at most twice as many."""
+"""The least average number of keys in a bucket; the most is twice that."""
 _LEAST_PRINT_BITS = 8
 _LOW = np.uint64(0xFFFFFFFF)
 _FEW = 4
@@ -43,9 +43,9 @@ _FEW = 4
 _RUN = 64
 """Buckets with one start."""
 _PARTS = 16
-"""That are sorted one after another, each in a sixteenth of the memory."""
+"""Sorted one after another, each in a sixteenth of the memory."""
 _PART_ROWS = 1 << 16
-"""At least, of a part: smaller ones only take longer."""
+"""Minimum size of a part: smaller ones only take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,19 +55,19 @@ class KeyMap:
     bucket_bits: int
     """The first of the last 32 bits of a hash: its first bits are the same for all keys of a rank."""
     range_bits: int
-    """That have the number of a range."""
+    """Bits of the range number."""
     print_bits: int
     """Bits of a fingerprint, right after the bucket's bits of a hash."""
     entry_bytes: int
     starts: Numbers
-    """(B / 64 rounded up,) uint32: how many entries are before each 64 buckets."""
+    """(B / 64 rounded up,) uint32: the number of entries before each 64 buckets."""
     counts: Numbers
     """(B,) uint8: entries of each bucket."""
     entries: Numbers
     """(N * entry_bytes,) uint8, little-endian: the range in the last bits, and the fingerprint before it."""
 
     def find(self, hashes: Hashes) -> tuple[Int64s, Int64s]:
-        """Return (m,), (m,): which of ``hashes`` may be in which ranges."""
+        """Return (m,), (m,): indices into ``hashes``, and a range that may have each."""
         if hashes.size <= _FEW:
             which_few, ranges_few = self.find_few(hashes.tolist())
             return np.array(which_few, np.int64), np.array(ranges_few, np.int64)
@@ -95,14 +95,14 @@ class KeyMap:
         return np.concatenate([empty, *which]), np.concatenate([empty, *ranges])
 
     def find_few(self, hashes: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Do what ``find`` does without arrays, which take longer for a few."""
+        """Do the same as ``find`` without arrays, which take longer for a few hashes."""
         which: list[int] = []
         ranges: list[int] = []
         size, bucket_shift = self.entry_bytes, 32 - self.bucket_bits
         shift, bits = bucket_shift - self.print_bits, (1 << self.print_bits) - 1
         for number, one in enumerate(hashes):
             low = one & 0xFFFFFFFF
-            bucket, wanted = low >> bucket_shift, (low >> shift) & bits
+            bucket, fingerprint = low >> bucket_shift, (low >> shift) & bits
             run = bucket // _RUN
             counts = self.counts[run * _RUN : bucket + 1].tobytes()
             if not counts[-1]:
@@ -111,7 +111,7 @@ class KeyMap:
             entries = self.entries[first * size : (first + counts[-1]) * size].tobytes()
             for at in range(0, len(entries), size):
                 entry = int.from_bytes(entries[at : at + size], "little")
-                if entry >> self.range_bits == wanted:
+                if entry >> self.range_bits == fingerprint:
                     which.append(number)
                     ranges.append(entry & ((1 << self.range_bits) - 1))
         return which, ranges
@@ -128,7 +128,7 @@ class KeyMap:
         return {"map_starts": self.starts, "map_counts": self.counts, "map": self.entries}
 
     def to_record(self) -> list[int]:
-        """Return the rest of it as plain JSON values."""
+        """Return the other fields as plain JSON values."""
         return [self.bucket_bits, self.range_bits, self.entry_bytes]
 
     @staticmethod
@@ -151,14 +151,14 @@ class KeyMap:
             entries=arrays.array(f"map/{group}"),
         )  # fmt: skip
         sizes = found.starts.size, found.counts.size, found.entries.size
-        wanted = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
-        if sizes != wanted or found.print_bits < 1:
-            raise ValueError(f"a map of keys has arrays of {sizes}, and {wanted} were written")
+        expected = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
+        if sizes != expected or found.print_bits < 1:
+            raise ValueError(f"a map of keys has arrays of {sizes}, and {expected} were written")
         return found
 
 
 class KeyMapBuilder:
-    """Makes the map of one layout, whose keys come block by block in any order."""
+    """Makes the map of one layout, whose keys arrive block by block in any order."""
 
     def __init__(self, layout: SegmentLayout) -> None:
         self._layout = layout
@@ -169,7 +169,7 @@ class KeyMapBuilder:
         self._lows[first_row : first_row + hashes.size] = hashes & _LOW
 
     def build(self, entries_of: Entries) -> KeyMap | None:
-        """Return the map, or None if a bucket has more than 255 keys: their hashes are too much alike."""
+        """Return the map, or None if a bucket has more than 255 keys: their hashes are too similar."""
         bucket_bits, range_bits, entry_bytes = _sizes(self._layout)
         print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
         counts, entries = entries_of(
@@ -230,7 +230,7 @@ def _parts(lows: NDArray[np.uint32], bucket_bits: int) -> Iterator[Int64s]:
 
 
 def needs_map(layout: SegmentLayout) -> bool:
-    """Return False for a layout of one range, where a map would add nothing, and for one that is too large."""
+    """Return False for a layout of one range, which needs no map, and for one that is too large."""
     return layout.rows <= MOST_ROWS and int(np.count_nonzero(np.diff(layout.first_row_R))) > 1
 
 

@@ -1,11 +1,11 @@
-"""The layout of the rows of one group in a segment: which bytes hold which rows, by arithmetic.
+"""The layout of one group's rows in a segment: computes the bytes of each row.
 
 Shapes: R ranges, T tables of the group.
 
-Rows stand in the order of ranges. Blocks hold ``block_bytes // row_bytes`` rows each (the last one fewer), so that
+Rows are in the order of ranges. Blocks hold ``block_bytes // row_bytes`` rows each (the last one fewer), so that
 all blocks of a layout take the same room in a file. A page is a run of at most ``page_rows`` rows of one range in
 one block, field-major inside: all vectors, then all of each optimizer state. The keys of a block are cut into key
-pages of ``KEY_PAGE_ROWS``, whatever their ranges. Memory: 16 bytes for each range, and what its counts take.
+pages of ``KEY_PAGE_ROWS``, whatever their ranges. Memory: 16 bytes for each range, and its counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NEVER = (1 << 63) - 1
 """The next use of rows that no pass will need."""
 MAX_LAYOUT_BYTES = 1 << 53
-"""The most of a layout: what stands where in it is counted without loss."""
+"""The largest layout: float64 counts its bytes exactly."""
 KEY_PAGE_ROWS = 1024
 """Keys that are read and checked together: 8 KiB."""
 COMPRESSED_BYTES = 16 << 10
@@ -69,7 +69,7 @@ class SegmentLayout:
         """Cut ranges at blocks, and between them every ``page_rows`` rows.
 
         ``next_use_R`` rises; empty ranges are allowed and have no page. ``table_rows_RT`` may be a view of counts that
-        others share. Raises ValueError for a layout that makes no sense.
+        others share. Raises ValueError for an invalid layout.
         """
         if row_bytes < 1 or page_rows < 1:
             raise ValueError(
@@ -81,7 +81,7 @@ class SegmentLayout:
         if self.block_rows < 1:
             raise ValueError(f"blocks of {block_bytes} bytes cannot hold a row of {row_bytes}: make them larger")
         if next_use_R.size and int(next_use_R.min()) < 0:
-            raise ValueError(f"next use {next_use_R.min()} of a range is no pass: it must be 0 .. {NEVER}")
+            raise ValueError(f"next use {next_use_R.min()} of a range is not a pass: it must be 0 .. {NEVER}")
         if np.any(next_use_R[1:] <= next_use_R[:-1]):
             raise ValueError(
                 f"the next uses of a layout are {next_use_R.tolist()}: they must increase from range to range"
@@ -152,13 +152,13 @@ class SegmentLayout:
 
     @property
     def ranges(self) -> list[Range]:
-        """The ranges, made anew at each call."""
+        """The ranges, built at each call."""
         counts = zip(self.next_use_R.tolist(), self.table_rows_RT.tolist(), strict=True)
         return [Range(next_use, tuple(rows)) for next_use, rows in counts]
 
     @property
     def most_page_rows(self) -> int:
-        """The most rows that a page has; about, where ranges are cut by blocks: never fewer."""
+        """The most rows in a page; an upper bound if ranges are cut by blocks."""
         return min(self.page_rows, self.block_rows, int(np.diff(self.first_row_R).max(initial=0)))
 
     def range_of_use(self, next_use: int) -> int | None:
@@ -192,14 +192,14 @@ class SegmentLayout:
         return int(self.table_rows_RT[first_range:, place].sum(dtype=np.int64)) if self.num_ranges else 0
 
     def tables_of_rows(self, rows: Int64s) -> Int64s:
-        """Return the place in its group of the table that each row (n,) is of."""
+        """Return the index in its group of each row's table (n,)."""
         ranges = np.searchsorted(self.first_row_R, rows, side="right") - 1
         ends = np.cumsum(self.table_rows_RT[ranges], axis=1, dtype=np.int64)
         places: Int64s = (ends <= (rows - self.first_row_R[ranges])[:, None]).sum(axis=1)
         return places
 
     def tables_between(self, low: int, high: int) -> tuple[Int64s, Int64s]:
-        """Return the place in its group of the table of each run of rows in [low, high), and the rows of the run."""
+        """Return the index in its group of the table of each run of rows in [low, high), and the rows of the run."""
         first, last = (int(self.first_row_R.searchsorted(row, side="right")) for row in (low, high - 1))
         ends = self.first_row_R[first - 1] + np.cumsum(self.table_rows_RT[first - 1 : last].reshape(-1), dtype=np.int64)
         bounds = np.clip(np.append(self.first_row_R[first - 1], ends), low, high)
@@ -211,7 +211,7 @@ class SegmentLayout:
         return block * self.block_rows, min((block + 1) * self.block_rows, self.rows)
 
     def blocks_between(self, low: int, high: int, most: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks of rows [low, high), and which of these rows each has, at most so many at a time."""
+        """Yield the blocks of rows [low, high), and the rows in each, at most ``most`` at a time."""
         while low < high:
             block = low // self.block_rows
             end = min(high, (block + 1) * self.block_rows, low + (most or self.block_rows))
@@ -284,8 +284,8 @@ class SegmentLayout:
         head = np.minimum(-row % self.block_rows, after - row)
         in_head = -(-head // self.page_rows)
         full, rest = np.divmod(inside - in_head, self.pages_per_block)
-        behind = head + full * self.block_rows + rest * self.page_rows
-        found: Int64s = row + np.where(inside < in_head, inside * self.page_rows, behind)
+        tail = head + full * self.block_rows + rest * self.page_rows
+        found: Int64s = row + np.where(inside < in_head, inside * self.page_rows, tail)
         return found
 
     def pages_of_rows(self, rows: Int64s) -> Int64s:
@@ -295,10 +295,8 @@ class SegmentLayout:
         after = self.first_row_R[np.minimum(index + 1, self.num_ranges)]
         head = np.minimum(-first % self.block_rows, after - first)
         full, rest = np.divmod(rows - first - head, self.block_rows)
-        behind = -(-head // self.page_rows) + full * self.pages_per_block + rest // self.page_rows
-        found: Int64s = self.first_page_R[index] + np.where(
-            rows - first < head, (rows - first) // self.page_rows, behind
-        )
+        tail = -(-head // self.page_rows) + full * self.pages_per_block + rest // self.page_rows
+        found: Int64s = self.first_page_R[index] + np.where(rows - first < head, (rows - first) // self.page_rows, tail)
         return found
 
     def key_pages_of_rows(self, rows: Int64s) -> Int64s:
@@ -346,7 +344,7 @@ class SegmentLayout:
 
     @classmethod
     def from_record(cls, values: Any, arrays: Mapping[str, NDArray[Any]], *, most_pages: int) -> SegmentLayout:
-        """Build the layout that ``to_record`` wrote; ``most_pages`` bounds what it may ask for.
+        """Build the layout that ``to_record`` wrote; ``most_pages`` bounds its size.
 
         Raises ValueError for anything else.
         """
@@ -369,12 +367,12 @@ class SegmentLayout:
 
 
 def block_stride(block_rows: int, item_bytes: int) -> int:
-    """Return the bytes from one block to the next in a blob with so many bytes for each row: whole pages."""
+    """Return the bytes from one block to the next in a blob with ``item_bytes`` per row: whole pages."""
     return -(-block_rows * item_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def blob_bytes(rows: int, block_rows: int, item_bytes: int) -> int:
-    """Return the bytes of a blob with so many bytes for each row, in blocks."""
+    """Return the bytes of a blob with ``item_bytes`` per row, in blocks."""
     if not rows:
         return 0
     full, rest = divmod(rows, block_rows)
@@ -383,13 +381,13 @@ def blob_bytes(rows: int, block_rows: int, item_bytes: int) -> int:
 
 
 def key_page_bounds(num_keys: int) -> Int64s:
-    """Return where each key page begins among the bytes of so many keys of a block, and their end."""
+    """Return the first byte of each key page in a block of ``num_keys`` keys, and the end."""
     bounds: Int64s = np.append(np.arange(0, 8 * num_keys, 8 * KEY_PAGE_ROWS), 8 * num_keys)
     return bounds
 
 
 def compressed_rows(row_bytes: int, page_rows: int) -> int:
-    """Return how many rows are compressed together where blocks are a multiple of them: a page at most."""
+    """Return how many rows are compressed together if blocks are a multiple of them: a page at most."""
     return max(1, min(page_rows, COMPRESSED_BYTES // row_bytes))
 
 

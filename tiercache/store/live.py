@@ -1,4 +1,4 @@
-"""The live rows of segments, listed by every commit for each segment and group."""
+"""The live rows of each segment and group, which every commit lists."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 GROUP_COUNTS = ("first_ranges_SG", "next_uses_SG", "rows_SG", "block_rows_SG", "row_bytes_SG", "changed_SG")
 TABLE_COUNTS = ("live_ST", "stale_ST")
 COUNTS = (*GROUP_COUNTS, *TABLE_COUNTS)
-"""Names of what is said of each group, of each table, and of either."""
+"""Names of the counts per group, per table, and of both."""
 _MOST = 1 << 48
-"""Above any number of rows or bytes of a segment: sums and products of a few of them are whole."""
+"""More than any number of rows or bytes of a segment: sums and products of a few are exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,11 +53,11 @@ class Live:
     stale_ST: Int64s
     """(S, T): those of them whose key has a row in a newer segment."""
     first_tables: tuple[int, ...]
-    """(G + 1): which of the tables is the first of each group, and how many there are."""
+    """(G + 1): the first table of each group, and the number of tables."""
 
     @classmethod
     def zeros(cls, segments: int, groups: Sequence[Group]) -> Live:
-        """Return what is to be filled in."""
+        """Return counts to fill in."""
         first_tables = (0, *accumulate(len(group.tables) for group in groups))
         shapes = {name: (segments, first_tables[-1] if name in TABLE_COUNTS else len(groups)) for name in COUNTS}
         arrays = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
@@ -65,28 +65,28 @@ class Live:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], groups: Sequence[Group]) -> Live:
-        """Return that all rows of ``segments`` are live, and none is stale."""
+        """Return the counts if all rows of ``segments`` are live and not stale."""
         live = cls.zeros(len(segments), groups)
         for row, segment in enumerate(segments):
             live.set_from(row, segment, -1)
         return live
 
     def taken(self, rows: Sequence[int]) -> Live:
-        """Return a copy of what is said of some of the segments."""
+        """Return a copy with the given segments."""
         return replace(self, **{name: getattr(self, name)[list(rows)] for name in COUNTS})
 
     def joined(self, other: Live) -> Live:
-        """Return what is said of these segments, then of others."""
+        """Return the counts of these segments followed by those in ``other``."""
         both: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in COUNTS}
         return replace(self, **both)
 
     def set_from(self, row: int, segment: Segment, first_use: int) -> None:
-        """Say of a segment that its rows with next uses from ``first_use`` on are live."""
+        """Set a segment's rows with next uses from ``first_use`` on live."""
         for g, layout in enumerate(segment.layouts):
             self.set_group(row, g, segment, int(layout.next_use_R.searchsorted(first_use)))
 
     def set_group(self, row: int, g: int, segment: Segment, first_range: int) -> None:
-        """Say of one group of a segment that its rows from a range on are live."""
+        """Set one group's rows in a segment live from a range on."""
         layout, first_table = segment.layouts[g], self.first_tables[g]
         self.first_ranges_SG[row, g] = first_range
         self.next_uses_SG[row, g] = layout.next_use_R[first_range] if first_range < layout.num_ranges else NEVER
@@ -97,7 +97,7 @@ class Live:
         self.live_ST[row, first_table : self.first_tables[g + 1]] = live_T
 
     def fits(self, row: int, segment: Segment) -> bool:
-        """Return True unless a segment has other rows than this says; which of them are stale it cannot tell."""
+        """Return True unless a segment has other rows than these; stale rows are not checked."""
         actual = self.taken([row])
         for g, layout in enumerate(segment.layouts):
             if (first_range := int(self.first_ranges_SG[row, g])) > layout.num_ranges:

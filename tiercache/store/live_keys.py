@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Int64s = NDArray[np.int64]
     Sought = Mapping[int, Hashes | None]
-    """By place of the table in its group: the hashes that are looked for, in order; None: all."""
+    """By index of the table in its group: the hashes to look for, in order; None: all."""
 
 
 KEY_MEMORY_BYTES = 256 << 20
@@ -53,13 +53,13 @@ class KeyMemory:
     def __init__(self, most_bytes: int = KEY_MEMORY_BYTES) -> None:
         self.most_bytes = most_bytes
         self.num_bytes = 0
-        """Bytes of all keys that are known, and of those that lookups are learning."""
+        """Bytes of all known keys, and of keys being learned."""
         self._known: dict[tuple[Path, int], dict[tuple[int, int, str], _Keys]] = {}
-        """By store and segment; then by group, table and what the segment has."""
+        """By store and segment; then by group, table and the digest of the segment's head."""
         self._lock = threading.Lock()
 
     def find(self, path: Path, segment: Segment, group: int, table: int) -> _Keys | None:
-        """Return what is known of a table's keys in a segment."""
+        """Return the known keys of a table in a segment."""
         part = self._known.get((path, segment.id))
         return None if part is None else part.get((group, table, segment.head_digest))
 
@@ -77,7 +77,7 @@ class KeyMemory:
             self.num_bytes -= num_bytes
 
     def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
-        """Remember keys whose memory is reserved. The narrower of these and those that are known is forgotten."""
+        """Remember keys whose memory is reserved. Of these and the known ones, the narrower is dropped."""
         with self._lock:
             part, place = self._known.setdefault((path, segment.id), {}), (group, table, segment.head_digest)
             dropped = part.get(place)
@@ -88,7 +88,7 @@ class KeyMemory:
             self.num_bytes -= 0 if dropped is None else dropped.entries.nbytes
 
     def keep(self, path: Path, segments: Collection[int]) -> None:
-        """Forget a store's segments that are not among these."""
+        """Forget all other segments of a store."""
         with self._lock:
             for place in [place for place in self._known if place[0] == path and place[1] not in segments]:
                 self.num_bytes -= sum(one.entries.nbytes for one in self._known.pop(place).values())
@@ -98,31 +98,31 @@ KEY_MEMORY = KeyMemory()
 
 
 class Recall:
-    """The keys of one store that one lookup knows, and those that it learns. Close it when the lookup ends."""
+    """The keys of one store that one lookup knows and learns. Close it when the lookup ends."""
 
     def __init__(self, memory: KeyMemory, path: Path, segments: Collection[int]) -> None:
         self._memory, self._path = memory, path
         memory.keep(path, segments)
         self._learned: dict[tuple[int, int, int], tuple[_Keys, int]] = {}
-        """By segment, group and table, where all keys are read: room for all, and how many have come."""
+        """By segment, group and table, if all keys are read: room for all, and the number so far."""
 
     def rows(self, segment: Segment, group: int, table: int, first_range: int, queries: Hashes) -> Int64s | None:
-        """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
-        known = self._memory.find(self._path, segment, group, table)
-        if known is None or known.first_range > first_range:
+        """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None if any may."""
+        keys = self._memory.find(self._path, segment, group, table)
+        if keys is None or keys.first_range > first_range:
             return None
         low, high = (
-            known.entries.searchsorted(queries & ~_ROW),
-            known.entries.searchsorted(queries | _ROW, side="right"),
+            keys.entries.searchsorted(queries & ~_ROW),
+            keys.entries.searchsorted(queries | _ROW, side="right"),
         )
         places = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
-        found = (known.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
+        found = (keys.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
         return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
 
     def is_learning(
         self, segment: Segment, group: int, table: int, first_range: int, runs: tuple[Int64s, Int64s], queries: Hashes
     ) -> bool:
-        """Return whether all keys are to be read: where nearly all are read anyway, and there is room for them.
+        """Return True if all keys should be read: nearly all are read anyway, and they fit.
 
         runs: the first rows and last rows + 1 of the table's runs from ``first_range`` on.
         """
@@ -135,7 +135,7 @@ class Recall:
         return True
 
     def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Int64s) -> None:
-        """Take in keys that were read of a segment, and their rows."""
+        """Add keys that were read from a segment, and their rows."""
         place = segment.id, group.index, table
         if place in self._learned:
             made, begin = self._learned.pop(place)
@@ -148,26 +148,26 @@ class Recall:
                 self._memory.add(self._path, segment, group.index, table, made)
 
     def close(self) -> None:
-        """Release the memory of segments that were not read to their end."""
+        """Release the memory of segments that were not read to the end."""
         while self._learned:
             made, _ = self._learned.popitem()[1]
             self._memory.release(made.entries.nbytes)
 
 
 KEY_THREADS = 2
-"""Threads that read keys or rows: the disk has some to read while others are checked."""
+"""Threads that read keys or rows: one reads the disk while others check."""
 _PAGES = 1 << 16
-"""Key pages that are decided on at once."""
+"""Key pages per decision."""
 _MANY = 64
-"""Hashes that are looked for in all segments at once: fewer are looked for in one segment after another."""
+"""With at least this many hashes all segments are searched at once; with fewer, one after another."""
 _SWEPT_KEYS = 64
-"""For each hash that is looked for: a layout with fewer keys is swept."""
+"""A layout with fewer keys than this for each hash is swept."""
 _MOST_CANDIDATES = 4096
 _NO_HASHES, _NO_ROWS = np.empty(0, np.uint64), np.empty(0, np.int64)
 _NEAR_PAGES = 64
-"""First hashes that are read around where a hash should be."""
+"""First hashes that are read around the expected place of a hash."""
 _PAGES_AT_ONCE = 32
-"""That a thread reads at least, where there are so many of a segment."""
+"""Pages that a thread reads at least, if a segment has them."""
 
 
 def live_keys(
@@ -181,15 +181,15 @@ def live_keys(
     after: int,
     recall: Recall | None = None,
 ) -> Iterator[tuple[Segment, int, Int64s, Int64s]]:
-    """Yield (segment, place of the table, keys, rows) of live rows of ``sought`` tables; reads a key page once at most.
+    """Yield (segment, index of the table, keys, rows) of live rows of ``sought`` tables; reads a key page once at most.
 
-    The caller may take hashes out of ``sought`` as they are found: a few segments later they are not looked for.
-    Of each run of rows in hash order only the key pages are read that may have one: for a single hash one page at most.
-    ``segments`` come in their order. Only rows with a next use after pass ``after``. ``recall`` knows where the keys of
-    some segments are, and learns it of others, of which all keys are read then.
+    The caller may remove hashes from ``sought`` as they are found: a few segments later they are not looked for. In
+    each run of rows in hash order only the key pages that may have a hash are read: for a single hash, one page at
+    most. ``segments`` are read in order. Only rows with a next use after pass ``after``. ``recall`` knows the keys of
+    some segments, and learns others, whose keys are then all read.
     """
     if sum(_MANY if hashes is None else hashes.size for hashes in sought.values()) < _MANY:
-        results = (  # whether a segment is looked at depends on what the newer ones had
+        results = (  # whether a segment is searched depends on the keys found in newer ones
             (batch, _read(reader, batch))
             for segment in segments
             for batch in _readings(snapshot, segment, group, sought, after, recall)
@@ -208,7 +208,7 @@ def live_keys(
 
 
 class _Reading(NamedTuple):
-    """Neighboring key pages of one block, and the rows in them that count."""
+    """Neighboring key pages of one block, and the matching rows in them."""
 
     segment: Segment
     group: int
@@ -218,11 +218,11 @@ class _Reading(NamedTuple):
     first_row: int
     """First row of the first key page."""
     rows: dict[int, Int64s]
-    """By place of the table."""
+    """By index of the table."""
 
 
 def _read(reader: BlockReader, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
-    """Return the keys of all rows that count, and these rows, by place of the table."""
+    """Return the keys of all matching rows, and these rows, by index of the table."""
     found: dict[int, list[tuple[Int64s, Int64s]]] = {}
     for one in readings:
         stored = reader.keys(one.segment, one.group, one.block, one.first, one.last)
@@ -237,13 +237,13 @@ def _read(reader: BlockReader, readings: Sequence[_Reading]) -> list[tuple[int, 
 def _readings(
     snapshot: Snapshot, segment: Segment, group: Group, sought: Sought, after: int, recall: Recall | None
 ) -> Iterator[list[_Reading]]:
-    """Yield what is read of the keys of a segment in the order of its rows, so much that a thread has work to do."""
-    wanted = [hashes for hashes in sought.values() if hashes is None or hashes.size]
-    if not wanted:
+    """Yield the readings of a segment's keys in the order of its rows, in batches large enough for a thread."""
+    pending = [hashes for hashes in sought.values() if hashes is None or hashes.size]
+    if not pending:
         return
     key_map = segment.meta[group.index].key_map
-    if key_map is not None and all(  # most of many segments are passed over here, and quickly
-        hashes is not None and hashes.size < _MANY and not key_map.find_few(hashes.tolist())[0] for hashes in wanted
+    if key_map is not None and all(  # most of many segments are skipped here, and quickly
+        hashes is not None and hashes.size < _MANY and not key_map.find_few(hashes.tolist())[0] for hashes in pending
     ):
         return
     layout = segment.layouts[group.index]
@@ -294,7 +294,7 @@ _Candidates = tuple["Hashes", "Int64s", "Int64s"]
 
 
 def _mapped(segment: Segment, group: int, place: int, hashes: Hashes, live: int) -> _Candidates | None:
-    """Return where the map of a layout says that hashes may be; None without one, and for many hashes."""
+    """Return the runs that may have hashes by the layout's map; None without a map, or for many hashes."""
     layout, key_map = segment.layouts[group], segment.meta[group].key_map
     if key_map is None or hashes.size * _SWEPT_KEYS > layout.rows:
         return None
@@ -312,7 +312,7 @@ def _mapped(segment: Segment, group: int, place: int, hashes: Hashes, live: int)
 
 
 def _in_runs(hashes: Hashes, runs: tuple[Int64s, Int64s]) -> _Candidates | None:
-    """Return that each hash may be in each run; None for many, of which all key pages are swept."""
+    """Return each hash with each run; None for many, in which case all key pages are swept."""
     if hashes.size * runs[0].size > _MOST_CANDIDATES:
         return None
     lows, highs = (np.repeat(bounds, hashes.size) for bounds in runs)
@@ -338,7 +338,7 @@ class _Spans(NamedTuple):
         high: int,
         queries: Hashes | None,
     ) -> _Spans:
-        """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""
+        """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may match."""
         part = slice(int(ends.searchsorted(low, side="right")), int(starts.searchsorted(high)))
         starts, ends = starts[part], ends[part]
         first = layout.key_pages_of_rows(np.maximum(starts, low))
@@ -363,7 +363,7 @@ class _Spans(NamedTuple):
 
     @classmethod
     def of_rows(cls, layout: SegmentLayout, rows: Int64s) -> _Spans:
-        """Return rows, in order, each alone."""
+        """Return rows, in order, each as a span."""
         pages = layout.key_pages_of_rows(rows)
         return cls(rows, rows + 1, pages, pages + 1)
 
@@ -371,7 +371,7 @@ class _Spans(NamedTuple):
     def of_candidates(
         cls, layout: SegmentLayout, first_hashes: Numbers, hashes: Hashes, starts: Int64s, ends: Int64s
     ) -> _Spans:
-        """Return, of each run [starts, ends) that may have the hash beside it, the rows of the one page that may."""
+        """For each run [starts, ends) return the rows of the one page that may have its hash."""
         pages, last = layout.key_pages_of_rows(starts), layout.key_pages_of_rows(ends - 1)
         for i in np.nonzero(last > pages)[0].tolist():
             pages[i] = _page_with(first_hashes, int(pages[i]), int(last[i]), int(hashes[i]))
@@ -381,7 +381,7 @@ class _Spans(NamedTuple):
         return cls(lows, highs, pages[firsts], pages[firsts] + 1)
 
     def between(self, low: int, high: int) -> _Spans:
-        """Return those that begin in rows [low, high)."""
+        """Return the spans that begin in rows [low, high)."""
         part = slice(int(self.low.searchsorted(low)), int(self.low.searchsorted(high)))
         return _Spans(*(column[part] for column in self))
 
@@ -390,10 +390,7 @@ _NOTHING = _Spans(*[_NO_ROWS] * 4)
 
 
 def _page_with(first_hashes: Numbers, first: int, last: int, wanted: int) -> int:
-    """Return which of the key pages [first, last] of a run may have a hash, by interpolation: hashes are uniform.
-
-    Those after ``first`` begin with their own first hash; ``first`` may begin before the run.
-    """
+    """Return the key page in [first, last] of a run that may have a hash, by interpolation: hashes are uniform."""
     low, high = first, last  # the page is among [low, high]
     width = _NEAR_PAGES
     guess = first + int((wanted / 2**64) * (last + 1 - first))
@@ -416,7 +413,7 @@ def _page_with(first_hashes: Numbers, first: int, last: int, wanted: int) -> int
 def _neighboring(
     segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]
 ) -> Iterator[_Reading]:
-    """Yield neighboring key pages of a block as one reading, whatever tables they are of."""
+    """Yield neighboring key pages of a block as one reading, whatever their tables."""
     found = sorted(
         (first, last, place, low, high)
         for place, of_table in spans.items()

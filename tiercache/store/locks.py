@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 MARKER = "store.json"
 LOCK = "writer.lock"
 IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
-"""What ``flock`` says of a file that somebody else has locked; SMB says the last one."""
+"""Errors of ``flock`` for a file that another process has locked; SMB uses the last."""
 
 
 class WriterLock:
     """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
 
     def __init__(self, directory: Path) -> None:
-        """Lock ``writer.lock``, and the marker as soon as it is there: nobody takes that for stale and deletes it.
+        """Lock ``writer.lock``, and the marker as soon as it exists, so that it is not taken for stale and deleted.
 
         Raises StoreInUseError, StoreFullError and StoreError.
         """
         self._directory = directory
         self._handles: dict[str, int] = {}
-        """Open files by name; the last one says whose the directory is, and "" is the directory itself."""
+        """Open files by name; the marker identifies the directory, and "" is the directory itself."""
         _open_locks.add(self)
         try:
             try:
@@ -45,13 +45,13 @@ class WriterLock:
             self._take(LOCK, os.O_RDWR | os.O_CREAT)
             handle = self._handles[LOCK]
             if not os.fstat(handle).st_size:
-                with suppress(PermissionError):  # of a folder that may be searched and not listed
-                    sync(directory)  # what is without a marker is taken for a store's creation only where this file is
+                with suppress(PermissionError):  # a folder that may be searched but not listed
+                    sync(directory)  # without a marker, a folder is an unfinished store only if this file exists
             self.take_marker()
             os.ftruncate(handle, 0)
             try:
-                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)  # it only serves a message
-            except OSError as error:  # a store opens where the disk is full, too
+                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)  # used only in a message
+            except OSError as error:  # a store must open on a full disk, too
                 if error.errno not in FULL:
                     raise
         except BaseException:
@@ -65,7 +65,7 @@ class WriterLock:
             self._take(MARKER, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
 
     def check(self) -> None:
-        """Raise StoreError if what is at the path is not what this holds: nothing may be written there then."""
+        """Raise StoreError if the store at the path is not the one that was locked: it must not be written then."""
         for part in ("", next(reversed(self._handles), "")):
             path = self._directory / part
             try:
@@ -128,7 +128,7 @@ class UseCount:
     """Lets uses through until it is closed; from any thread."""
 
     def __init__(self, label: str) -> None:
-        """``label`` is the store in the words of a message."""
+        """``label`` is the store's name in messages."""
         self._label = label
         self._changed = threading.Condition()
         self._uses: Counter[int] = Counter()
@@ -160,14 +160,14 @@ class UseCount:
                 )
 
     def close(self) -> None:
-        """Let nothing more through, and wait for what goes on."""
+        """Refuse new uses, and wait for the current ones."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._uses)
 
 
 def warn_unclosed(what: object, label: str) -> None:
-    """Warn of ``what`` nobody can close any more, and which closes itself: with its lock, leases and files."""
+    """Warn of an object that was never closed and closes itself: with its lock, leases and files."""
     message = f"{label} was never closed: close it, or open it in a with statement"
     warnings.warn(message, ResourceWarning, stacklevel=3, source=what)
 
@@ -181,7 +181,7 @@ class Lease:
 
     @classmethod
     def take(cls, folder: Path, commit: int) -> Lease | None:
-        """Return a lease of ``commit``, which may be gone by now; None where the folder takes none."""
+        """Return a lease of ``commit``, which may be gone by now; None if none can be taken."""
         path = folder / str(commit)
         try:
             folder.mkdir(exist_ok=True)
@@ -194,7 +194,7 @@ class Lease:
                 except BaseException:
                     os.close(handle)
                     raise
-                os.close(handle)  # the writer took it for one that was left behind
+                os.close(handle)  # the writer took it for stale
         except OSError:
             return None
 
@@ -202,23 +202,23 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
+        """Release the lock, and delete its file if it was the last lease; a second time does nothing."""
         if self._handle >= 0:
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
+                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may have moved
                     self._path.unlink()
             self.drop()
 
     def drop(self) -> None:
-        """Close the file, and leave it to whoever else has it open."""
+        """Close the file without deleting it."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def leased_commits(folder: Path) -> set[int]:
-    """Return the commits that are leased; deletes what ended leases left. A lease that cannot be looked at counts."""
+    """Return the commits that are leased; deletes the files of ended leases. A lease that cannot be checked counts."""
     found: set[int] = set()
     try:
         names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
@@ -235,7 +235,7 @@ def leased_commits(folder: Path) -> set[int]:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # of another user, in a folder where only they may delete it
+            with suppress(OSError):  # another user's, in a folder where only they may delete it
                 path.unlink()
         except OSError:
             found.add(int(name))

@@ -1,4 +1,4 @@
-"""Finding rows by key, and reading rows from anywhere in a layout."""
+"""Finding rows by key, and reading rows by index."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MISSING = ("error", "initial", "zeros")
 BATCH_BYTES = 4 << 20
-"""Of the pages of a batch, about. While its rows are copied, each of ``KEY_THREADS`` reads or holds another."""
+"""Approximate size of a batch's pages. While its rows are copied, each of ``KEY_THREADS`` reads or holds another."""
 _NO_BUFFER: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
@@ -52,12 +52,12 @@ def locate(
     recall: Recall | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Found:
-    """Return segment ids and rows of the keys of a table (see ``Store.locate``). Raises ValueError for no table.
+    """Return segments and rows of the keys of a table (see ``Store.locate``). Raises ValueError for an unknown table.
 
-    Rows of retained segments count whatever their next use, which is a pass of another schedule. ``recall`` is as for
-    ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last call.
+    All rows of retained segments count, since their next uses are passes of another schedule. ``recall`` is as for
+    ``live_keys``. ``progress`` is called with the number of stored keys checked since the last call.
     """
-    # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
+    # The newest row of a key hides the stale one of a retained segment, even if its next use excludes it.
     least = -1 if snapshot.retained else after
     stored = snapshot.find(table_name, reader.label)
     search, group = _Search(stored.table.table_id, keys), stored.group
@@ -79,13 +79,13 @@ def locate(
 
 
 class _Search:
-    """A search for keys of one table: their hashes in order, and where they were found."""
+    """A search for keys of one table: their hashes in order, and the rows found."""
 
     def __init__(self, table_id: int, keys: NDArray[np.int64]) -> None:
         hashes = hash_keys(np.asarray(keys, dtype=np.int64), table_id)
         self.table_id, self.order = table_id, np.argsort(hashes)
         self.hashes = self.remaining = hashes[self.order]
-        """``remaining`` are those that were not found yet."""
+        """``remaining`` are those not found yet."""
         self._shift = np.uint64(64 - min(24, 4 + keys.size.bit_length()))
         self._prefixes = np.zeros(1 << 64 - int(self._shift), dtype=np.bool_)
         self._prefixes[self.hashes >> self._shift] = True
@@ -95,7 +95,7 @@ class _Search:
         """By ``hashes``."""
 
     def match(self, segment_id: int, stored: NDArray[np.int64], first_rows: NDArray[np.int64]) -> None:
-        """Note where ``stored`` keys are wanted that were not found before; ``first_rows`` are their rows."""
+        """Note the ``stored`` keys that match and were not found before; ``first_rows`` are their rows."""
         hashes = hash_keys(stored, self.table_id)
         likely = np.nonzero(self._prefixes[hashes >> self._shift])[0]  # a search for each costs ten times as much
         hashes = hashes[likely]
@@ -111,14 +111,14 @@ class _Search:
         self.remaining = self.hashes[self._is_missing]
 
     def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
-        """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
+        """Forget rows whose next use is ``after`` or before; in retained segments next uses do not count."""
         for segment in segments:
             selected = np.nonzero(self.segment_ids == segment.id)[0]
             if selected.size and segment.id not in retained:
                 layout = segment.layouts[group]
                 ranges = np.searchsorted(layout.first_row_R, self.rows[selected], side="right") - 1
-                gone = selected[layout.next_use_R[ranges] <= after]
-                self.segment_ids[gone] = self.rows[gone] = -1
+                dropped = selected[layout.next_use_R[ranges] <= after]
+                self.segment_ids[dropped] = self.rows[dropped] = -1
             if segment.tombstone:
                 self.segment_ids[selected] = self.rows[selected] = -1
 
@@ -143,19 +143,19 @@ def read_found(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
-    """Return the words of rows that ``locate`` found in ``snapshot``, field by field: zeros where it found none.
+    """Return the words of rows that ``locate`` found in ``snapshot``, field by field: zeros if it found none.
 
-    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``progress`` is
-    called with how many rows were read since the last call. Raises StoreError for segments that are not of it.
+    As ``read_rows`` for each segment, but one segment is read while rows of the previous one are copied. ``progress``
+    is called with the number of rows read since the last call. Raises StoreError if the snapshot lacks a segment.
     """
     present = set(np.unique(segment_ids).tolist())
     segments = [segment for segment in snapshot.segments if segment.id in present]
     parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
     if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
-        gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in snapshot.segments])
+        missing = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in snapshot.segments])
         raise StoreError(
-            f"{reader.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
-            "with a store that was opened with mode='r', which stays at its commit"
+            f"{reader.label} has no segment {missing[0]} any more, where rows were found: locate them again, or do "
+            "both with a store that was opened with mode='r', which stays at its commit"
         )
     return _read(reader, group, snapshot.groups[group].fields, parts, rows, None, progress)
 
@@ -169,7 +169,7 @@ def _read(
     cached: Cached | None,
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
-    """Return (n, words) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
+    """Return (n, words) of each field; ``parts`` are segments and the indices of their ``rows`` (n,)."""
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
     buffers: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, buffers))
@@ -189,13 +189,13 @@ def _read(
 class _Batch(NamedTuple):
     """Pages of a layout on their way into memory.
 
-    What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
+    Each read has the same offset in its memory page as in the file's page, so that it can bypass the page cache.
     """
 
     places: NDArray[np.int64]
-    """(n,): the places of its rows in what is returned."""
+    """(n,): the indices of its rows in the result."""
     which: NDArray[np.int64]
-    """(n,): the page of each, by its place among the pages."""
+    """(n,): the index of each row's page."""
     local: NDArray[np.int64]
     """(n,): the row of each in its page."""
     starts: NDArray[np.int64]
@@ -204,7 +204,7 @@ class _Batch(NamedTuple):
     """(pages,): rows of each page."""
     buffer: NDArray[np.uint8]
     pages: list[Pages]
-    """What is to be read into it."""
+    """The pages to read into it."""
 
 
 def _batches(
@@ -228,7 +228,7 @@ def _batches(
         blocks = begin_rows // layout.block_rows
         cached_pages = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
         fresh = np.array([data is None for data in cached_pages], dtype=bool)
-        # A run is read at once: neighbors of one block that no one holds; each held page is a run of its own.
+        # A run is read at once: uncached neighbors in one block; each cached page is a run by itself.
         cuts = (np.diff(pages) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
         first = np.append(0, np.nonzero(cuts)[0] + 1)
         last = np.append(first[1:], pages.size)
@@ -263,9 +263,9 @@ def lookup(
     memory: KeyMemory | None = None,
     progress: LookupProgress | None = None,
 ) -> Fields:
-    """Return the fields of the rows of ``keys`` (see ``Store.lookup``); ``memory`` remembers keys of the store's path.
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``); ``memory`` caches keys by the store's path.
 
-    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
+    ``progress(what, done, total)`` is called with "keys" and the stored keys that were checked, then with "rows" and
     the rows that were read.
     """
     if missing not in MISSING:
@@ -285,7 +285,7 @@ def lookup(
     with closing(recall) if recall else nullcontext():
         ids, rows = locate(reader, snapshot, table.name, keys, after=-1, recall=recall, progress=count_keys)
     if count_keys is not None:
-        count_keys(None)  # the others are in pages that cannot have the keys
+        count_keys(None)  # the other pages cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         raise missing_keys(table, np.sort(keys[absent]), keys.size, reader.label)
@@ -307,7 +307,7 @@ def lookup(
 
 
 def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return keys to look up as int64. Raises ValueError for what cannot be keys."""
+    """Return keys to look up as int64. Raises ValueError for invalid keys."""
     keys = np.asarray(keys)
     if keys.dtype.kind not in "iu" or keys.ndim != 1:
         raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
@@ -317,7 +317,7 @@ def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) -> KeyMissingError:
-    """Return the error of keys, rising, that have no row."""
+    """Return the error for keys, ascending, that have no row."""
     shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
     return KeyMissingError(
         f"{gone.size:,} of {asked:,} keys have no row in table {table.name!r} of {label} ({shown}): leave them out, or "
@@ -328,7 +328,7 @@ def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) 
 
 
 def _counted(what: str, total: int, progress: LookupProgress) -> Callable[[int | None], None]:
-    """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
+    """Return a callback that turns increments into a running total; None means "the rest"."""
     done = 0
 
     def tell(rows: int | None) -> None:

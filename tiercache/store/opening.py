@@ -1,4 +1,4 @@
-"""Opening a store: from a path, or from an engine at hand, to an engine whose tables are known."""
+"""Opening a store from a path, or from a given engine, with its tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankPlace:
 
     rank: int
     sharding: ShardingPlan
-    """Which rows each rank has; also of one rank, which has all."""
+    """The rank of each row, also with one rank."""
     folders: tuple[str, ...]
     """By rank the folder of its blobs, as commits name it."""
     commits: Engine
@@ -57,25 +57,25 @@ class RankPlace:
     store: str = ""
     """The id of the store."""
     leased: frozenset[int] = frozenset()
-    """The commits that other processes read, if ``commits`` is a copy: rank 0 says so."""
+    """The commits that other processes lease, as rank 0 saw them, if ``commits`` is a copy."""
     anew: bool = False
-    """True if the next commit is the first one of these ranks, and has nothing of what ranks listed before."""
+    """True if the next commit is the first one of these ranks, without the previous ranks' lists."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Opened:
-    """An engine, and whose tables it has."""
+    """An engine and the tables stored in it."""
 
     engine: Engine
     tables: tuple[Table, ...]
-    """Whole ones, also of a rank that has a slice of their columns."""
+    """Whole tables, also if the rank has a slice of their columns."""
     path: Path | None = None
     lock: WriterLock | None = None
-    """Of one that is open for writing."""
+    """None if it is open for reading."""
     place: RankPlace | None = None
-    """Set of a rank."""
+    """None without ranks."""
     ranks: list[Opened] = field(default_factory=list)
-    """The engines of all ranks, for a store of several; that of rank 0 is the store's own."""
+    """The engines of all ranks, in a store of several; for rank 0 the store's engine."""
     uses: UseCount = field(init=False)
     _loader: CommitLoader | None = None
 
@@ -88,7 +88,7 @@ class Opened:
         return None if self.engine.lease_folder is None else self.path
 
     def loader(self, counters: Counters) -> CommitLoader:
-        """Return what loads its commits; the first caller's ``counters`` count that."""
+        """Return the loader of its commits; the first caller's ``counters`` count its reads."""
         if self._loader is None:
             place = self.place
             rank, sharding, commits = (0, None, None) if place is None else (place.rank, place.sharding, place.commits)
@@ -97,7 +97,7 @@ class Opened:
         return self._loader
 
     def explain(self, error: CorruptStoreError) -> StoreError:
-        """Return what to raise for damage that a writer saw: where the store was moved, nothing is damaged."""
+        """Return the error to raise for damage seen by a writer: a store that was moved is not damaged."""
         if self.lock is not None:
             try:
                 self.lock.check()
@@ -106,14 +106,14 @@ class Opened:
         return error
 
     def moved_since(self, head: Head | None) -> bool:
-        """Return True if another writer has published since the engine stood at ``head``."""
+        """Return True if another writer has published since ``head``."""
         try:
             return self.engine.newest() != head
         except StoreError:
             return False
 
     def close(self) -> None:
-        """Give the engines up, and with them the right to write, once nobody uses them."""
+        """Close the engines and release the lock, once they are unused."""
         for one in (*self.ranks[1:], self):
             one.uses.close()
             one.engine.close()
@@ -121,13 +121,13 @@ class Opened:
 
 _TRIES = 100
 ENGINES = {"lmdb": "data.mdb", "zarr": "heads"}
-"""By name what each keeps its commits in; the first is that of a new store."""
+"""By name of the engine, the file or folder of its commits; the first engine is the default."""
 COMPRESSING = ("zarr",)
-"""The engines that compress the tables that ask for it."""
+"""The engines with compression."""
 
 
 def check_options(mode: str, commit: int | None, retention: int | None) -> None:
-    """Raise ValueError for options of ``Store.open`` that make no sense."""
+    """Raise ValueError for invalid options of ``Store.open``."""
     if mode not in {"a", "r"}:
         raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
     for name, value in (("commit", commit), ("retention", retention)):
@@ -140,13 +140,13 @@ def check_options(mode: str, commit: int | None, retention: int | None) -> None:
 
 
 def check_pin(name: str) -> None:
-    """Raise ValueError for what cannot name a pinned commit."""
+    """Raise ValueError for an invalid name of a pinned commit."""
     if not name or not name.isprintable() or len(name) > 200:
         raise ValueError(f"{name!r} cannot name a pinned commit: give 1 to 200 characters that can be printed")
 
 
 def label_of(path: Path | None) -> str:
-    """Return a store in the words of a message."""
+    """Return a store's name in messages."""
     return "the store in memory" if path is None else f"the store at {path}"
 
 
@@ -157,14 +157,14 @@ def open_engine(
     mode: str,
     store_budget: int | None,
 ) -> Opened:
-    """Open the store at ``path``, or in an engine at hand. Raises what ``Store.open`` raises."""
+    """Open the store at ``path``, or in the given engine. Raises what ``Store.open`` raises."""
     requested = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
     if requested is not None:
         group_tables(requested)
     if engine is not None and not isinstance(engine, str):
         store, fresh = label_of(path), engine.newest() is None
         if fresh and (tables is None or mode == "r"):
-            raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
+            raise StoreMissingError(f"no store in the engine of {store}: give tables to create one")
         return Opened(engine=engine, tables=_tables_of(engine, requested, store, fresh=fresh), path=path)
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
@@ -172,7 +172,7 @@ def open_engine(
 
 
 def newest_record(path: Path) -> CommitRecord | None:
-    """Return the newest commit of the store at ``path``, without what it lists; None without a store or a commit.
+    """Return the newest commit of the store at ``path``, without the ranks' lists; None without a store or a commit.
 
     Raises what ``Store.open`` raises for reading.
     """
@@ -185,7 +185,7 @@ def newest_record(path: Path) -> CommitRecord | None:
 
 
 def _at_newest(engine: Engine, store: str, read: Callable[[Engine, Head, str], T]) -> T | None:
-    """Return what ``read`` finds at the newest head; again if a writer has gone on meanwhile. None before the first."""
+    """Return the result of ``read`` at the newest head; retries if a writer commits. None before the first."""
     head = engine.newest()
     for _ in range(_TRIES):
         if head is None:
@@ -197,13 +197,13 @@ def _at_newest(engine: Engine, store: str, read: Callable[[Engine, Head, str], T
             if now in {None, head}:
                 raise
             head = now
-    raise StoreError(f"{store} goes on faster than it can be read: open it again")
+    raise StoreError(f"{store} is committed to faster than it can be read: open it again")
 
 
 def located(
     path: str | os.PathLike[str] | None, engine: str | Engine | None, mode: str, store_budget: int | None
 ) -> tuple[Path | None, str | Engine | None]:
-    """Return where a store is, or what names it, and its engine: for the URL of an object store an instance.
+    """Return a store's path or name, and its engine: for the URL of an object store an instance.
 
     Raises as ``Store.open``.
     """
@@ -229,7 +229,7 @@ def _open_path(
     mode: str,
     store_budget: int | None,
 ) -> Opened:
-    """Open or create the store at ``path``; of one with several ranks, what rank 0 has."""
+    """Open or create the store at ``path``; if it has several ranks, the part of rank 0."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
@@ -241,7 +241,7 @@ def _open_path(
         directory.create()
     with ExitStack() as undo:
         lock = _locked(path, mode, undo)
-        found = directory.find()  # another process may have made it before the lock was ours
+        found = directory.find()  # another process may have created it before this one took the lock
         kind = directory.engine(tuple(ENGINES), engine) if found else _new_engine(engine, tables or ())
         if not found:
             _check_alone(path, kind)
@@ -250,13 +250,13 @@ def _open_path(
         head = opened.newest()
         if not found and head is not None and not before_commits(head):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
-        known = _tables_of(opened, tables, label_of(path), fresh=not found)
+        stored = _tables_of(opened, tables, label_of(path), fresh=not found)
         if not found:
             directory.finish(kind)
             if lock is not None:
                 lock.take_marker()
         undo.pop_all()
-    return Opened(engine=opened, tables=known, path=path, lock=lock)
+    return Opened(engine=opened, tables=stored, path=path, lock=lock)
 
 
 def open_folder(
@@ -274,7 +274,7 @@ def open_folder(
 
 
 def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
-    """Take the right to write if that is what ``mode`` asks for; ``undo`` gives it up."""
+    """Take the right to write if ``mode`` needs it; ``undo`` gives it up."""
     if mode != "a":
         return None
     lock = WriterLock(path)
@@ -283,7 +283,7 @@ def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
 
 
 def _new_engine(engine: str | None, tables: Iterable[Table]) -> str:
-    """Return the engine of a new store: if none is given the first, or the first that can compress if a table asks.
+    """Return the engine of a new store: ``engine``, or the first, or the first that can compress if a table needs it.
 
     Raises ValueError if a table asks for compression that the engine does not have.
     """
@@ -298,7 +298,7 @@ def _new_engine(engine: str | None, tables: Iterable[Table]) -> str:
 
 
 def _check_alone(path: Path, kind: str) -> None:
-    """Raise NotAStoreError where a store of another engine would be hidden by one that is made now."""
+    """Raise NotAStoreError if a new store would hide one of another engine."""
     for other, name in ENGINES.items():
         if other != kind and (path / name).exists():
             raise NotAStoreError(
@@ -308,7 +308,7 @@ def _check_alone(path: Path, kind: str) -> None:
 
 
 def _engine(kind: str) -> Callable[..., Engine]:
-    """Return the class of an engine; only now is what it stands on imported."""
+    """Return the class of an engine, importing its library only now."""
     if kind == "zarr":
         from tiercache.store.engines.zarr_engine import ZarrEngine
 
@@ -319,13 +319,13 @@ def _engine(kind: str) -> Callable[..., Engine]:
 
 
 def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, *, fresh: bool) -> tuple[Table, ...]:
-    """Return the tables of the store, and write those of a fresh one."""
+    """Return the tables of the store; writes those given for a fresh one."""
     if fresh:
         assert requested is not None
         before = engine.newest()
         data = encode("tables", {"tables": [table.to_record() for table in requested]}, {})
         head = head_of(f"{TABLES}-{engine.epoch}" if engine.epoch else TABLES, data)
-        if head != before:  # an interrupted creation may have come so far
+        if head != before:  # an interrupted creation may have got this far
             engine.drop([(head.name, None)])
             engine.put([Blob(head.name, head.size)], [(0, 0, np.frombuffer(data, np.uint8))])
             engine.publish(head, before)
@@ -351,7 +351,7 @@ def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: s
         if name not in stored_by_name:
             raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
         one, other = stored_by_name[name].to_record(), requested_by_name[name].to_record()
-        # compression that was not asked for is no part of the record: the store's own stays
+        # compression that was not requested is not in the record: the store's setting stays
         part = next((key for key in other if one.get(key) != other[key]), None)
         if part is not None:
             raise TableMismatchError(

@@ -20,12 +20,12 @@ __all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad", "RowWiseAdam", "RowWiseRM
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 _OMITTED = {"omitted": True}
-"""Marks a field that a record leaves out if it has its default."""
+"""Marks a field that records omit at its default."""
 _SETTINGS = {
     "learning_rate": "lr", "decay": "weight_decay", "decoupled": "decoupled_weight_decay", "beta1": "betas",
     "beta2": "betas",
 }  # fmt: skip
-"""Names in ``param_groups`` of fields that torch calls otherwise."""
+"""Names in ``param_groups`` of fields that torch names differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +36,11 @@ class Field:
     width: int
     """Numbers in a row."""
     initial: float
-    """What an optimizer state starts from; vectors start from the table's initializer."""
+    """Initial value of an optimizer state; vectors use the table's initializer."""
     dtype: str = "float32"
-    """Of the numbers as they are kept: a vector's is its table's, that of optimizer state float32."""
+    """Stored dtype of the numbers: the table's for vectors, float32 for optimizer state."""
     words: int = dataclasses.field(init=False, repr=False, compare=False)
-    """Words of 4 bytes in a row: what has 2 bytes a number is padded to whole ones."""
+    """Words of 4 bytes in a row: 16-bit fields are padded to whole words."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", vector_words(self.width, self.dtype))
@@ -73,7 +73,7 @@ class Optimizer:
         return {"kind": self.kind(), "rate": learning_rate, "eps": eps, "decay": self.decay}
 
     def settings(self) -> dict[str, Any]:
-        """Return what may change between two steps, by the names of ``param_groups``."""
+        """Return the settings that may change between two steps, by the names of ``param_groups``."""
         fields = [one for one in dataclasses.fields(self) if not one.name.startswith("initial_")]  # type: ignore[arg-type]
         found = {_SETTINGS.get(one.name, one.name): getattr(self, one.name) for one in fields}
         return found | ({"betas": (self.beta1, self.beta2)} if hasattr(self, "beta2") else {})  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class Adagrad(Optimizer):
     eps: float = 1e-10
     """Added to the root of the accumulator."""
     initial_accumulator: float = 0.0
-    """What the accumulator starts from."""
+    """Initial value of the accumulator."""
     decay: float = 0.0
     """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
 
@@ -211,12 +211,12 @@ class RowWiseAdam(Optimizer):
     eps: float = 1e-8
     """Added to the root of the mean of squares."""
     decay: float = 0.0
-    """As of `Adam`."""
+    """See `Adam`."""
     decoupled: bool = dataclasses.field(default=False, metadata=_OMITTED)
     """Decays the rows and not the gradients, as AdamW."""
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:
-        """Return the mean of gradients, and that of squares."""
+        """Return the mean of gradients and the mean of squares."""
         return (Field(name="exp_avg", width=dim, initial=0.0), Field(name="exp_avg_sq", width=1, initial=0.0))
 
     def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def optimizer_to_record(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def optimizer_from_record(record: dict[str, Any]) -> Optimizer:
-    """Build the optimizer that ``optimizer_to_record`` wrote. Raises ValueError for anything else."""
+    """Build an optimizer from the record of ``optimizer_to_record``. Raises ValueError for anything else."""
     return build(record, KINDS, "optimizer")  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""The folders of the ranks of a store: each has an engine of its own, and a marker that says whose it is.
+"""The folders of a store's ranks: each has a separate engine, and a marker that identifies its store.
 
-Rank 0 uses the folder of the store itself. That of rank R is ``rank-R`` in it, or in a folder that was given. Its
-marker is written before anything else and deleted last, so what a kill left is known for what it is.
+Rank 0 uses the store's folder. The folder of rank R is ``rank-R`` in it, or in a folder that was given. Its marker is
+written before anything else and deleted last, so that the remains of a kill can be identified.
 
 A copy of a store has the same id, and its commits name the rank folders of the original. So each folder outside a store
 has a file ``home.json`` with the path of its store and its own path. A writer checks it before it takes the lock of the
@@ -41,28 +41,28 @@ _MARKER_BYTES = 4096
 
 
 class RankFolder:
-    """The folder of a rank, which need not be there."""
+    """The folder of a rank, which need not exist."""
 
     def __init__(self, store: Path, folder: str, rank: int, id_: str) -> None:
-        """``folder``: as a commit names it. ``id_``: that of the store."""
+        """``folder``: as a commit names it. ``id_``: the store's id."""
         self.path, self._store, self._rank, self._id = store / folder, store, rank, id_
 
     def check(self) -> str:
-        """Return the engine of the rank. Raises an error unless it is here.
+        """Return the engine of the rank, whose folder must exist.
 
         Raises StoreMissingError, NotAStoreError and FormatVersionError.
         """
         what = f"rank {self._rank} of the store at {self._store}"
         advice = "restore it from a copy, move it back, or train with shard_dirs= that say where it is"
         if not self.path.is_dir():
-            raise StoreMissingError(f"{what} is missing: there is no folder {self.path}: {advice}")
+            raise StoreMissingError(f"{what} is missing: {self.path} does not exist: {advice}")
         directory = StoreDirectory(self.path)
         try:
             marker = directory.marker()
         except NotAStoreError as error:
             raise NotAStoreError(f"{what} has no marker: {error}") from error
         if marker.get("format") != RANK_FORMAT:
-            raise NotAStoreError(f"{self.path / MARKER} is not that of {what}: {advice}")
+            raise NotAStoreError(f"{self.path / MARKER} does not belong to {what}: {advice}")
         check_version(marker.get("version"), str(self.path))
         if marker.get("store") != self._id or marker.get("rank") != self._rank:
             whose = "that store" if marker.get("store") == self._id else "another store"
@@ -75,12 +75,12 @@ class RankFolder:
         return RankHome(self.path, self._store, self._id, self._rank)
 
     def make(self, engine: str) -> None:
-        """Make an empty folder, durably, in place of what was left of this rank.
+        """Make an empty folder, durably, in place of this rank's remains.
 
-        Raises NotAStoreError if something else is here, StoreError if it is of a copied store, and StoreFullError.
+        Raises NotAStoreError if something else is here, StoreError if it belongs to a copied store, and StoreFullError.
         """
         try:
-            (self.path / _DRAFT).unlink(missing_ok=True)  # a kill came before the marker was there
+            (self.path / _DRAFT).unlink(missing_ok=True)  # a kill came before the marker
             is_used = self.path.exists() and any(self.path.iterdir())
         except OSError as error:
             raise NotAStoreError(
@@ -92,7 +92,7 @@ class RankFolder:
                 self.check()
             except StoreError as error:
                 raise NotAStoreError(
-                    f"{self.path} is there already and is no rank of this store: give shard_dirs= that are free"
+                    f"{self.path} exists and is not a rank of this store: give shard_dirs= that are free"
                 ) from error
             self.home.check()
             self._empty()
@@ -104,8 +104,8 @@ class RankFolder:
             replace_file(self.path / MARKER, json.dumps(values).encode() + b"\n", suffix=".new")
 
     def delete(self) -> None:
-        """Delete the folder, durably, if it is that of this rank and store, or empty; several may do so at once."""
-        with suppress(OSError):  # a kill left an empty one, or came before the marker was there
+        """Delete the folder, durably, if it is empty or belongs to this rank and store; several may do so at once."""
+        with suppress(OSError):  # a kill left an empty one, or came before the marker
             if {entry.name for entry in self.path.iterdir()} <= {_DRAFT}:
                 (self.path / _DRAFT).unlink(missing_ok=True)
                 self.path.rmdir()
@@ -128,7 +128,7 @@ class RankFolder:
 
 
 def is_among(folder: Path, others: Iterable[Path]) -> bool:
-    """Return True if a folder is one of ``others``, which may have another name for it, as a symbolic link has."""
+    """Return True if a folder is one of ``others``, possibly by another name, such as a symbolic link."""
     with suppress(OSError):
         folder.stat()
         return any(_is_same(folder, other) for other in others)
@@ -141,7 +141,7 @@ def store_id(path: Path) -> str:
 
 
 def folders_of(num_ranks: int, path: Path, given: Sequence[Path] | None) -> tuple[str, ...]:
-    """Return by rank the folders of new ranks, as a commit names them: each is in a folder that was ``given``.
+    """Return the folders of new ranks, by rank, as a commit names them; each is in a ``given`` folder.
 
     Raises ValueError if they are not as many as the ranks, if rank 0 is not in the folder of the store itself, and for
     a folder that a commit cannot name.
@@ -168,7 +168,7 @@ def open_rank(
     whole_tables: tuple[Table, ...], path: Path, place: RankPlace, mode: str, store_budget: int | None, *,
     engine: str = "",
 ) -> Opened:  # fmt: skip
-    """Open the engine of a rank above 0 of the store at ``path``; ``engine``: make it, empty, with this one.
+    """Open the engine of a rank above 0 of the store at ``path``; ``engine``: create it, empty, with this engine.
 
     Raises what ``Store.open`` raises.
     """
@@ -192,7 +192,7 @@ def open_rank(
 def open_ranks(
     whole: Opened, path: Path, of: CommitRecord, sharding: ShardingPlan, mode: str, store_budget: int | None
 ) -> None:
-    """Open the engines of all ranks of a store whose own, that of rank 0, is open, for one of its commits.
+    """Open the engines of all ranks for one of a store's commits; rank 0's is open.
 
     Ranks may have moved since: the newest commit says where they are.
     """
@@ -211,7 +211,7 @@ def open_ranks(
 
 
 def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> None:
-    """Delete what is left of other ranks, and open the engines of all ranks if the newest commit has several."""
+    """Delete other ranks' remains, and open the engines of all ranks if the newest commit has several."""
     head = whole.engine.newest()
     assert head is not None, "it is a store"
     record = record_at(whole.engine, head, label_of(path))
@@ -224,21 +224,21 @@ def open_ranks_to_write(whole: Opened, path: Path, store_budget: int | None) -> 
 
 
 def check_homes(path: Path, folders: Sequence[str]) -> None:
-    """Raise StoreError if a store is a copy and the folders of its ranks are those of the original."""
+    """Raise StoreError if a store is a copy and its ranks' folders belong to the original."""
     id_ = store_id(path)
     for rank, folder in enumerate(folders[1:], 1):
         RankFolder(path, folder, rank, id_).home.check()
 
 
 def note_folders(path: Path, folders: Sequence[str]) -> None:
-    """Note, durably, which folders outside a store its ranks have or get while they change; none: they do not.
+    """Note, durably, the folders outside a store that its ranks have or get while they change; none: they do not.
 
-    A kill leaves some of them that no commit names. Those in the store are found by their names.
+    A kill may leave some that no commit names. Those in the store are found by their names.
     """
     outside = sorted({folder for folder in folders if Path(folder).is_absolute()})
     if not outside:
         (path / _NOTE).unlink(missing_ok=True)
-        with suppress(OSError):  # a kill left it, or it is none of ours
+        with suppress(OSError):  # a kill left it, or it is not ours
             (path / _NOTE_DRAFT).unlink()
         return
     data = json.dumps(outside).encode() + b"\n"
@@ -247,7 +247,7 @@ def note_folders(path: Path, folders: Sequence[str]) -> None:
 
 
 def noted_folders(path: Path) -> tuple[str, ...]:
-    """Return the folders outside a store that were noted: ranks that it does not have may be there.
+    """Return the noted folders outside a store, which may hold remains of ranks.
 
     Raises StoreError for a note that cannot be read.
     """
@@ -268,7 +268,7 @@ def noted_folders(path: Path) -> tuple[str, ...]:
 def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) -> None:
     """Delete the folders of ranks that a store does not have: those in its folder, and those in ``left``.
 
-    For whoever may write to it.
+    Call it with the store's lock held.
     """
     id_, current = store_id(path), [path / folder for folder in folders]
     inside = [entry.name for entry in path.glob("rank-*")]
@@ -288,7 +288,7 @@ class RankHome:
     """The home of the folder of one rank; a folder inside its store, with links followed, needs none."""
 
     def __init__(self, folder: Path, store: Path, id_: str, rank: int) -> None:
-        """``id_``: that of the store at ``store``."""
+        """``id_``: the id of the store at ``store``."""
         try:
             self._folder, self._store = folder.resolve(), store.resolve()
         except (OSError, RuntimeError) as error:  # a loop of links
@@ -299,7 +299,7 @@ class RankHome:
     def check(self) -> None:
         """Raise StoreError if another store with the same id is the home: writing here would change its rows.
 
-        A store that is no longer at its path was moved. A folder that is a copy of the one it names has no home yet.
+        A store missing from its path was moved. A folder that is a copy of the one it names has no home yet.
         """
         values = self._read()
         if values is None:
@@ -324,7 +324,7 @@ class RankHome:
                 replace_file(self._folder / HOME, json.dumps(values).encode() + b"\n", suffix=".new")
 
     def _read(self) -> Mapping[str, str] | None:
-        """Return the paths in the file; None without one. Raises StoreError for a file that cannot be read."""
+        """Return the paths in the file; None if it is missing. Raises StoreError for a file that cannot be read."""
         path = self._folder / HOME
         if self._is_inside:
             return None
@@ -357,7 +357,7 @@ class RankHome:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Return True if two paths name the same folder, as those of a bind mount and its source do."""
+    """Return True if two paths name the same folder, such as a bind mount and its source."""
     with suppress(OSError, ValueError):
         return one == other or one.samefile(other)
     return False

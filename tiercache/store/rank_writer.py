@@ -1,14 +1,14 @@
-"""The writers of the ranks of a store, and the commits that they make together.
+"""The writers of a store's ranks, and the commits that they make together.
 
 Why a kill of one rank or of all loses nothing. Let c be the newest commit.
 
 1. Each rank *prepares* the next commit t: it puts its dense state and its list of segments. A rank above 0 publishes
-   the list in its own engine, so all that it names is durable. Nothing of c was touched: what was put uses free space.
+   the list in its engine, so all blobs in it are durable. Nothing of c was touched: new blobs use free space.
 2. When all ranks have prepared t, rank 0 publishes ``commits/t``, which names their lists. Now t exists. A kill before
-   leaves c; each rank drops what no commit names when it is opened again, and none is ever rolled back.
-3. Only then are the ranks told of t, and each frees what no kept, leased or pinned commit needs of it. A kill before
+   leaves c; each rank drops blobs that no commit names when it is opened again, and none is ever rolled back.
+3. Only then do the ranks learn of t, and each frees blobs that no kept, leased or pinned commit needs. A kill before
    leaves blobs that the next opening drops.
-4. Ranks that begin anew, for another number of ranks or another sharding, keep what c lists until t exists.
+4. Ranks that start over, with another number of ranks or another sharding, keep the blobs of c until t exists.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The part of one rank in a commit that is not published yet."""
+    """One rank's part of a commit that is not published yet."""
 
     commit: Commit
-    """With the rank's list, and without those of the other ranks."""
+    """It has this rank's list, but not the other ranks'."""
     kept: tuple[Snapshot, ...]
     head: Head
-    """Its list."""
+    """The head of its list."""
     before: Head | None
     """The head of the rank's engine until then."""
     blobs: tuple[Blob, ...]
-    """Those that were put for it."""
+    """The blobs put for it."""
     written: tuple[Segment, ...]
-    """The segments that were appended before."""
+    """The segments appended before it."""
     waiting: tuple[Segment, ...]
-    """Those of them that wait for the commit after it."""
+    """The segments of ``written`` that wait for the next commit."""
     shrink: bool
 
 
 class RankWriter(CommitWriter):
-    """The writer of one rank: what makes a commit prepares it, and it is published when all ranks have done so."""
+    """The writer of one rank: each step prepares a commit, published when all ranks have prepared theirs."""
 
     def __init__(
         self, engine: Engine, loader: CommitLoader, tables: Sequence[Table], counters: Counters, retention: int | None,
@@ -70,11 +70,11 @@ class RankWriter(CommitWriter):
         self.prepared: Prepared | None = None
         """The commit that waits for the other ranks."""
         self.leased: Collection[int] = place.leased
-        """The commits that other processes read, as rank 0 saw it, where this process cannot look itself."""
+        """The commits leased by other processes, as seen by rank 0, if this process cannot check."""
         self._replaced = list[Snapshot]()
-        """Commits with other ranks or another sharding, until the first one of these is there."""
+        """Commits with other ranks or another sharding, until the first one of these ranks exists."""
         self._abandoned: tuple[tuple[int, int], ...] = ()
-        """The commits that rollbacks gave up before its first one: nobody asks what changed since one of them."""
+        """Commits given up by rollbacks before the first one of these ranks: no changes since them are requested."""
         super().__init__(engine, loader, tables, counters, retention)
         if place.sharding.num_ranks > 1:
             self.sharding, self.folders = place.sharding, place.folders
@@ -87,7 +87,7 @@ class RankWriter(CommitWriter):
 
     def _opened_at(self) -> tuple[Snapshot, ...]:
         head = self._engine.newest()
-        is_new = head is None or before_commits(head)  # the engine of this rank has nothing yet
+        is_new = head is None or before_commits(head)  # this rank's engine is empty
         kept = () if is_new and self._place.anew else super()._opened_at()
         if kept and self.rank:
             self._publish_list(_list_of(kept[-1]), head)
@@ -103,7 +103,7 @@ class RankWriter(CommitWriter):
         self, commit: Commit, state: bytes | None = None, *, kept: Sequence[Snapshot] | None = None,
         appended: Sequence[Segment] = (), shrink: bool = False,
     ) -> Commit:  # fmt: skip
-        """Prepare a commit; it has no blob of its own yet."""
+        """Prepare a commit; its blob is not written yet."""
         self._publisher.check_known()
         if self.prepared is not None:
             raise StoreError(
@@ -112,13 +112,13 @@ class RankWriter(CommitWriter):
             )
         kept = self._kept(self.history.snapshots, commit) if kept is None else kept
         before, written = self._publisher.head, self.snapshot.appended
-        # A commit that is rolled back to names the folders that ranks had then, and they may be elsewhere now.
+        # A rolled-back-to commit names the ranks' old folders, which may have moved since.
         commit = replace(commit, folders=self.folders)
         if self.snapshot.commit is None:
             commit = replace(commit, abandoned=self._abandoned)
         commit, own, blobs = self._own_blobs(commit, state)
         if blobs:
-            # what rank 0 has put is durable with the commit
+            # rank 0's blobs become durable with the commit
             self._put(blobs, commit, partial(self._publish_list, own, before) if self.rank else lambda: None)
         self.prepared = Prepared(
             commit=commit, kept=tuple(kept), head=own, before=before, blobs=tuple(blob for blob, _ in blobs),
@@ -127,7 +127,7 @@ class RankWriter(CommitWriter):
         return commit
 
     def _publish_list(self, head: Head, before: Head | None) -> None:
-        """Have the engine of a rank above 0 stand at a list, which is durable then with all that was put."""
+        """Make a list the head of a rank's engine (above 0); it and all blobs before it are durable on return."""
         try:
             if head != before:
                 self._engine.publish(head, before)
@@ -136,7 +136,7 @@ class RankWriter(CommitWriter):
                 self._publisher.look()
 
     def abandon(self) -> None:
-        """Drop a commit that was prepared, and the segments that were appended for it; without one, nothing."""
+        """Drop a prepared commit and the segments appended for it, if any."""
         with self._lock:
             self._publisher.check_known()
             prepared, self.prepared = self.prepared, None
@@ -148,7 +148,7 @@ class RankWriter(CommitWriter):
             self.discard_uncommitted()
 
     def discard_uncommitted(self) -> None:
-        """Drop the segments appended since the newest commit, and since the one that is prepared."""
+        """Drop the segments appended since the newest commit and since the prepared one."""
         with self._lock:
             kept = () if self.prepared is None else self.prepared.written
             with self._snapshot_lock:
@@ -159,9 +159,9 @@ class RankWriter(CommitWriter):
     # -- committing --------------------------------------------------------------------------------------
 
     def publish_prepared(self, heads: Sequence[Head], forgot: int) -> None:
-        """As rank 0, publish the commit that all ranks have prepared.
+        """On rank 0, publish the commit that all ranks have prepared.
 
-        ``heads`` has the list of each, and ``forgot`` is the newest commit with which one of them left out rows.
+        ``heads`` has the list of each, and ``forgot`` is the newest commit at which one of them left out rows.
         """
         with self._lock:
             prepared = self.prepared
@@ -177,17 +177,17 @@ class RankWriter(CommitWriter):
 
     @property
     def is_known(self) -> bool:
-        """Whether this rank knows its newest commit: after a publish that failed nobody may."""
+        """False if a publish failed, so that the newest commit is unknown."""
         return self._publisher.is_known
 
     def newest_blobs(self) -> list[tuple[Head, bytes]]:
-        """Return, as rank 0, the blobs of the newest commit, those that it keeps, and those given up and still read."""
+        """Return, on rank 0, the blobs of the newest commit, the kept ones, and leased ones that were given up."""
         snapshots = [*self._given_up, *(self._replaced or self.history.snapshots)]
         heads = [one.commit.head for one in snapshots if one.commit is not None and one.commit.head is not None]
         return [(head, read_whole(self._engine, head, head.name).tobytes()) for head in heads]
 
     def take(self, head: Head, record: CommitRecord) -> None:
-        """Take the commit that rank 0 has published as the newest; ``leased`` says who reads which commit."""
+        """Make the commit that rank 0 has published the newest; ``leased`` are the commits in use."""
         with self._lock:
             prepared = self.prepared
             if prepared is None or record.ranks[self.rank] != prepared.head:
@@ -200,14 +200,14 @@ class RankWriter(CommitWriter):
             self._finish(prepared)
 
     def _finish(self, prepared: Prepared) -> None:
-        """Free what the commit does not need that was prepared, and is the newest now."""
+        """Free blobs that the prepared commit, now the newest, does not need."""
         self._counters.add(commits=1)
         with self._snapshot_lock:
             self._holds.subtract(self._replaced)
             self._holds = +self._holds
         self._given_up += self._replaced
         self._replaced.clear()
-        with suppress(StoreError):  # the commit stands; what stayed may go later
+        with suppress(StoreError):  # the commit is durable; the rest is freed later
             self._free(shrink=prepared.shrink)
 
     def _needing(self) -> list[Snapshot]:
@@ -215,7 +215,7 @@ class RankWriter(CommitWriter):
         return [*super()._needing(), *prepared]
 
     def leased_now(self) -> set[int]:
-        """Return the commits that other processes read."""
+        """Return the commits that other processes lease."""
         folder = self._loader.commits.lease_folder
         return {*self.leased} if folder is None else leased_commits(folder)
 
@@ -224,7 +224,7 @@ class RankWriter(CommitWriter):
 
 
 def commit_together(writers: Sequence[RankWriter], steps: Iterable[Callable[[], object]]) -> None:
-    """Make a commit of what one step of each rank prepares. After an error the store stands where it stood."""
+    """Make a commit from one prepared step per rank. After an error the store is unchanged."""
     zero, *others = writers
     before = zero.snapshot.commit
 
@@ -252,16 +252,16 @@ def commit_together(writers: Sequence[RankWriter], steps: Iterable[Callable[[], 
 def commit_blobs(
     engine: Engine, newest: Head, record: CommitRecord | None
 ) -> tuple[list[tuple[Head, bytes]], set[int]]:
-    """Return the blobs that other ranks need to open their parts, ``newest`` last, and which commits are read.
+    """Return the blobs that other ranks need to open their parts, ``newest`` last, and the leased commits.
 
-    Those are the newest commit, those that it keeps, and those that it gave up and that others read.
+    Those are the newest commit, the kept ones, and leased ones that were given up.
     """
     leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
     kept = () if record is None else record.kept
     heads = [*(one.head for one in kept), newest]
     found = [(head, read_whole(engine, head, head.name).tobytes()) for head in heads]
-    known, stored = {head.name for head, _ in found}, engine.list() if leased else {}
-    for name in sorted({f"commits/{id_}" for id_ in leased} & stored.keys() - known):
+    names, stored = {head.name for head, _ in found}, engine.list() if leased else {}
+    for name in sorted({f"commits/{id_}" for id_ in leased} & stored.keys() - names):
         data = np.empty(stored[name].size, np.uint8)
         with suppress(StoreError, BlockReadError):
             engine.read(ReadRequest(Blob(name, data.size), 0, data))
@@ -270,9 +270,9 @@ def commit_blobs(
 
 
 def add_commits(copy: MemoryEngine, blobs: Sequence[tuple[Head, bytes]], kept: Sequence[Head] = ()) -> None:
-    """Add the blobs of commits to a copy, which stands at the last of them, and drop all others but ``kept``.
+    """Add the blobs of commits to a copy and make the last one its head; drop all others but ``kept``.
 
-    A second time, after an interrupt, does nothing more.
+    Repeating it after an interrupt is safe.
     """
     names = {head.name for head in kept} - {head.name for head, _ in blobs}
     copy.drop((name, None) for name in copy.list() if name not in names)

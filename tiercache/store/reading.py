@@ -1,4 +1,4 @@
-"""Reading blocks, every byte checked against what was written."""
+"""Reading blocks, with every byte checked against its checksum."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def read_ahead(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield each item with ``call(*item)``, in order; up to ``most`` calls are made ahead, by the threads of ``pool``.
 
-    Items are taken on the caller's thread, which makes the call itself where there is only one: no thread is begun for
-    it. An error of a call is raised where its result would come.
+    Items are taken on the caller's thread, which makes the call itself if there is only one: no thread is started for
+    it. An error of a call is raised in place of its result.
     """
     remaining = iter(items)
     begin = list(islice(remaining, 2))
@@ -62,9 +62,9 @@ def read_ahead(
 
 
 _READS = 4
-"""Reads at once, at most: one is checked while others keep the disk busy."""
+"""Most reads at once: one is checked while others keep the disk busy."""
 _CHECK_BYTES = 4 << 20
-"""Bytes that are checked by one computation, while others are read."""
+"""Bytes per checksum computation, while others are read."""
 
 
 class Pages(NamedTuple):
@@ -78,11 +78,11 @@ class Pages(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Pages [low, high) of one block: what one read of the engine fills."""
+    """Pages [low, high) of one block: one read of the engine."""
 
     request: ReadRequest
     part: Part
-    """The bytes to fill and to check, and where each page begins in them, and their end (high - low + 1,)."""
+    """The bytes to fill and to check, the start of each page in them, and their end (high - low + 1,)."""
     segment: Segment
     group: int
     block: int
@@ -102,18 +102,18 @@ class BlockReader:
         explain: Callable[[CorruptStoreError], StoreError],
         folder: Path | None,
     ) -> None:
-        """``explain`` returns the error to raise for one that was found; ``folder`` is the store's."""
+        """``explain`` returns the error to raise for a given one; ``folder`` is the store's."""
         self.label, self.counters, self.folder = label, counters, folder
         self._engine, self._uses, self._explain = engine, uses, explain
         self._pid, self._closed = os.getpid(), False
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.compute = Compute()
-        """Functions over many rows; a training sets others that do the same next to it, without the GIL."""
+        """Functions over many rows; a training substitutes kernels that run next to it, without the GIL."""
 
     @property
     def scratch(self) -> Path:
-        """The folder for temporary files: the store's own, or the system's where that cannot be written to."""
+        """The folder for temporary files: the store's own, or the system's if that cannot be written to."""
         return scratch_in(self.folder)
 
     def check_open(self) -> None:
@@ -125,7 +125,7 @@ class BlockReader:
             raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")
 
     def close(self) -> None:
-        """End the threads; what they read is read to its end."""
+        """End the threads; current reads are finished first."""
         self._closed = True
         with self._lock:
             threads, self._threads = self._threads, None
@@ -133,14 +133,14 @@ class BlockReader:
             threads.shutdown()
 
     def stored(self) -> Mapping[str, Stored]:
-        """Return the blobs that there are; reads none."""
+        """Return the stored blobs; reads none."""
         with self._uses.using():
             return self._engine.list()
 
     def load(self, requests: Sequence[Pages], at_once: int | None = None) -> None:
         """Read and check all of ``requests`` as ``Store.load`` does."""
         self.check_open()
-        for segment, group, low, high, out in requests:  # all of them, before anything is read
+        for segment, group, low, high, out in requests:  # all are checked before anything is read
             layout = segment.layouts[group]
             if not 0 <= low <= high <= layout.num_pages:
                 found = f"pages {low} to {high} of segment {segment.id} are not there"
@@ -160,7 +160,7 @@ class BlockReader:
                 jobs = [self._threads.submit(self._work_from, queue) for _ in range(at_once)]
             wait(jobs)
         finally:
-            queue.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
+            queue.stop()  # even if interrupted: the caller may reuse the memory once this raises
         for job in jobs:
             job.result()
 
@@ -169,18 +169,18 @@ class BlockReader:
             self._work(queue)
 
     def _work(self, requests: Iterator[Pages]) -> None:
-        """Read what comes next until nothing does, and check it."""
+        """Read and check requests until none are left."""
         spans = chain.from_iterable(map(self._spans, requests))
         try:
             while read := self._read_some(spans):
                 self._check(read)
         except BaseException:
             for _ in requests:
-                pass  # the others need not read what is of no use now
+                pass  # after an error the others stop early
             raise
 
     def _read_some(self, spans: Iterator[_Span]) -> list[_Span]:
-        """Read spans until they are worth a check, or there are no more; returns them."""
+        """Read spans until they are worth a check, or none are left; returns them."""
         read, size = list[_Span](), 0
         with self._uses.using():
             for span in spans:
@@ -212,7 +212,7 @@ class BlockReader:
             low = end
 
     def _check(self, spans: Sequence[_Span]) -> None:
-        """Count spans that were read, and compare their checksums with those that were written.
+        """Count spans that were read, and compare their checksums with the stored ones.
 
         Raises CorruptBlockError.
         """
@@ -265,17 +265,17 @@ class BlockReader:
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
         self.check_open()
-        layout, known = segment.layouts[group], segment.meta[group].changed
-        assert known is not None, "they are stored"
+        layout, stored = segment.layouts[group], segment.meta[group].changed
+        assert stored is not None, "they are stored"
         numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
         blob = segment.blob(CHANGED, segment.groups[group])
         self._read(ReadRequest(blob, layout.byte_in_blob(CHANGED, block), data), segment, group, block)
-        seen, expected = checksum(data), int(known.checksums_B[block])
+        seen, expected = checksum(data), int(stored.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
             raise self._corrupt(segment, group, block, words, expected)
-        if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
+        if (numbers.min(), numbers.max()) != (stored.oldest_B[block], stored.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
             raise self._corrupt(segment, group, block, words)
         self.counters.add(changed_bytes_read=data.size, reads=1)
@@ -336,7 +336,7 @@ class _RequestQueue:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Give nothing more, and end when no thread is at work: an interruption is raised only then."""
+        """Yield nothing more, and return when no thread is at work: an interruption is raised only then."""
         interruption: KeyboardInterrupt | None = None
         while True:
             try:

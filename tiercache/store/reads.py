@@ -1,7 +1,7 @@
-"""What is read of a store at its commit: rows by key, in order or that changed, and dense state.
+"""Reads of a store at its commit: rows by key, in order or changed, and dense state.
 
-Of a store of several ranks each has a part of every table. A key of a table by row or in one piece is on one rank,
-column slices are put side by side. What a row has once and is kept with each slice is that of the first.
+In a store of several ranks each has a part of every table. A key of a table by row or in one piece is on one rank;
+column slices are joined. Values that each slice repeats are taken from the first.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ class StoreReads:
 
     label: str
     tables: tuple[Table, ...]
-    """In the order of unsigned table ids; whole ones of a store of several ranks."""
+    """In the order of unsigned table ids; whole ones also with several ranks."""
     reader: BlockReader
-    """Reads its blocks: what functions that read take, with a snapshot."""
+    """Reads its blocks: reading functions take it, with a snapshot."""
     key_memory: KeyMemory | None
-    """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
+    """The keys that lookups remember, beyond this store; None if it is open for writing."""
     sharding: ShardingPlan | None
-    """Of a store of several ranks, the rank that has each row."""
+    """In a store of several ranks, the rank of each row."""
 
     @property
     def parts(self) -> Sequence[StoreReads]:
-        """The store of each rank, all at one commit; of one rank this one."""
+        """The store of each rank, all at one commit; with one rank, this store."""
         raise NotImplementedError
 
     @property
     def snapshot(self) -> Snapshot:
-        """The newest commit and the segments appended since, as of now."""
+        """The newest commit and the segments appended since."""
         raise NotImplementedError
 
     def _pinned(self) -> AbstractContextManager[Snapshot]:
-        """Return a context in which all that the snapshot of now needs is kept; that of rank 0 of several."""
+        """Return a context that keeps all blobs of the current snapshot; with several ranks, rank 0's."""
         raise NotImplementedError
 
     def pinned(self) -> AbstractContextManager[Snapshot]:
-        """Keep all that the snapshot of now needs, which this yields, until it ends, whatever is committed meanwhile.
+        """Yield the current snapshot and keep all its blobs until this ends, whatever is committed meanwhile.
 
-        Raises ValueError for a store of several ranks: each of ``ranks`` has a snapshot of its own.
+        Raises ValueError for a store of several ranks: each of ``ranks`` has its snapshot.
         """
         if self.sharding is not None:
             raise ValueError(f"{self.label} has {len(self.parts)} ranks: read its rows by lookup, scan or changes")
         return self._pinned()
 
     def live_rows(self, table_name: str) -> int:
-        """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
+        """Return a table's number of rows at the newest commit without I/O. Raises ValueError for an unknown table."""
         return sum(part.snapshot.live_rows(table_name, self.label) for part in self._counting(table_name))
 
     def most_rows(self, table_name: str, hashes: tuple[int, int]) -> int:
-        """Return how many rows of a table have hashes in a range, by what ranks have of it: reads nothing.
+        """Return the most rows of a table that have hashes in a range, from the ranks' counts: reads nothing.
 
-        As hashes are uniform, four standard deviations more than expected where a rank has others too.
+        As hashes are uniform, this is four standard deviations above the mean if a rank has others too.
         """
         bounds, by_hash = hash_bounds(len(self.parts)), self._sharding_of(table_name).by_hash
         total = variance = 0.0
@@ -103,9 +103,9 @@ class StoreReads:
         """Yield all rows of a table at the newest commit in hash order: keys (n,), and a tuple of fields (n, width).
 
         The first field is the vector; the optimizer's follow, in the order in which ``lookup`` has their names.
-        At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
-        it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
-        change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
+        At most ``chunk_rows`` rows at a time, by default about 4 MiB. Takes about ``memory_bytes``; more is sorted in a
+        temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile change nothing. Raises
+        ValueError, StoreFullError and CorruptStoreError.
         """
         scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
         check_scan(self.reader, self.snapshot, table_name, chunk_rows)
@@ -121,10 +121,10 @@ class StoreReads:
         memory_bytes: int = SCAN_BYTES,
         scratch: Path | None = None,
     ) -> Iterator[Chunk]:
-        """Yield the rows of a table in hash order, with all columns or, as a rank of another sharding has it, some.
+        """Yield the rows of a table in hash order, with all columns or those that a rank of another sharding has.
 
-        hashes: from and below which hash of a key. Only ranks, ranges and columns with such rows are read, and keys;
-        what a row has once goes to each slice. Else, and what is raised, as ``scan``.
+        hashes: [first, last) of the keys. Only ranks, ranges and columns with such rows are read, and keys; values
+        stored once per row go to each slice. Otherwise, and in its errors, as ``scan``.
         """
         sharding, whole = self._sharding_of(table.name), table_named(self.tables, table.name, self.label)
         first = table.first_column - whole.first_column  # a store of one rank may have slices itself
@@ -152,7 +152,7 @@ class StoreReads:
         yield from self._side_by_side(whole, slices, scans, requested)
 
     def state(self) -> bytes:
-        """Return the dense state of the newest commit, that of rank 0 of several.
+        """Return the dense state of the newest commit; with several ranks, rank 0's.
 
         Raises CorruptStoreError; ValueError without a commit.
         """
@@ -162,24 +162,24 @@ class StoreReads:
             return self.reader.state(snapshot.commit).tobytes()
 
     def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
-        """Read pages [low, high) of a layout into ``out``, as they stand in the layout, and check each.
+        """Read pages [low, high) of a layout into ``out``, in the layout's order, and check each.
 
-        One read of the engine for each block. Raises CorruptBlockError; ValueError for pages that are not there.
+        One read of the engine for each block. Raises CorruptBlockError; ValueError for invalid pages.
         """
         self.load([Pages(segment, group, low, high, out)])
 
     def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
         """``read`` for many: ``at_once`` of them at a time (None: 4, the most), on threads as nice as the first caller.
 
-        When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
+        When this returns or raises, no ``out`` is written any more. Raises as ``read`` does.
         """
         self.reader.load(wanted, at_once)
 
     def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
-        """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
+        """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 for a missing key, and rows (n,).
 
-        A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
-        in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
+        A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or in
+        a retained segment, count; the newest wins. Sweeps the table's stored keys: ask for many keys at once.
         """
         with self.pinned() as snapshot:
             return locate(self.reader, snapshot, table_name, keys, after=after)
@@ -194,8 +194,8 @@ class StoreReads:
     ) -> tuple[NDArray[np.float32], ...]:
         """Return the rows at ``rows`` (n,) of a layout: (n, width) for each field.
 
-        Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may
-        give the bytes of a page that is in memory anyway. Raises CorruptBlockError.
+        Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may return the
+        bytes of a page that is in memory. Raises CorruptBlockError.
         """
         return read_rows(self.reader, segment, group, rows, cached)
 
@@ -209,12 +209,12 @@ class StoreReads:
     ) -> Fields:
         """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
 
-        Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
-        its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
+        Rows are from the newest commit, or newer if ``append`` was called since. A key without a row gets its first row
+        with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. Of
-        stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
-        ``progress(what, done, total)`` is called with "keys" and "rows"; of several ranks it counts anew for each.
+        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. For
+        stores opened with mode "r" a process remembers keys, 8 bytes each, at most 256 MiB. ``progress(what, done,
+        total)`` is called with "keys" and "rows"; with several ranks it restarts for each.
         Raises ValueError and CorruptBlockError.
         """
         if self.sharding is None:
@@ -229,33 +229,33 @@ class StoreReads:
         owners = np.searchsorted(bounds, hash_keys(keys, table.table_id), side="right")
         slices = sharding.slices or [Slice(rank, 0, table.dim) for rank in np.unique(owners).tolist() or [0]]
         out = {field.name: np.zeros((keys.size, field.width), dtype=np.float32) for field in table.fields}
-        gone: list[NDArray[np.int64]] = []
-        for one in reversed(slices):  # what a row has once is that of the first
+        absent: list[NDArray[np.int64]] = []
+        for one in reversed(slices):  # values stored once per row come from the first slice
             selected = slice(None) if sharding.slices else np.nonzero(owners == one.rank)[0]
             try:
                 found = self.parts[one.rank].lookup(table_name, keys[selected], missing=missing, progress=progress)
             except KeyMissingError as error:
-                gone.append(error.keys)
+                absent.append(error.keys)
                 continue
             for field in table.fields:
                 columns = slice(one.first, one.last) if field.width == table.dim else slice(None)
                 out[field.name][selected, columns] = found[field.name]
-        if gone:
-            raise missing_keys(table, np.unique(np.concatenate(gone)), np.unique(keys).size, self.label)
+        if absent:
+            raise missing_keys(table, np.unique(np.concatenate(absent)), np.unique(keys).size, self.label)
         return out
 
     def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
         """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
 
-        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, or columns of several
-        ranks, as ``scan`` does. -1 gives every row. A row changed where it was made or written again, even to the same
-        bits, not where it moved. Raises CommitMissingError for a commit that never was or that a rollback gave up,
-        CorruptBlockError, ValueError where rows were appended and not committed. Commits that are made meanwhile change
-        nothing.
+        Each key once, in no order, at most 16 MiB at a time; if stale rows may be among them, or columns of several
+        ranks, as ``scan`` does. -1 yields every row. A row counts as changed when it is made or written again, even
+        with the same bits, but not when it moves. Raises CommitMissingError for a commit that never was or that a
+        rollback gave up, CorruptBlockError, ValueError if rows were appended and not committed. Commits that are made
+        meanwhile change nothing.
         """
         self.reader.check_open()
         table, slices = table_named(self.tables, table_name, self.label), self._sharding_of(table_name).slices
-        in_order = len(slices) > 1  # to look the keys of each chunk up would read all keys for each of them
+        in_order = len(slices) > 1  # looking up the keys of each chunk would read all keys each time
 
         def changed(part: StoreReads) -> Iterator[Chunk]:
             with part.pinned() as snapshot:
@@ -269,7 +269,7 @@ class StoreReads:
         return ((keys, dict(zip(names, fields, strict=True))) for keys, fields in chunks)
 
     def changed_rows(self, table_name: str, *, since: int) -> int:
-        """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+        """Return how many rows of a table ``changes`` yields; reads no rows. Raises the same errors."""
         total = 0
         for part in self._counting(table_name):
             with part.pinned() as snapshot:
@@ -284,7 +284,7 @@ class StoreReads:
         return TableSharding("row_wise") if self.sharding is None else self.sharding.tables[table_name]
 
     def _counting(self, table_name: str) -> Sequence[StoreReads]:
-        """Return the parts that have every row of a table once."""
+        """Return parts that together have every row of a table once."""
         slices = self._sharding_of(table_name).slices
         return [self.parts[slices[0].rank]] if slices else self.parts
 
@@ -313,7 +313,7 @@ class StoreReads:
 def _columns(
     table: Table, slices: Sequence[tuple[Slice, tuple[NDArray[np.float32], ...]]], requested: Slice
 ) -> tuple[NDArray[np.float32], ...]:
-    """Return the wanted columns of every field of a whole table, from slices that have them all."""
+    """Return some columns of every field of a whole table, from slices that have them all."""
     out = []
     for i, field in enumerate(table.fields):
         found = [

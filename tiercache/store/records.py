@@ -1,10 +1,10 @@
-"""The bytes of a record, and arrays behind one that are read in place.
+"""The bytes of a record, and arrays after one that are read in place.
 
     "TCR1" | header bytes: uint32 | header: JSON in UTF-8 | arrays, one after another | CRC32C of all before: uint32
 
 Little-endian. The header is ``{"kind": ..., "values": {...}, "arrays": [[name, dtype, length], ...]}``. Nothing is
-executed on reading, and every size is checked against the bytes at hand before it is used. Behind a record there may be
-larger arrays, in chunks: each is read when it is first used, and checked then.
+executed on reading, and every size is checked against the given bytes before it is used. Larger arrays may follow a
+record, in chunks: each is read and checked on first use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = ("<u4", "<i8")
 
 
 def encode(kind: str, values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return the record's bytes. Raises ValueError where ``values`` are not plain JSON."""
+    """Return the record's bytes. Raises ValueError if ``values`` are not plain JSON."""
     described = [[name, array.dtype.newbyteorder("<").str, int(array.size)] for name, array in arrays.items()]
     assert all(dtype in _DTYPES for _, dtype, _ in described), described
     header = json.dumps(
@@ -49,7 +49,7 @@ def encode(kind: str, values: Mapping[str, Any], arrays: Mapping[str, NDArray[An
 
 
 def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return (values, arrays) of a record of ``kind``. Raises CorruptStoreError that calls it ``name``."""
+    """Return (values, arrays) of a record of ``kind``. Raises CorruptStoreError; ``name`` is its name in messages."""
     if len(data) < 12 or data[:4] != _MAGIC:
         raise _corrupt(name, f"is {len(data)} bytes that no store wrote")
     body, (expected,) = data[:-4], struct.unpack("<I", data[-4:])
@@ -84,15 +84,15 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
 
 
 def whole(value: Any, name: str) -> int:
-    """Return a value of a header that must be a whole number, 0 .. 2**63 - 1. Raises ValueError for anything else."""
+    """Return a header value that must be a whole number, 0 .. 2**63 - 1. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise ValueError(f"{name} of a record is {repr(value)[:60]}")
     return value
 
 
 def no_number(constant: str) -> Any:
-    """Raise ValueError for NaN or an infinity, which JSON of Python would read."""
-    raise ValueError(f"{constant} is no number")
+    """Raise ValueError for NaN or an infinity, which Python's JSON accepts."""
+    raise ValueError(f"{constant} is not a number")
 
 
 def _corrupt(name: str, seen: str) -> CorruptStoreError:
@@ -105,9 +105,9 @@ def digest(data: bytes) -> str:
 
 
 def checked_digest(value: object) -> str:
-    """Return a digest. Raises ValueError for what is none."""
+    """Return a digest. Raises ValueError for anything else."""
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-        raise ValueError(f"{str(value)[:70]!r} is no digest")
+        raise ValueError(f"{str(value)[:70]!r} is not a digest")
     return value
 
 
@@ -129,11 +129,11 @@ def page_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
 
 
 CHUNK_BYTES = 16 << 10
-"""Read and checked together."""
+"""Chunk size: bytes read and checked together."""
 _WHOLE_BYTES = 64 << 10
-"""An array of so many bytes is read at once, which takes hardly longer than one chunk of it."""
+"""A smaller array is read at once, which takes hardly longer than one chunk of it."""
 CACHE_BYTES = 64 << 20
-"""Memory for the chunks that a store keeps."""
+"""Memory for the chunks that a store caches."""
 _ALIGNED = 8
 _ARRAY_DTYPES = ("|u1", "<u4", "<u8", "<i8")
 
@@ -145,9 +145,9 @@ class ArrayPlace(NamedTuple):
     size: int
     """Numbers."""
     begin: int
-    """Byte behind the head."""
+    """Its first byte after the head."""
     first_chunk: int
-    """The number of its first chunk among those of all arrays."""
+    """The number of its first chunk in the numbering of all arrays' chunks."""
 
     @property
     def num_bytes(self) -> int:
@@ -156,7 +156,7 @@ class ArrayPlace(NamedTuple):
 
 
 def places_of(described: Sequence[Any]) -> dict[str, ArrayPlace]:
-    """Return where arrays stand that are described as (name, dtype, size), one after another.
+    """Return the places of consecutive arrays from their descriptions (name, dtype, size).
 
     Raises ValueError and TypeError for anything else.
     """
@@ -181,7 +181,7 @@ def end_of(places: Mapping[str, ArrayPlace]) -> tuple[int, int]:
 
 
 def describe(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[list[Any]], list[NDArray[np.uint8]], NDArray[np.uint32]]:
-    """Return how arrays are described, their bytes one after another, and the CRC32C of each chunk."""
+    """Return the descriptions of arrays, their bytes in order, and the CRC32C of each chunk."""
     described: list[list[Any]] = []
     parts: list[NDArray[np.uint8]] = []
     sums: list[int] = []
@@ -195,7 +195,7 @@ def describe(arrays: Mapping[str, NDArray[Any]]) -> tuple[list[list[Any]], list[
 
 
 class ChunkCache:
-    """The chunks that were read last, of all arrays of a store; from any thread."""
+    """The most recently used chunks of all arrays of a store; from any thread."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self.most_bytes, self.num_bytes = most_bytes, 0
@@ -203,7 +203,7 @@ class ChunkCache:
         self._lock = threading.Lock()
 
     def get(self, blob: str, chunk: int) -> NDArray[np.uint8] | None:
-        """Return a chunk of a blob, if it is kept."""
+        """Return a chunk of a blob, or None if it is not cached."""
         with self._lock:
             found = self._chunks.get((blob, chunk))
             if found is not None:
@@ -211,7 +211,7 @@ class ChunkCache:
             return found
 
     def put(self, blob: str, chunk: int, data: NDArray[np.uint8]) -> None:
-        """Keep a chunk in place of those that were used longest ago."""
+        """Add a chunk, evicting the least recently used."""
         with self._lock:
             if (blob, chunk) not in self._chunks:
                 self._chunks[blob, chunk] = data
@@ -232,12 +232,12 @@ class PagedArrays:
         cache: ChunkCache,
         label: str,
     ) -> None:
-        """``read`` fills memory from a byte behind the head on; ``label`` is the blob in the words of a message."""
+        """``read`` fills memory from a byte after the head; ``label`` is the blob's name in messages."""
         self._blob, self._places, self._checksums, self._read = blob, places, checksums, read
         self._cache, self._label = cache, label
 
     def array(self, name: str) -> PagedArray:
-        """Return an array. Raises KeyError where there is none of that name."""
+        """Return an array. Raises KeyError for an unknown name."""
         return PagedArray(self, self._places[name])
 
     def chunks(self, place: ArrayPlace, first: int, last: int) -> NDArray[np.uint8]:
@@ -280,14 +280,14 @@ class PagedArrays:
 
 
 class PagedArray:
-    """One array: ``array[low:high]`` and ``array[i]`` read what they need."""
+    """One array: ``array[low:high]`` and ``array[i]`` read only the needed chunks."""
 
     def __init__(self, arrays: PagedArrays, place: ArrayPlace) -> None:
         self._arrays, self._place = arrays, place
         self.dtype, self.size = np.dtype(place.dtype), place.size
 
     def __getitem__(self, part: Any) -> Any:
-        """Return numbers [low, high) of a slice without a step, or one number."""
+        """Return the numbers [low, high) of a slice without a step, or one number."""
         if not isinstance(part, slice):
             index = int(part) + (self.size if int(part) < 0 else 0)
             if not 0 <= index < self.size:

@@ -1,9 +1,9 @@
 """Rewrite of a store's live rows in a new order: streaming reads, sequential temporary files, streaming writes.
 
-So a store follows a new schedule (keys by first use; the others last, or where they are) or serves (all by hash). Rows
-are read in the order (table, hash). If no pass uses any, that is the new order, and they are written as they are read.
-Else a slice of them at a time is sorted, in temporary files that have one slice, and becomes a segment of its own. Rows
-of up to ``LEAST_SLICE_BYTES`` are one slice.
+So a store follows a new schedule (keys by first use; unused ones last, or in place) or is ready for serving (all by
+hash). Rows are read in the order (table, hash). If no pass uses any, that is the new order, and they are written as
+they are read. Otherwise one slice of them at a time is sorted, in temporary files that have one slice, and becomes a
+segment. Rows of up to ``LEAST_SLICE_BYTES`` are one slice.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Progress = Callable[[str, int], None]
     RowChunks = Iterator[tuple[Int64s, Floats]]
-    """Keys (n,) in hash order, and rows (n, W + 1): every field as words side by side, and the last change."""
+    """Keys (n,) in hash order, and rows (n, W + 1): the words of all fields, and the last change."""
 
 
 REWRITE_BYTES = 256 << 20
@@ -64,14 +64,13 @@ _WHAT = "a new order of the store's rows, with temporary files of at most an eig
 class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
-    With ``retain_segments`` rows that the schedule does not use stay where they are, as ``CompactionPlan`` decides.
-    Rows that were stored keep their last change; the last change of the others is the commit that this becomes.
-    ``stored`` yields the rows of a table that come from elsewhere, for a store without a commit; None: its own.
-    ``most_rows``: by table, the most rows that ``stored`` yields, if known.
+    With ``retain_segments`` unused rows stay in place, as ``CompactionPlan`` decides. Stored rows keep their last
+    change; for the others it is the new commit. ``stored`` yields rows of a table from elsewhere, for a store without a
+    commit; None: its own. ``most_rows``: by table, the most rows that ``stored`` yields, if known.
 
-    Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Temporary files without a name in the store's folder: none for
-    rows that fit the memory; else what ``row_scratch_bytes`` says, at most an eighth of the bytes of the rows, their
-    keys and last changes, or 2.5 GiB if that is more (twice as much on a file system that cannot free parts of files).
+    Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Unlinked temporary files in the store's folder: none for rows
+    that fit the memory; otherwise ``row_scratch_bytes``, at most an eighth of the bytes of the rows, their keys and
+    last changes, or 2.5 GiB if that is more (twice as much on a file system that cannot free parts of files).
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Rewrite:
         self._moves: RowFilter | None = None
         self._orders = [RowOrder(group, uses) for group in snapshot.next_groups]
         self.retained: tuple[RetainedSegment, ...] = ()
-        """The segments that stay; known when ``segments`` has yielded one."""
+        """The segments that stay; valid when ``segments`` has yielded one."""
 
     def __enter__(self) -> Rewrite:
         return self
@@ -104,7 +103,7 @@ class Rewrite:
         self._files.close()
 
     def segments(self) -> Iterator[NewSegment]:
-        """Yield the new segments, at least one: one after the other they are in the order (table, hash).
+        """Yield the new segments, at least one; together they are in the order (table, hash).
 
         Raises StoreFullError, before a row is read if it is known by then, and CorruptStoreError.
         """
@@ -146,7 +145,7 @@ class Rewrite:
         yield part.segment(self._layout, self._progress)
 
     def _tables(self) -> Iterator[tuple[RowOrder, int, Table]]:
-        """Yield every table, with the order of its group and its place there."""
+        """Yield every table, with the order of its group and its index there."""
         return ((order, place, table) for order in self._orders for place, table in enumerate(order.group.tables))
 
     def _slice(self, rows: Sequence[int], num_bytes: int) -> Slice:
@@ -156,7 +155,7 @@ class Rewrite:
         return made
 
     def _in_hash_order(self, slice_size: int) -> NewSegment:
-        """Return the one segment of all rows that are stored, each table in hash order, written as they are read."""
+        """Return the one segment of all stored rows, each table in hash order, written as they are read."""
         groups = [order.group for order in self._orders]
         layouts = base_layouts(groups, lambda table: self._snapshot.live_rows(table.name), self._layout)
         moved = [_have_several_changes(self._snapshot, group) for group in groups]
@@ -170,7 +169,7 @@ class Rewrite:
         return NewSegment(layouts, moved, blocks())
 
     def _chunks(self, order: RowOrder, layout: SegmentLayout, slice_size: int) -> RowChunks:
-        """Yield the live rows of all tables of a group. Raises CorruptStoreError for others than the commit says."""
+        """Yield the live rows of all tables of a group. Raises CorruptStoreError if their number is wrong."""
         remaining = layout.rows
         for table in order.group.tables:
             rows = self._stored_rows(table)
@@ -185,7 +184,7 @@ class Rewrite:
             )
 
     def _check_room(self, least: Sequence[int]) -> None:
-        """Raise StoreFullError if there is less room than temporary files will take, as far as that is known.
+        """Raise StoreFullError if there is less room than temporary files are known to need.
 
         least: the least rows of each group that are written.
         """
@@ -198,11 +197,11 @@ class Rewrite:
             check_room(self._reader.scratch, num_bytes)
 
     def _least_rows(self, order: RowOrder, idle: Mapping[str, int] | None) -> int:
-        """Return the least rows of a group that are written; all of them, if ``idle`` says how many are not used."""
+        """Return the least rows of a group that are written; exact if ``idle`` has the numbers of unused rows."""
         tables = order.group.tables
         if idle is not None:
             return order.used + sum(idle[table.name] for table in tables)
-        if self._stored is None:  # of the rows that are used some are stored, nobody knows which
+        if self._stored is None:  # some of the used rows are stored; their number is unknown
             return max(order.used, sum(self._snapshot.live_rows(table.name) for table in tables))
         return max(order.used, sum((self._most_rows or {}).get(table.name, 0) for table in tables))
 
@@ -216,12 +215,12 @@ class Rewrite:
         return used + (0 if self._most_rows is None else self._most_rows[table.name])
 
     def _stored_rows(self, table: Table) -> int:
-        """Return how many rows of a table segments have, the stale ones included."""
+        """Return how many rows of a table the segments have, including stale ones."""
         group = self._snapshot.find(table.name, self._reader.label).group
         return 0 if group is None else self._snapshot.rows_in(self._snapshot.segments, group, table)
 
     def _moved(self, table: Table, num_bytes: int, slice_size: int) -> RowChunks:
-        """Yield the store's own rows that move, at most ``num_bytes``, in hash order, sorted a slice at a time."""
+        """Yield the store's rows that move, at most ``num_bytes``, in hash order, sorted a slice at a time."""
         for hashes in hash_slices(-(-num_bytes // slice_size)) if num_bytes > slice_size else [None]:
             chunks = scan_segments(
                 self._reader, self._snapshot, self._snapshot.segments, table.name, hashes=hashes,
@@ -231,9 +230,9 @@ class Rewrite:
                 yield keys, np.concatenate(fields, axis=1)
 
     def _merged(self, table: Table, num_bytes: int, slice_size: int) -> Iterator[tuple[Int64s, Floats, Int64s]]:
-        """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order.
+        """Yield keys, rows and first uses, in hash order, of all rows that move or that the schedule adds.
 
-        Rows are words, and last their last change.
+        Rows are words, the last of which is the last change.
         """
         id_ = 0 if self._snapshot.commit is None else self._snapshot.commit.id + 1
         rows_of_store = self._stored(table) if self._stored is not None else self._moved(table, num_bytes, slice_size)
@@ -256,7 +255,7 @@ class Rewrite:
 
 
 def _have_several_changes(snapshot: Snapshot, group: Group) -> bool:
-    """Return whether live rows of a group may have several last changes; reads nothing."""
+    """Return True if live rows of a group may have several last changes; reads nothing."""
     if snapshot.commit is not None and snapshot.commit.stored:
         return True  # its tables are in other groups
     firsts = {} if snapshot.commit is None else snapshot.commit.named
@@ -273,11 +272,11 @@ def _have_several_changes(snapshot: Snapshot, group: Group) -> bool:
 
 
 def row_scratch_bytes(tables: Iterable[tuple[int, int, int]]) -> int:
-    """Return the most bytes of temporary files while rows are put in a new order.
+    """Return the most bytes of temporary files while rows are reordered.
 
     ``tables`` yields the group, the rows and the bytes of an entry (row, key and last change) of each table. Rows that
-    fit the memory take none. Of others a slice is sorted by hash, if its ranges are too many to merge, then by place: a
-    file shrinks while it is read, so both have about as much as one. A slice is a 24th of all entries, or
+    fit the memory take none. Otherwise a slice is sorted by hash, if it has too many ranges to merge, then by place: a
+    file shrinks while it is read, so both take about as much as one. A slice is a 24th of all entries, or
     ``LEAST_SLICE_BYTES`` if that is more.
     """
     tables = list(tables)
@@ -302,12 +301,12 @@ def entry_bytes(one: Group | Table) -> int:
 
 
 class NewSegment(NamedTuple):
-    """A segment to append. Its blocks can be drawn once, before the next segment is asked for."""
+    """A segment to append. Its blocks can be drawn once, before the next segment is requested."""
 
     layouts: tuple[SegmentLayout, ...]
     """By group."""
     moved: list[bool]
-    """By group: whether last changes are stored, because rows may have several."""
+    """By group: True if last changes are stored, because rows may have several."""
     blocks: Iterator[MovedBlock]
     """Blocks of all groups, in order; all use the same two arrays."""
 
@@ -337,14 +336,14 @@ class RowOrder:
         Raises StoreError for a pass that uses none of its keys.
         """
         index = self.uses_R.searchsorted(uses)
-        known = np.append(self.uses_R, NEVER)[index] == uses
-        if not np.all(known):
-            raise self._other(place, int(uses[int(np.argmin(known))]), 0)
+        is_used = np.append(self.uses_R, NEVER)[index] == uses
+        if not np.all(is_used):
+            raise self._other(place, int(uses[int(np.argmin(is_used))]), 0)
         self._arrived_RT[:, place] += np.bincount(index, minlength=self.uses_R.size + 1)[:-1]
         return index
 
     def check(self, place: int) -> None:
-        """Raise StoreError if other rows of a table arrived than were counted; when all have arrived."""
+        """Raise StoreError if other rows of a table arrived than were counted; call it when all have arrived."""
         wrong = np.nonzero(self._arrived_RT[:, place] != self.counts_RT[:, place])[0]
         if wrong.size:
             raise self._other(place, int(self.uses_R[wrong[0]]), int(self.counts_RT[wrong[0], place]))
@@ -393,15 +392,15 @@ class Slice:
         self._files.close()
 
     def room(self, group: int) -> int:
-        """Return how many rows of a group it takes yet."""
+        """Return how many more rows of a group it takes."""
         one = self._groups[group]
         return min(max(0, self._remaining) // one.order.entry_bytes, one.most - one.rows)
 
     def put(self, group: int, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:
-        """Take rows (n, W + 1) of one table, at most ``room``; their last word is their last change.
+        """Add rows (n, W + 1) of one table, at most ``room``; their last word is their last change.
 
-        Rows must come in the order (table, hash). Raises StoreFullError, and StoreError for other first uses than were
-        counted.
+        Rows must arrive in the order (table, hash). Raises StoreFullError, and StoreError if first uses differ from the
+        counted ones.
         """
         one = self._groups[group]
         one.put(place, keys, rows, uses)
@@ -409,7 +408,7 @@ class Slice:
         self._remaining -= keys.size * one.order.entry_bytes
 
     def segment(self, layout: Layout, progress: Callable[[str, int], None]) -> NewSegment:
-        """Return the segment of all rows that it has."""
+        """Return the segment of all its rows."""
         layouts = tuple(layout(one.order.group, one.ranges()) for one in self._groups)
 
         def blocks() -> Iterator[MovedBlock]:
@@ -433,14 +432,14 @@ class _GroupSlice:
         """The least and the greatest last change."""
         width_R = np.append(np.minimum(order.counts_RT.sum(axis=1), most), most)
         self._start_R = np.cumsum(width_R) - width_R
-        """The least number of a place for each first use: places need not be dense, only far enough apart."""
+        """The least place number for each first use: places need not be dense, only far enough apart."""
         self._width_R = width_R
         self._shift = np.uint64(64 - int(width_R.sum()).bit_length())
-        """The left shift that moves place numbers to the highest bits, which a sorter splits by."""
+        """The left shift that moves place numbers to the highest bits, which the sorter uses first."""
         self._counts_RT = np.zeros((width_R.size, len(order.group.tables)), np.int64)
 
     def put(self, place: int, keys: Int64s, rows: Floats, uses: Int64s) -> None:
-        """Take rows of one table."""
+        """Add rows of one table."""
         changed = rows[:, -1].view(np.uint32)
         self.oldest, self.newest = min(self.oldest, int(changed.min())), max(self.newest, int(changed.max()))
         index = self.order.index_of(place, uses)

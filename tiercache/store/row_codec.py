@@ -1,7 +1,7 @@
 """Rows of a table in memory and in blocks: first rows, numbers as words, words as field-major pages, altered rows.
 
-First rows (docs/format/bits.md, "Initial rows") are what a row is before it was ever trained. Kernels make the same
-bits for a training, an order of magnitude faster; test vectors hold the two together.
+First rows (docs/format/bits.md, "Initial rows") are the rows before any training. Kernels make the same bits for a
+training, an order of magnitude faster; test vectors check both.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def to_words(field: Field, values: Floats, out: Floats) -> None:
 def row_words(fields: Sequence[Field], values: Sequence[Floats], changed: int | None = None) -> Floats:
     """Return whole rows (n, words of all fields) from the numbers (n, width) of each field.
 
-    changed: the commit that changed them last, for a word more at the end of each.
+    changed: the commit that changed them last, appended as one more word.
     """
     words, at = sum(field.words for field in fields), 0
     out = np.empty((values[0].shape[0], words + (changed is not None)), np.float32)
@@ -65,7 +65,7 @@ def row_words(fields: Sequence[Field], values: Sequence[Floats], changed: int | 
 
 
 def from_words(fields: Sequence[Field], words: Sequence[Floats]) -> tuple[Floats, ...]:
-    """Return the numbers (n, width) of each field from its words (n, words): float32 fields are passed on."""
+    """Return the numbers (n, width) of each field from its words (n, words): float32 fields are not copied."""
     return tuple(
         values
         if field.dtype == "float32"
@@ -75,7 +75,7 @@ def from_words(fields: Sequence[Field], words: Sequence[Floats]) -> tuple[Floats
 
 
 def pack(group: Group, page_rows: Iterable[int], rows: Floats, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Write rows (n, at least W words) into pages of so many rows each, which fill the front of ``out``; returns it."""
+    """Write rows (n, at least W words) into pages of ``page_rows`` rows, at the front of ``out``; returns them."""
     end = 0
     for columns, stored in _fields(group, page_rows, rows, out):
         stored[:] = columns
@@ -84,7 +84,7 @@ def pack(group: Group, page_rows: Iterable[int], rows: Floats, out: NDArray[np.u
 
 
 def unpack(group: Group, page_rows: Iterable[int], pages: NDArray[np.uint8], out: Floats) -> None:
-    """Write the rows of pages of so many rows each into the first words of the rows of ``out``."""
+    """Write the rows of pages of ``page_rows`` rows into the first words of the rows of ``out``."""
     for columns, stored in _fields(group, page_rows, out, pages):
         columns[:] = stored
 
@@ -108,9 +108,9 @@ def blocks_of(
     layouts: Iterable[SegmentLayout],
     chunks: Callable[[Group, SegmentLayout], Iterable[tuple[Int64s, Floats]]],
 ) -> Iterator[RowBlock]:
-    """Yield the blocks of all groups from the keys and rows (n, W) of each: every field of a row side by side as words.
+    """Yield the blocks of all groups from the keys and rows (n, W) of each: the words of all fields.
 
-    All blocks of a group stand in the same two arrays.
+    All blocks of a group use the same two arrays.
     """
     for group, layout in zip(groups, layouts, strict=True):
         for block, packed, keys, _ in _blocks_of(group, layout, chunks(group, layout), layout.row_bytes // 4):
@@ -120,7 +120,7 @@ def blocks_of(
 def moved_blocks_of(
     group: Group, layout: SegmentLayout, chunks: Iterable[tuple[Int64s, Floats]]
 ) -> Iterator[MovedBlock]:
-    """Do what ``blocks_of`` does for one group with rows (n, W + 1): the last word of each is its last change."""
+    """Do the same as ``blocks_of`` for one group with rows (n, W + 1), which end with their last change."""
     for block, packed, keys, rows in _blocks_of(group, layout, chunks, layout.row_bytes // 4 + 1):
         yield group.index, block, packed, keys, rows[:, -1].view(np.uint32)
 
@@ -152,7 +152,7 @@ class StoredTable:
     """A table whose rows keep the layout that they were written in until the next rewrite."""
 
     table: Table
-    """The present table."""
+    """The current table."""
     group: Group | None
     """The group of the segments' layouts that has its rows; None if they have none."""
     before: tuple[Table, ...] = ()
@@ -164,24 +164,24 @@ class StoredTable:
     ) -> StoredTable:
         """Find a table among ``tables``; a commit has ``groups`` and ``stored``.
 
-        Raises ValueError that calls the store ``label``.
+        Raises ValueError; ``label`` is the store's name in messages.
         """
         table, before = table_named(tables, name, label), []
         for older in stored:
             before += [one for one in older if one.name == name]
-        if len(before) < len(stored):  # it was added, perhaps in place of one that was dropped
+        if len(before) < len(stored):  # it was added, perhaps replacing a dropped one
             return cls(table, None)
         return cls(table, next(one for one in groups if any(of.name == name for of in one.tables)), tuple(before))
 
     def rows(self, keys: NDArray[np.int64], words: Floats) -> Floats:
-        """Return stored rows (n, W) as they are now; further words of each, such as its last change, stay."""
+        """Return stored rows (n, W) as the current table has them; further words, such as last changes, are kept."""
         for before, after in pairwise((*self.before, self.table)):
             words = _altered(before, after, keys, words)
         return words
 
 
 def _altered(before: Table, after: Table, keys: NDArray[np.int64], words: Floats) -> Floats:
-    """Return rows of a table after one alteration: new numbers are those of a key's first row."""
+    """Return rows of a table after one alteration: new columns are taken from the key's first row."""
     same = state_layout(before) == state_layout(after)
     if same and before.dim == after.dim:
         return words
@@ -206,8 +206,8 @@ _INITIAL_NUMBERS = 1 << 20
 def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
     """Return the first row of each key (n,) of a table: (n, width) of float32 for each field.
 
-    Vectors are rounded to the nearest of the table's dtype; state begins at its constant. Those of a column slice are
-    its columns of the whole ones.
+    Vectors are rounded to the nearest of the table's dtype; state begins at its constant. A column slice has its
+    columns of the whole vectors.
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)

@@ -1,9 +1,9 @@
-"""All rows of one table in hash order, as they stand at the newest commit.
+"""All rows of one table in hash order, at the newest commit.
 
-The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
-are merged as they are read; many short ones, which no memory could merge without reading their pages again and
-again, are sorted (``ExternalSorter``). Of several rows of a key, which retained segments leave, the newest is given:
-runs come in the order of segments, and sorting keeps the order of equal keys.
+The rows of a table form runs, one for each live range of each segment, and each run is in hash order. A few runs are
+merged as they are read; many short ones, which no memory could merge without reading their pages again and again, are
+sorted (``ExternalSorter``). If retained segments leave several rows of a key, the newest is yielded: runs are in the
+order of segments, and sorting keeps the order of equal keys.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     Columns = tuple[NDArray[Any], ...]
     Uint32s = NDArray[np.uint32]
     Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
-    """Keys (n,) and rows (n, W): every field of a row side by side, as words."""
+    """Keys (n,) and rows (n, W): the words of all fields."""
     RowFilter = Callable[[Segment, int, int, int], NDArray[np.bool_]]
-    """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
+    """Returns a mask of the rows [low, high) of a segment and a group: (high - low,)."""
 
 
 SCAN_BYTES = 256 << 20
@@ -64,21 +64,20 @@ def scan_segments(
 ) -> Iterator[Chunk]:
     """Yield all rows of a table in segments of a snapshot in hash order: keys (n,), and each field (n, width).
 
-    Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
-    ``memory_bytes`` are taken, or what four pages and the keys of a block take. Every live page is read once and
-    its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
-    them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
-    where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
-    which they exceed it. A page is read whole: where ranges are shorter than pages, rows of the group's other tables
-    are read with them.
+    Chunks have at most ``chunk_rows`` rows (by default about 4 MiB). In addition to the caller's chunk at most
+    ``memory_bytes`` are taken, or the size of four pages and the keys of a block. Every live page is read once and its
+    keys about once (at most a quarter of the rows' bytes more). If a table has too many runs to merge in that memory,
+    its rows are written to an unlinked temporary file in ``scratch`` (by default the store's folder, or the system's if
+    that cannot be written to) and read again, once for each factor of 256 by which they exceed it. A page is read
+    whole: if ranges are shorter than pages, rows of the group's other tables are read with them.
 
-    Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
-    of a layout which are wanted; pages without one are not read. Where it may have several of a key, not
-    ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
-    (n, words); then with ``changed`` the last one, (n, 1), has the last changes. ``hashes``: only rows whose hash is at
-    least the first and below the second; pages at either end of a run are then read for the rows on both sides.
+    No segment may be left out that has a newer row of a key than the given ones. ``choice`` selects rows of a layout;
+    pages without one are not read. If it may select several of a key, not ``alone``, the newest of all must be one of
+    them, and is yielded. ``as_words``: fields are yielded as stored, (n, words); then with ``changed`` the last one,
+    (n, 1), has the last changes. ``hashes``: only rows whose hash is at least the first and below the second; pages at
+    either end of a run are then read for the rows on both sides.
 
-    Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
+    Raises ValueError for an unknown table and without a commit, StoreFullError and CorruptStoreError.
     """
     stored = check_scan(reader, snapshot, table_name, chunk_rows)
     table, group = stored.table, stored.group
@@ -99,7 +98,7 @@ def scan_segments(
 
 
 def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: int | None) -> StoredTable:
-    """Return the table that is to be scanned. Raises ValueError if it cannot be."""
+    """Return the table to scan. Raises ValueError if it cannot be scanned."""
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     found = snapshot.find(name, reader.label)
@@ -114,14 +113,14 @@ def chunk_rows_of(table: Table) -> int:
 
 
 def output_row_bytes(table: Table) -> int:
-    """Return the bytes of a row as callers get it: its key, and its numbers in float32 whatever their dtype is."""
+    """Return the bytes of a returned row: its key, and its numbers in float32 whatever their dtype."""
     return 8 + 4 * sum(field.width for field in table.fields)
 
 
 def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
     """Yield the last of several rows of a key.
 
-    Raises CorruptStoreError where more than ``stale`` others came, or fewer where these are ``all_rows``.
+    Raises CorruptStoreError for more than ``stale`` others, or, if these are ``all_rows``, for fewer.
     """
     remaining = stale
     for keys, rows in whole_keys(chunks):
@@ -166,7 +165,7 @@ def _chunks(
     memory_bytes: int,
     scratch: Path | None,
 ) -> Iterator[Rows]:
-    """Merge or sort the runs, whichever reads less."""
+    """Merge or sort the runs, whichever reads fewer bytes."""
     row_bytes = 4 * runs[0].words if runs else table.row_bytes
     most = part_rows(row_bytes, memory_bytes)
     if sum(run.remaining for run in runs) > most and _can_merge(runs, table, memory_bytes):
@@ -187,7 +186,7 @@ def _chunks(
 
 
 def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
-    """Whether every run can have pages and keys in memory, and blocks of keys are read about once."""
+    """Return True if the pages and keys of all runs fit in memory and blocks of keys are read about once."""
     key_row_bytes = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
     buffered_bytes = sum(
         run.page_bytes + size * min(run.remaining, run.block_rows)
@@ -201,7 +200,7 @@ def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bo
 
 
 def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
-    """Merge runs: each holds a share of ``most`` rows, by its own, and is read on where half of it is free."""
+    """Merge runs: each holds a share of ``most`` rows, in proportion to its size, and reads more when half is free."""
     total = sum(run.remaining for run in runs)
     halves = [max(1, most * run.remaining // total) // 2 for run in runs]
     cursors = [
@@ -218,7 +217,7 @@ def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) 
 
 
 def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield hashes, keys and rows of a run, about ``part_rows`` at a time. Raises CorruptStoreError for no order."""
+    """Yield hashes, keys and rows of a run, about ``part_rows`` at a time. Raises CorruptStoreError if out of order."""
     last: int | None = None
     while run.remaining:
         keys, rows = run.read(part_rows)
@@ -233,16 +232,16 @@ def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArr
 
 
 FORGOTTEN = (1 << 32) - 1
-"""The last change of a key without a row, for who merges runs: above that of every row."""
+"""The last change of a key without a row, for merging runs: greater than any row's."""
 _CHOICE_ROWS = 1 << 20
-"""Rows that are chosen from at once."""
+"""Rows per call of ``choice``."""
 
 
 class SortedRun:
     """Rows [low, high) of a layout, all of one table, read from the front.
 
-    With ``choice`` only the rows that it says are read, and of the pages only those with such a row. With
-    ``changed`` the last word of each row is its last change.
+    With ``choice`` only the selected rows are read, and only pages with such a row. With ``changed`` the last word of
+    each row is its last change.
     """
 
     def __init__(
@@ -274,7 +273,7 @@ class SortedRun:
         return self._layout.block_rows
 
     def blocks(self, most: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield the blocks that its rows are in, and which of its rows, at most so many at a time."""
+        """Yield the blocks of its rows, and its rows in each, at most ``most`` at a time."""
         return self._layout.blocks_between(self.low, self.high, most)
 
     @property
@@ -284,12 +283,12 @@ class SortedRun:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the blocks of keys that it touches."""
+        """Bytes of its blocks of keys."""
         first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
         return 8 * (self._layout.rows_of_block(last)[1] - self._layout.rows_of_block(first)[0])
 
     def join(self, after: SortedRun) -> None:
-        """Take up the rows of the run that lies right behind this one."""
+        """Append the rows of the run that directly follows this one."""
         self.high, self.remaining = after.high, self.remaining + after.remaining
 
     def read(self, rows: int) -> Rows:
@@ -318,7 +317,7 @@ class SortedRun:
         return keys, out
 
     def _read_chosen(self, choice: RowFilter, rows: int) -> Rows:
-        """Read on, so many rows at a time, until as many chosen ones came."""
+        """Read ``rows`` rows at a time until that many selected ones were read."""
         layout = self._layout
         parts: list[Rows] = []
         taken = 0
@@ -339,13 +338,13 @@ class SortedRun:
         return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
 
     def _count_chosen(self, choice: RowFilter) -> int:
-        """Return how many rows are chosen."""
+        """Return how many rows are selected."""
         lows = range(self.low, self.high, _CHOICE_ROWS)
         parts = (choice(self.segment, self._group.index, low, min(self.high, low + _CHOICE_ROWS)) for low in lows)
         return sum(int(np.count_nonzero(part)) for part in parts)
 
     def _pass_over(self, row: int) -> None:
-        """Go on from a row further on."""
+        """Skip to a later row."""
         self._keys = self._keys[row - self.low :]
         self.low = row
 
@@ -372,7 +371,7 @@ class LastBlock:
         self._last: tuple[tuple[int, int, int], NDArray[Any]] | None = None
 
     def __call__(self, segment: Segment, group: int, block: int) -> NDArray[Any]:
-        """Return what ``read`` does."""
+        """Return the result of ``read``."""
         place = segment.id, group, block
         if self._last is None or self._last[0] != place:
             self._last = place, self._read(segment, group, block)
@@ -389,10 +388,10 @@ def runs_of(
     changed: Callable[[], VersionReader] | None = None,
     hashes: tuple[int, int] | None = None,
 ) -> list[SortedRun]:
-    """Return the runs of a table in live ranges of ``segments``, which are of ``snapshot``, by segment and place.
+    """Return the runs of a table in live ranges of ``segments``, which are in ``snapshot``, by segment and row.
 
-    ``changed`` makes for each what remembers one block: they may be read by turns. ``hashes``: only the rows whose
-    hash is at least the first and below the second; reads at most two key pages of each run to find them.
+    ``changed`` makes a one-block cache for each: they may be read by turns. ``hashes``: only the rows whose hash is at
+    least the first and below the second; reads at most two key pages of each run to find them.
     """
     place, runs = group.place(table.name), []
     for segment in segments:
@@ -408,7 +407,7 @@ def runs_of(
 def _rows_within(
     reader: BlockReader, segment: Segment, group: Group, table: Table, run: tuple[int, int], hashes: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return which rows of a run of a table, (first, last + 1), have hashes in a range."""
+    """Return the rows of a run of a table, (first, last + 1), with hashes in a range."""
     layout, (low, high), found = segment.layouts[group.index], run, []
     first, last = layout.key_pages_of_rows(np.array([low, high - 1])).tolist()
     begins = segment.meta[group.index].first_hashes[first + 1 : last + 1]
@@ -416,7 +415,7 @@ def _rows_within(
         if not 0 < bound < HASHES:
             found.append(low if bound <= 0 else high)
             continue
-        page = first + int(begins.searchsorted(np.uint64(bound)))  # its row is in here, or the first of the next one
+        page = first + int(begins.searchsorted(np.uint64(bound)))  # its row is here, or the first of the next page
         start, end = (int(rows[0]) for rows in layout.rows_of_key_pages(np.array([page])))
         block, in_block = divmod(page, layout.key_pages)
         keys = reader.keys(segment, group.index, block, in_block, in_block + 1)
@@ -427,7 +426,7 @@ def _rows_within(
 
 
 def join_runs(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:
-    """Join runs that lie side by side: all of a segment stay before those of a newer one. They are read in order."""
+    """Join adjacent runs; a segment's runs stay before those in newer segments. Read them in order."""
     found: list[SortedRun] = []
     for run in runs:
         run.keys_of, run.changed = keys_of, runs[0].changed
@@ -439,7 +438,7 @@ def join_runs(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], 
 
 
 class VersionReader:
-    """Says which commit last changed rows of layouts; remembers the last block that it read.
+    """Returns the last changes of rows of layouts; caches the last block that it read.
 
     ``firsts`` has for each segment the first commit that named it. Raises CorruptBlockError.
     """
@@ -459,7 +458,7 @@ class VersionReader:
         return found
 
     def after(self, since: int) -> RowFilter:
-        """Return what says which rows changed after commit ``since``; reads only blocks with some that did not."""
+        """Return a filter for rows that changed after commit ``since``; reads only blocks with some that did not."""
 
         def chosen(segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
             found = np.empty(high - low, np.bool_)

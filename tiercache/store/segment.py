@@ -1,4 +1,4 @@
-"""Segments: what one pass dumped, or a rewrite put in another order, and what describes its rows."""
+"""Segments: the rows that one pass dumped or a rewrite reordered, and their descriptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Uint32s = NDArray[np.uint32]
     Hashes = NDArray[np.uint64]
     Numbers = NDArray[Any] | PagedArray
-    """In memory, or read in place: take slices of it."""
+    """In memory or read in place; use slices."""
 
 
 class Compute(NamedTuple):
@@ -44,13 +44,13 @@ class Compute(NamedTuple):
 
 
 BASE_PASS = -1
-"""The pass of a segment whose rows no pass dumped: a schedule begins with it."""
+"""The pass of a segment that no pass dumped: a schedule begins with it."""
 
 
 class Changed(NamedTuple):
     """The last changes of the rows of one layout, which a rewrite wrote. Shapes: B blocks of it.
 
-    What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
+    Segments of a pass or a fill have none: all their rows last changed at the first commit that named them.
     """
 
     oldest_B: Numbers
@@ -58,8 +58,8 @@ class Changed(NamedTuple):
     newest_B: Numbers
     """(B,): the greatest."""
     checksums_B: Numbers
-    """(B,): CRC32C of the last changes of each block; (0,) where those of the whole layout are one number, and none is
-    stored."""
+    """(B,): CRC32C of the last changes of each block; (0,) if the whole layout has one last change, and none is stored.
+    """
 
     @property
     def stored(self) -> bool:
@@ -76,7 +76,7 @@ def base_pass(first_pass: int) -> int:
 class GroupMeta:
     """The description of a segment's rows of one group.
 
-    Arrays in memory are those of a segment that this process wrote; else they are read in place.
+    Arrays are in memory if this process wrote the segment; otherwise they are read in place.
     """
 
     layout: SegmentLayout
@@ -88,13 +88,13 @@ class GroupMeta:
     first_hashes: Numbers
     """The hash of the first key of each key page (uint64). A lookup reads only the key pages that may have its keys."""
     key_map: KeyMap | None = None
-    """In which ranges a key may be; None where there are too few ranges or too many rows for that."""
+    """The ranges that may have a key; None for too few ranges or too many rows."""
     changed: Changed | None = None
-    """Of all groups, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named
-    it."""
+    """The last changes, for all groups, if a rewrite wrote it. Otherwise all rows changed at the first commit that
+    named it."""
 
     def check(self) -> None:
-        """Raise ValueError where its arrays are not of its layout."""
+        """Raise ValueError if its arrays do not fit its layout."""
         layout, blocks = self.layout, self.layout.num_blocks
         sizes = [array.size for array in (self.checksums, self.key_checksums, self.first_hashes)]
         if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
@@ -109,7 +109,7 @@ class GroupMeta:
             )
 
     def arrays(self) -> dict[str, Numbers]:
-        """Return all arrays, but for those of ``changed``, by name."""
+        """Return all arrays except those in ``changed``, by name."""
         own = {"pages": self.checksums, "key_pages": self.key_checksums, "first_hashes": self.first_hashes}
         return own if self.key_map is None else own | self.key_map.arrays()
 
@@ -121,7 +121,7 @@ _CHANGED = ("oldest", "newest", "changed")
 def meta_to_bytes(
     meta: Sequence[GroupMeta], id_: int, groups: Sequence[Group]
 ) -> tuple[bytes, list[NDArray[np.uint8]]]:
-    """Return the head of segment ``id_``, whose rows are those of ``groups``, and the arrays behind it."""
+    """Return the head of segment ``id_``, whose rows are described by ``groups``, and the arrays after it."""
     small: dict[str, NDArray[Any]] = {}
     large: dict[str, NDArray[Any]] = {}
     layouts = []
@@ -141,9 +141,9 @@ def meta_to_bytes(
 def meta_from_bytes(
     head: bytes, id_: int, name: str, arrays_of: Callable[[dict[str, ArrayPlace], Uint32s], PagedArrays]
 ) -> tuple[GroupMeta, ...]:
-    """Read the head of segment ``id_``; ``arrays_of`` gives the arrays behind it.
+    """Read the head of segment ``id_``; ``arrays_of`` returns the arrays after it.
 
-    Raises CorruptStoreError that calls it ``name``.
+    Raises CorruptStoreError; ``name`` is its name in messages.
     """
     values, small = decode("segment", head, name)
     try:
@@ -182,8 +182,8 @@ def meta_from_bytes(
 class Segment:
     """The rows that one pass dumped: one layout for each group of the store; immutable.
 
-    What describes its rows is read when it is first asked for, from any thread: each of these properties raises
-    CorruptStoreError where that cannot be read.
+    Its description is read on first use, from any thread: each of these properties raises CorruptStoreError if it
+    cannot be read.
     """
 
     __slots__ = (
@@ -205,9 +205,9 @@ class Segment:
         head_bytes: int = 0,
         head_digest: str = "",
     ) -> None:
-        """``read`` reads what describes it, a blob of ``meta_bytes`` whose head has ``head_bytes``."""
+        """``read`` reads its description, a blob of ``meta_bytes`` whose head has ``head_bytes``."""
         self.id = id_
-        """Grows with every segment of a rank: of two live rows of one key, that of the larger id is newer."""
+        """Grows with every segment of a rank: of two live rows of one key, the one with the larger id is newer."""
         self.name = name
         """Prefix of the names of its blobs."""
         self.pass_index = pass_index
@@ -228,13 +228,13 @@ class Segment:
         return f"<segment {self.id} of pass {self.pass_index}>"
 
     def describe(self, meta: tuple[GroupMeta, ...]) -> None:
-        """Have it described by ``meta`` from now on."""
+        """Set its description."""
         self._layouts = tuple(one.layout for one in meta)
         self._meta = meta
 
     @property
     def meta(self) -> tuple[GroupMeta, ...]:
-        """By group the description of its rows, read at first use."""
+        """The description of its rows, by group, read on first use."""
         if self._meta is None:
             with self._lock:
                 if self._meta is None:
@@ -251,12 +251,12 @@ class Segment:
 
     @property
     def changed(self) -> tuple[Changed, ...]:
-        """By group, where a rewrite wrote it: when its rows changed."""
+        """The last changes of its rows, by group, if a rewrite wrote it."""
         return tuple(one.changed for one in self.meta if one.changed is not None)
 
     @property
     def within_pass(self) -> int | None:
-        """The pass whose whole key set it holds, for a cursor inside that pass; None where it is not ``within``."""
+        """The pass whose whole key set it holds, for a cursor inside that pass; None if it is not ``within``."""
         if not self.within:
             return None
         return self.pass_index if self.pass_index >= 0 else BASE_PASS - self.pass_index
@@ -273,13 +273,13 @@ class Segment:
 
     @property
     def changed_bytes(self) -> int:
-        """Bytes of the last changes that are stored beside them."""
+        """Bytes of stored last changes."""
         stored = [one.layout.rows for one in self.meta if one.changed is not None and one.changed.stored]
         return CHANGED_BYTES * sum(stored)
 
     @property
     def meta_blob(self) -> Blob:
-        """The blob of what describes its rows."""
+        """The blob of its description."""
         return Blob(meta_name(self.name), self.meta_bytes)
 
     def blob(self, kind: str, group: Group) -> Blob:
@@ -288,7 +288,7 @@ class Segment:
         return Blob(rows_name(self.name, group.index, kind), layout.blob_bytes(kind), BlobRows(group, layout))
 
     def blobs(self) -> Iterator[Blob]:
-        """Yield the blobs with its rows, keys and, where they are stored, last changes, group after group."""
+        """Yield the blobs of its rows, keys and, if stored, last changes, group after group."""
         for group in self.groups:
             if self.layouts[group.index].rows:
                 yield self.blob(ROWS, group)
@@ -298,13 +298,13 @@ class Segment:
 
 
 def first_hashes_of(keys: NDArray[np.int64], rows: Int64s, layout: SegmentLayout, group: Group) -> Hashes:
-    """Return the hashes of ``keys`` (n,) of ``rows`` (n,) of a layout, each as a key of its own table."""
+    """Return the hashes of ``keys`` (n,) in ``rows`` (n,) of a layout, each with its table's id."""
     ids = np.array([table.table_id for table in group.tables], np.uint64)
     return hash_keys((keys.view(np.uint64) ^ ids[layout.tables_of_rows(rows)]).view(np.int64), 0)
 
 
 def most_meta_bytes(layouts: Iterable[SegmentLayout]) -> int:
-    """Return about the most bytes of the blob that describes rows in ``layouts``, one for each group."""
+    """Return approximately the most bytes of the description of ``layouts``, one for each group."""
     total = _HEAD_BYTES
     for layout in layouts:
         total += layout.next_use_R.nbytes + layout.table_rows_RT.nbytes + _TABLE_BYTES * layout.table_rows_RT.shape[1]
@@ -314,12 +314,12 @@ def most_meta_bytes(layouts: Iterable[SegmentLayout]) -> int:
 
 
 def meta_name(segment_name: str) -> str:
-    """Return the name of the blob that describes the rows of a segment."""
+    """Return the name of a segment's description."""
     return f"{segment_name}/meta"
 
 
 def rows_name(segment_name: str, group: int, kind: str) -> str:
-    """Return the name of the blob of a kind with rows of one group of a segment."""
+    """Return the name of a blob of one kind with rows of one group of a segment."""
     return f"{segment_name}/{group}/{kind}"
 
 
@@ -358,7 +358,7 @@ def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
 def base_layouts(
     groups: Iterable[Group], rows: Callable[[Table], int], layout: Layout = base_layout
 ) -> tuple[SegmentLayout, ...]:
-    """Return the layouts of so many rows of each table that no pass needs."""
+    """Return the layouts of ``rows`` rows of each table without a next use."""
     found = []
     for group in groups:
         counts = tuple(rows(table) for table in group.tables)
@@ -369,12 +369,12 @@ def base_layouts(
 def corrupt_block(
     store: str, segment: Segment, group: Group, block: int, seen: str, expected: int | None = None
 ) -> CorruptBlockError:
-    """Return the error of a block that is not what was written; where known, with the checksum ``expected``."""
+    """Return the error of a block that differs from what was written; ``expected`` is the checksum, if known."""
     tables = tuple(table.name for table in group.tables)
     named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
-    wanted = "" if expected is None else f" where {expected:08x} was written"
+    suffix = "" if expected is None else f" where {expected:08x} was written"
     return CorruptBlockError(
-        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{wanted}: "
+        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{suffix}: "
         "restore the store from a copy, or train again from the start",
         segment=segment.id,
         block=block,

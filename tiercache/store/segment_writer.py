@@ -1,4 +1,4 @@
-"""A segment on its way into an engine: blocks are checked, get their checksums, and are put into blobs."""
+"""Writing a segment to an engine: blocks are checked, get their checksums, and are put into blobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEAL_BYTES = 64 << 20
 class SegmentWriter:
     """Writes the blocks of one segment.
 
-    Checksums of ``stable`` ones are computed on a thread of their own while the engine writes.
+    Checksums of ``stable`` blocks are computed on a separate thread while the engine writes.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class SegmentWriter:
         stable: bool,
         moved: Sequence[bool] = (),
     ) -> None:
-        """``moved``: by group, if last changes are stored; empty: no row has one."""
+        """``moved``: by group, True if last changes are stored; empty: no row has one."""
         self._segment = segment
-        """All that describes it is there when it is written."""
+        """Fully described once it is written."""
         self._meta = tuple(
             GroupMeta(
                 layout=layout, checksums=np.zeros(layout.num_pages, np.uint32),
@@ -72,7 +72,7 @@ class SegmentWriter:
             "rows_written": segment.rows, "row_bytes_written": segment.row_bytes,
             "key_bytes_written": KEY_BYTES * segment.rows, "changed_bytes_written": segment.changed_bytes,
         }  # fmt: skip
-        """By name of a counter: what the blocks hold."""
+        """Counts of its contents, by name of the counter."""
         self.num_bytes = sum(self.written.values()) - segment.rows
         """Bytes of all blocks."""
         self._source: Iterator[RowBlock | MovedBlock] = iter(blocks)
@@ -85,9 +85,9 @@ class SegmentWriter:
         self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> bytes:
-        """Write all blobs, then what describes the segment, which has all its checksums; return the head of that.
+        """Write all blobs, then the segment's description with all checksums; return the head of that.
 
-        Raises what the engine raises, and ValueError for blocks that are not what the layouts say: nothing is left.
+        Raises the engine's errors, and ValueError for blocks that do not fit the layouts: nothing is left.
         """
         blobs = list(self._segment.blobs())
         numbers = {(blob.of.group.index, blob.name.rsplit("/", 1)[1]): i for i, blob in enumerate(blobs) if blob.of}
@@ -103,7 +103,7 @@ class SegmentWriter:
                 raise
 
     def _made_maps(self) -> tuple[KeyMap | None, ...]:
-        """Return the map of each group, when all of its keys are taken."""
+        """Return the map of each group, once all its keys were added."""
         maps = tuple(
             None if builder is None else builder.build(self._compute.map_entries) for builder in self._map_builders
         )
@@ -111,7 +111,7 @@ class SegmentWriter:
         return maps
 
     def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> bytes:
-        """Put what describes the segment, when all of its blocks are sealed."""
+        """Put the segment's description, once all its blocks are sealed."""
         meta = tuple(replace(one, key_map=key_map) for one, key_map in zip(self._meta, maps, strict=True))
         segment = self._segment
         segment.describe(meta)
@@ -123,19 +123,19 @@ class SegmentWriter:
         return head
 
     def _parts(self, numbers: Mapping[tuple[int, str], int]) -> Iterator[Part]:
-        """Yield the blocks of all blobs; ``numbers`` says which blob has a group's of a kind."""
-        held: list[Part] = []
+        """Yield the blocks of all blobs; ``numbers`` has the blob number of a group and a kind."""
+        pending: list[Part] = []
         held_bytes = 0
         while self._missing:
             try:
-                given = next(self._source)
+                item = next(self._source)
             except StopIteration:
                 raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
-            group, block, data, keys = given[:4]
+            group, block, data, keys = item[:4]
             if (group, block) not in self._missing:
                 raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
             self._missing.remove((group, block))
-            keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(given[4]) if len(given) == 5 else None
+            keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(item[4]) if len(item) == 5 else None
             layout = self._meta[group].layout
             size = layout.bytes_of_block(block)
             if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
@@ -162,20 +162,20 @@ class SegmentWriter:
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
             yield numbers[group, ROWS], layout.byte_in_blob(ROWS, block), data
-            held.append((numbers[group, KEYS], layout.byte_in_blob(KEYS, block), keys))
+            pending.append((numbers[group, KEYS], layout.byte_in_blob(KEYS, block), keys))
             held_bytes += keys.nbytes
             if not self._stable or held_bytes >= _HELD_BYTES:
-                yield from held
-                held, held_bytes = [], 0
-            if changed is not None and (known := self._meta[group].changed) is not None and known.stored:
+                yield from pending
+                pending, held_bytes = [], 0
+            if changed is not None and (stored := self._meta[group].changed) is not None and stored.stored:
                 yield numbers[group, CHANGED], layout.byte_in_blob(CHANGED, block), changed
         if self._stable:
-            self._seal_meanwhile()  # while the engine writes what it has
+            self._seal_meanwhile()  # while the engine writes the previous blocks
             self._maps = self._sealer.submit(self._made_maps)
-        yield from held
+        yield from pending
 
     def _hashes(self, group: int, block: int, keys: Int64s, starts: Int64s) -> Hashes:
-        """Return the hashes of the keys of a block at ``starts``; what makes a map of the layout takes all of them."""
+        """Return the hashes of the keys of a block at ``starts``; a map builder takes all of them."""
         layout, builder = self._meta[group].layout, self._map_builders[group]
         first_row = block * layout.block_rows
         if builder is None:
@@ -187,13 +187,13 @@ class SegmentWriter:
         return hashes[starts]
 
     def _seal_meanwhile(self) -> None:
-        """Have the checksums of what came since the last time computed."""
+        """Start computing the checksums of the blocks since the last call."""
         unsealed, self._unsealed, self._unsealed_bytes = self._unsealed, [], 0
         if unsealed:
             self._seals.append(self._sealer.submit(self._seal, unsealed))
 
     def _seal(self, unsealed: list[Taken]) -> None:
-        """Compute the checksums of blocks, their keys and last changes, by one computation."""
+        """Compute the checksums of blocks, their keys and last changes, in one call."""
         parts, targets = [], []
         for group, block, data, keys, changed in unsealed:
             meta = self._meta[group]
@@ -222,7 +222,7 @@ class SegmentWriter:
 
 
 def check_layouts(layouts: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:
-    """Raise ValueError where layouts are not of the groups' rows."""
+    """Raise ValueError if layouts do not fit the groups' rows."""
     if len(layouts) != len(groups):
         raise ValueError(f"there are {len(layouts)} layouts for {len(groups)} groups: give one for each")
     for group, layout in zip(groups, layouts, strict=True):

@@ -1,6 +1,4 @@
-"""A sharding plan: which rank owns which columns of which rows of every table. Plain values; knows no passes and no
-torch.
-"""
+"""A sharding plan: which rank owns which columns of which rows of every table. Knows no passes and no torch."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ class Slice:
     first: int
     """The first column."""
     last: int
-    """The column behind the last."""
+    """The column after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSharding:
-    """How the rows of one table are divided among ranks.
+    """The division of one table's rows among ranks.
 
     "row_wise": each rank owns the keys of its range of hashes (``hash_bounds``). "data_parallel": the same, and every
     rank also has a copy of all vectors. "table_wise": one rank owns all rows. "column_wise": several ranks own all
@@ -46,12 +44,12 @@ class TableSharding:
 
     kind: Kind
     slices: tuple[Slice, ...] = ()
-    """Of kind "table_wise": one with all columns; "column_wise": two and more in the order of columns, each of another
-    rank; else none."""
+    """For "table_wise": one slice with all columns; for "column_wise": two or more in the order of columns, each on a
+    different rank; otherwise none."""
 
     @property
     def by_hash(self) -> bool:
-        """Whether the hash of a key says which rank owns it."""
+        """True if the hash of a key decides which rank owns it."""
         return self.kind in {"row_wise", "data_parallel"}
 
     def described(self) -> dict[str, Any]:
@@ -60,13 +58,13 @@ class TableSharding:
         return {"kind": self.kind, "slices": slices} if slices else {"kind": self.kind}
 
     def slice_of(self, rank: int) -> Slice | None:
-        """Return the columns that a rank owns, None where it owns none or where hashes decide."""
+        """Return the columns that a rank owns, None if it owns none or hashes decide."""
         return next((part for part in self.slices if part.rank == rank), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """The sharding of every table over so many ranks."""
+    """The sharding of every table over ``num_ranks`` ranks."""
 
     num_ranks: int
     tables: Mapping[str, TableSharding]
@@ -103,22 +101,22 @@ class ShardingPlan:
     def shard_tables(self, tables: Iterable[Table], rank: int) -> tuple[Table, ...]:
         """Return the tables of one rank's shard, in the order of table ids: all of them, by name.
 
-        One whose columns are divided has the rank's own. One that the rank owns no row of is whole: its rows are
-        elsewhere. Raises ValueError where the sharding is of other tables.
+        A table whose columns are divided has the rank's columns. A table without rows on this rank is whole. Raises
+        ValueError if the sharding is of other tables.
         """
         ordered = sorted(tables, key=lambda table: table.table_id)
         self.check(ordered)
         found = []
         for table in ordered:
-            mine = self.tables[table.name].slice_of(rank)
-            if mine is None or mine.last - mine.first == table.dim:
+            own = self.tables[table.name].slice_of(rank)
+            if own is None or own.last - own.first == table.dim:
                 found.append(table)
             else:
-                found.append(replace(table, dim=mine.last - mine.first, first_column=mine.first, whole_dim=table.dim))
+                found.append(replace(table, dim=own.last - own.first, first_column=own.first, whole_dim=table.dim))
         return tuple(found)
 
     def owned_hashes(self, table: str, rank: int) -> tuple[int, int] | None:
-        """Return from and below which hash a rank owns keys of a table, all or some of the columns; None: no key."""
+        """Return the hashes [first, last) of a table's keys that a rank owns, all or some columns; None: no key."""
         sharding = self.tables[table]
         if sharding.by_hash:
             return hash_bounds(self.num_ranks)[rank], hash_bounds(self.num_ranks)[rank + 1]
@@ -126,7 +124,7 @@ class ShardingPlan:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest: equal where ranks and tables are divided alike."""
+        """Hexadecimal digest: equal if ranks and tables are divided alike."""
         return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
@@ -146,7 +144,7 @@ class ShardingPlan:
                 isinstance(part, list) and len(part) == 3 and all(type(number) is int for number in part)
                 for part in slices
             ):
-                raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
+                raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, end column]")
             kind = table_sharding["kind"]
             if kind not in KINDS:
                 raise ValueError(f"{what} is {unknown_kind(kind)}")
@@ -155,7 +153,7 @@ class ShardingPlan:
 
 
 def groups_of_rank(tables: tuple[Table, ...], sharding: ShardingPlan | None, rank: int) -> tuple[Group, ...]:
-    """Return the groups of the tables that a rank has, whole or a slice of their columns; None: of one rank."""
+    """Return the groups of a rank's tables, whole or a slice of their columns; None: a store of one rank."""
     return _groups(tables, tuple(table.compression for table in tables), sharding, rank)
 
 
@@ -168,12 +166,12 @@ def _groups(
 
 
 def hash_bounds(num_ranks: int) -> tuple[int, ...]:
-    """Return where the ranges of hashes of the ranks begin, and 2^64 behind the last: ``floor(r * 2^64 / W)``."""
+    """Return the first hash of each rank's range, and 2^64 at the end: ``floor(r * 2^64 / W)``."""
     return tuple(r * HASHES // num_ranks for r in range(num_ranks + 1))
 
 
 def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
-    """Return the widths of so many slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
+    """Return the widths of slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
 
     Raises ValueError unless every slice gets a column.
     """
@@ -184,9 +182,9 @@ def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
 
 
 def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
-    """Return the sharding of ``dim`` columns in equal slices for these ranks; those of one rank become neighbors.
+    """Return the sharding of ``dim`` columns in equal slices for these ranks; slices of one rank become neighbors.
 
-    A rank may stand there several times. One rank alone owns the whole table.
+    A rank may be listed several times. One rank alone owns the whole table.
     """
     widths: dict[int, int] = {}
     for rank, width in zip(ranks, slice_widths(dim, len(ranks)), strict=True):
@@ -204,7 +202,7 @@ def unknown_kind(kind: Any) -> str:
 
 
 def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
-    """Raise ValueError where the sharding of a table contradicts itself."""
+    """Raise ValueError if the sharding of a table contradicts itself."""
     what, slices = f"the sharding of table {name!r}", table_sharding.slices
     if table_sharding.kind not in KINDS:
         raise ValueError(f"{what} is {unknown_kind(table_sharding.kind)}")
@@ -232,7 +230,7 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _fields(record: Any, what: str, needed: set[str], allowed: set[str]) -> dict[str, Any]:
-    """Return an object of a record. Raises ValueError where it is none, lacks a field or has an unknown one."""
+    """Return an object of a record. Raises ValueError for another type, a missing field or an unknown one."""
     fields = _object(record, what)
     for name in sorted(needed - fields.keys()):
         raise ValueError(f"{what} lacks {name!r}: it must be what a sharding plan wrote")

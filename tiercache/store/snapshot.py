@@ -1,4 +1,4 @@
-"""Snapshots of a store, and how much of its blobs they need."""
+"""Snapshots of a store, and the blobs that they need."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 class Snapshot:
     """An immutable view of a commit, or of a commit and the segments appended since.
 
-    Who reads takes it once and passes it on: a store replaces it with every commit. What it needs stays where it is
-    while somebody holds it (``Store.pinned``).
+    Take it once per read: every commit replaces ``Store.snapshot``. Its blobs stay while it is held (``Store.pinned``).
     """
 
     def __init__(self, commit: Commit | None, groups: Sequence[Group], appended: Iterable[Segment] = ()) -> None:
-        """``groups`` of a store without a commit. ``appended`` by id: the segments appended since the commit."""
+        """``groups``: for a store without a commit. ``appended``, by id: the segments appended since the commit."""
         self.commit = commit
         self.groups = tuple(groups) if commit is None else commit.groups
         """The groups of its segments' layouts."""
@@ -43,7 +42,7 @@ class Snapshot:
         """The segments of the commit, without those appended since."""
         self.appended = tuple(appended)
         self.segments = (*self.committed, *self.appended)
-        """Those of the commit and those appended since, by id."""
+        """The segments of the commit and those appended since, by id."""
         self.retained = frozenset[int]() if commit is None else commit.retained_ids
         """The ids of segments of earlier schedules, whose next uses are void."""
         self._rows = {segment.id: row for row, segment in enumerate(self.segments)}
@@ -59,7 +58,7 @@ class Snapshot:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables as they are now; those of its rank."""
+        """The current tables of its rank."""
         if self.commit is not None:
             return self.commit.own_tables
         return tuple(sorted((t for group in self.groups for t in group.tables), key=lambda table: table.table_id))
@@ -76,7 +75,7 @@ class Snapshot:
         return group_tables(self.tables) if is_altered else self.groups
 
     def find(self, name: str, label: str) -> StoredTable:
-        """Return a table by name. Raises ValueError that calls the store ``label``."""
+        """Return a table by name. Raises ValueError; ``label`` is the store's name in messages."""
         if name not in self._tables:
             stored = () if self.commit is None else self.commit.own_stored
             self._tables[name] = StoredTable.of(name, self.tables, self.groups, stored, label)
@@ -90,7 +89,7 @@ class Snapshot:
 
     @cached_property
     def first_blocks(self) -> Int64s:
-        """(S, G): the first block of each layout that is needed; the number of blocks where none is."""
+        """(S, G): the first needed block of each layout; the number of blocks if none is needed."""
         return self.live.first_blocks()
 
     def first_range(self, segment: Segment, group: int) -> int:
@@ -101,7 +100,7 @@ class Snapshot:
         return int(self.live.first_ranges_SG[self._row(segment), group])
 
     def first_block(self, segment: Segment, group: int) -> int:
-        """Return the first block of a layout with a live row; the number of blocks where none has one.
+        """Return the first block of a layout with a live row; the number of blocks if none has one.
 
         Raises CorruptStoreError if the commit lists other rows than the segment has.
         """
@@ -109,7 +108,7 @@ class Snapshot:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of rows that no table has: stale ones and those of dropped tables. The next rewrite frees them."""
+        """Bytes of stale rows and rows of dropped tables. The next rewrite frees them."""
         total, live = 0, {table.name: self.find(table.name, "") for table in self.tables}
         for group in self.groups:
             for table in group.tables:
@@ -120,7 +119,7 @@ class Snapshot:
         return total
 
     def rows_in(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
-        """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+        """Return how many rows of a table are in live ranges of ``segments``, including stale ones."""
         return self._sum(self.live.live_ST, segments, group, table)
 
     def live_rows(self, name: str, label: str = "the store") -> int:
@@ -140,7 +139,7 @@ class Snapshot:
         return self._sum(self.live.stale_ST, segments, group, table)
 
     def _row(self, segment: Segment) -> int:
-        """Return the place of a segment, and compare what is listed of it with what describes its rows, once."""
+        """Return the index of a segment; on first use compare its listed rows with its description."""
         row = self._rows[segment.id]
         if segment.id not in self._checked:
             if not self.live.fits(row, segment):
@@ -155,7 +154,7 @@ class Snapshot:
         """Raise ValueError unless a commit at ``cursor`` may follow, and may name all segments."""
         before = None if self.commit is None else self.commit.cursor
         if min(cursor) < 0 or (before is not None and cursor < before):
-            raise ValueError(f"{label} stands at {before} and cannot go back to {cursor}")
+            raise ValueError(f"{label} is at {before} and cannot go back to {cursor}")
         for segment in self.segments:
             if segment.id not in self.retained and segment.pass_index > cursor.pass_index - (not segment.within):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
@@ -164,11 +163,11 @@ class Snapshot:
             raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 
     def live_at(self, cursor: Cursor) -> tuple[list[Segment], Live]:
-        """Return the segments with rows that are live at ``cursor``, and what is live in each.
+        """Return the segments with rows that are live at ``cursor``, and the live rows of each.
 
-        A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-        segment that is within pass v, which holds the whole key set of v, or in all segments of the base if that is
-        one. Of segments of earlier schedules what was live stays live.
+        A range with next use u is live at cursor (v, x) if u > v; and if u == v, unless x > 0: then only in the newest
+        segment within pass v, which holds the whole key set of v, or in all segments of the base if that is one. In
+        segments of earlier schedules the live rows stay live.
         """
         pass_index, sample = cursor
         written = [s for s in self.segments if s.within_pass == pass_index and s.id not in self.retained]
@@ -202,7 +201,7 @@ class BlobNeed(NamedTuple):
     name: str
     first_byte: int
     size: int
-    """All its bytes, those that are not needed too."""
+    """Bytes of the whole blob, needed or not."""
 
 
 class SegmentNeed(NamedTuple):
@@ -210,14 +209,14 @@ class SegmentNeed(NamedTuple):
 
     segment: Segment
     first_blocks_G: Int64s
-    """(G,): the first block of each layout that is needed; the number of blocks where none is."""
+    """(G,): the first needed block of each layout; the number of blocks if none is needed."""
     live: Live
     """The live rows, which give the sizes of its blobs."""
     row: int
     """The segment's row in ``live``."""
 
     def blobs(self) -> Iterator[BlobNeed]:
-        """Yield what is needed of each of its blobs with rows, group after group."""
+        """Yield the needed part of each blob with rows, group after group."""
         live, columns = self.live, [self.first_blocks_G]
         columns += [one[self.row] for one in (live.rows_SG, live.block_rows_SG, live.row_bytes_SG, live.changed_SG)]
         facts = zip(*(column.tolist() for column in columns), strict=True)
@@ -236,33 +235,33 @@ class Needed:
     """The part of each blob that commits or readers need."""
 
     whole: dict[str, int]
-    """By name: bytes of what is needed whole: commits, what their ranks list, dense state."""
+    """By name, bytes of blobs needed as a whole: commits, ranks' lists, dense state."""
     segments: dict[str, SegmentNeed]
     """By name."""
 
     @classmethod
     def of(cls, snapshots: Iterable[Snapshot], *, also: Needed | None = None) -> Needed:
-        """Return what any of ``snapshots`` needs, and what was needed ``also``."""
+        """Return the needs of ``snapshots``, and those in ``also``."""
         whole = {} if also is None else {**also.whole}
         segments = {} if also is None else {**also.segments}
         for snapshot in snapshots:
             commit, firsts_SG = snapshot.commit, snapshot.first_blocks
-            if commit is not None:  # of several ranks each needs its own list, and rank 0 the commit
+            if commit is not None:  # with several ranks each needs its list, and rank 0 the commit
                 rank = commit.own.rank
                 heads = [*commit.ranks[rank : rank + 1], *([] if commit.head is None or rank else [commit.head])]
                 whole |= {head.name: head.size for head in heads}
                 whole[commit.own.state.name] = commit.own.state.size
             for row, segment in enumerate(snapshot.segments):
-                known = segments.get(segment.name)
-                if known is None:
+                need = segments.get(segment.name)
+                if need is None:
                     segments[segment.name] = SegmentNeed(segment, firsts_SG[row], snapshot.live, row)
-                elif np.any(firsts_SG[row] < known.first_blocks_G):
-                    firsts_G = np.minimum(firsts_SG[row], known.first_blocks_G)
-                    segments[segment.name] = known._replace(first_blocks_G=firsts_G)
+                elif np.any(firsts_SG[row] < need.first_blocks_G):
+                    firsts_G = np.minimum(firsts_SG[row], need.first_blocks_G)
+                    segments[segment.name] = need._replace(first_blocks_G=firsts_G)
         return cls(whole, segments)
 
     def blobs(self) -> Iterator[BlobNeed]:
-        """Yield what is needed of each blob."""
+        """Yield the needed part of each blob."""
         for name, size in self.whole.items():
             yield BlobNeed(name, 0, size)
         for need in self.segments.values():
@@ -270,7 +269,7 @@ class Needed:
             yield from need.blobs()
 
     def given_up(self, after: Needed) -> Iterator[tuple[str, int | None]]:
-        """Yield of each blob that ``after`` needs less of how much of its front goes, or None: all of it."""
+        """For each blob that ``after`` needs less of, yield how much of its front to drop, or None for all of it."""
         for name in self.whole:
             if name not in after.whole:
                 yield name, None
@@ -287,8 +286,8 @@ class Needed:
 
     def num_bytes(self, but: Needed) -> int:
         """Return the bytes that are needed and that ``but`` does not need."""
-        held = {blob.name: blob.first_byte for blob in but.blobs()}
-        return sum(max(0, held.get(blob.name, blob.size) - blob.first_byte) for blob in self.blobs())
+        kept = {blob.name: blob.first_byte for blob in but.blobs()}
+        return sum(max(0, kept.get(blob.name, blob.size) - blob.first_byte) for blob in self.blobs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +303,7 @@ class History:
 
     @property
     def newest(self) -> Snapshot:
-        """The newest commit; without one a snapshot of nothing."""
+        """The newest commit; an empty snapshot without one."""
         return self.snapshots[-1] if self.snapshots else Snapshot(None, ())
 
     @property

@@ -1,4 +1,4 @@
-"""The parameter store: segments, commits and freeing, above an engine that keeps bytes."""
+"""The parameter store: segments, commits and freeing, above an engine that stores bytes."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ if TYPE_CHECKING:
 class Store(StoreReads):
     """Rows of tables in segments, with atomic commits. Made by ``Store.open``.
 
-    ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; all that reads may be called from
+    ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; reading methods may be called from
     other threads meanwhile. A store belongs to the process that opened it, not to its forks.
     """
 
     def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None,
                  of: Store | None = None, held: CommitReader | None = None) -> None:  # fmt: skip
-        """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it.
+        """Only ``Store.open`` and ``at`` call this; ``of`` is the store that owns the engine and closes it.
 
-        ``held`` holds the commit for longer than this is open.
+        ``held`` holds the commit beyond this store's lifetime.
         """
         self.path = path
-        """Where it is; None for an engine without a place."""
+        """Its path; None for an engine without one."""
         self.label = label_of(path)
-        """The store in the words of a message."""
+        """The store's name in messages."""
         self.counters, self.mode = Counters(), mode
         self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
         self.ranks: tuple[Store, ...] = ()
-        """What each rank has, of a store of several: ``reader`` and ``snapshot`` are those of rank 0 then."""
+        """The store of each rank, with several ranks: ``reader`` and ``snapshot`` are rank 0's then."""
         engine, label, loader = opened.engine, self.label, opened.loader(self.counters)
         self._commits: CommitWriter | CommitReader
         if held is not None:
@@ -94,14 +94,14 @@ class Store(StoreReads):
         self._closed = False
 
     def take_tables(self) -> None:
-        """Have the tables of the commit, which a rollback and an alteration change."""
+        """Take the tables of the commit, which a rollback and an alteration change."""
         for rank in self.ranks:
             rank.take_tables()
         commit, is_rank = self.commit, self._opened.place is not None
         self.sharding = None if is_rank or commit is None or self.path is None else commit.sharding
         self.tables = self.snapshot.tables
         self.groups = self.snapshot.next_groups
-        """Those of rows that are written."""
+        """The groups of newly written rows."""
         if self.sharding is not None and commit is not None and self.path is not None:
             self.tables, self.groups = commit.tables, group_tables(commit.tables)
             self._open_ranks(commit, self.path, self.sharding)
@@ -109,14 +109,14 @@ class Store(StoreReads):
             self.checkpoints = checkpoint_records(self.tables, self._opened.folder, self.checkpoints)
 
     def _open_ranks(self, commit: Commit, path: Path, sharding: ShardingPlan) -> None:
-        """Open what each rank has of a store of several, if that is not open."""
+        """Open the stores of all ranks, with several ranks, unless they are open."""
         opened = self._opened
         if not opened.ranks:
             open_ranks(opened, path, commit, sharding, "r", None)
         if not self.ranks:
-            held = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
-            ranks = zip(opened.ranks, held, strict=True)
-            of = self._of or self  # no cycle with a view, whose commit is given up when nobody has it any more
+            readers = [CommitReader.of_rank(one.loader(self.counters), commit) for one in opened.ranks]
+            ranks = zip(opened.ranks, readers, strict=True)
+            of = self._of or self  # avoids a cycle with a view, whose commit is given up once it is unused
             self.ranks = tuple(Store(one, one.path, "r", None, None, of, of_rank) for one, of_rank in ranks)
 
     # -- opening and closing -----------------------------------------------------------------------------
@@ -133,15 +133,15 @@ class Store(StoreReads):
         commit: int | None = None,
         retention: int | None = None,
     ) -> Store:
-        """Open the store of one rank or several at ``path``; with ``tables`` and mode "a", create one if none is there.
+        """Open the store of one rank or several at ``path``; with ``tables`` and mode "a", create a missing one.
 
-        Mode "a" takes the one right to write and deletes blobs that no commit needs; mode "r" sees the newest commit as
-        of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the store's own, of
-        a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps bytes as it does:
-        then ``path`` only names the store in messages. A URL such as "s3://bucket/model.tc" is a store of engine "zarr"
-        there (extra ``obstore``). ``store_budget`` bounds the bytes of blobs, of each rank if there are several;
-        None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
-        included; None means as many as before, or 1.
+        Mode "a" takes the writer's lock and deletes blobs that no commit needs; mode "r" sees the newest commit as of
+        now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the store's engine,
+        and for a new store "lmdb", or "zarr" if a table is compressed. It may be an instance, which then stores the
+        bytes: ``path`` only names the store in messages. A URL such as "s3://bucket/model.tc" is a store of engine
+        "zarr" there (extra ``obstore``). ``store_budget`` bounds the bytes of blobs, of each rank if there are several;
+        None means the size of the file system. Commits from now on keep the newest ``retention`` commits, including
+        themselves; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL.
@@ -163,9 +163,9 @@ class Store(StoreReads):
                     raise
 
     def at(self, commit: int | str) -> Store:
-        """Return this store at a commit that it keeps, by id or by the name of a pin, for reading while both are open.
+        """Return this store at a commit that it keeps, by id or pin name, for reading while both are open.
 
-        What the commit needs stays until then. Raises CommitMissingError.
+        The commit's blobs are kept until then. Raises CommitMissingError.
         """
         self.reader.check_open()
         commit = self.commit_id(commit)
@@ -175,7 +175,7 @@ class Store(StoreReads):
         return Store(self._opened, self.path, "r", commit, None, of or self, held)
 
     def close(self) -> None:
-        """Give up the store; what no commit names is lost. A second time does nothing.
+        """Close the store; segments that no commit names are lost. A second time does nothing.
 
         Raises StoreError inside a function that one of its methods calls, such as ``progress``; it stays open then.
         """
@@ -191,11 +191,11 @@ class Store(StoreReads):
             if self._of is None:
                 self._opened.close()
             if isinstance(self._commits, CommitReader):
-                self._commits.close()  # when nothing reads it any more
+                self._commits.close()  # once nothing reads it
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
-            if self._of is None:  # else closing that is enough
+            if self._of is None:  # else the owner closes it
                 warn_unclosed(self, self.label)
             self.close()
 
@@ -220,7 +220,7 @@ class Store(StoreReads):
             record.save()
 
     def write_within(self, memory_bytes: int) -> None:
-        """Have copies of parts that are being written take so many bytes at most, or one part that is larger."""
+        """Limit the copies of parts being written to ``memory_bytes``, or one part if that is larger."""
         self._opened.engine.memory_bytes = memory_bytes
 
     @property
@@ -230,24 +230,24 @@ class Store(StoreReads):
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """All commits that are kept, the oldest first; of a store opened at one, only that."""
+        """All commits that are kept, the oldest first; only one if the store was opened at it."""
         return self._commits.history.commits
 
     @property
     def retention(self) -> int:
-        """How many of the newest commits are kept."""
+        """The number of newest commits that are kept."""
         if not isinstance(self._commits, CommitReader):
             return self._commits.retention
         return 1 if self.commit is None else self.commit.retention
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of the newest commit and those appended since, by id; of several ranks, rank by rank."""
+        """The segments of the newest commit and those appended since, by id; with several ranks, rank by rank."""
         return tuple(chain.from_iterable(one.segments for one in self.ranks)) or self.snapshot.segments
 
     @property
     def snapshot(self) -> Snapshot:
-        """The newest commit and the segments appended since, as of now."""
+        """The newest commit and the segments appended since."""
         return self._commits.snapshot
 
     @property
@@ -257,10 +257,10 @@ class Store(StoreReads):
 
     @contextmanager
     def _held(self, commit: int | None = None) -> Iterator[Snapshot]:
-        """Hold what a commit needs on all ranks, and yield the snapshot of rank 0. Raises CommitMissingError."""
+        """Hold a commit's blobs on all ranks, and yield the snapshot of rank 0. Raises CommitMissingError."""
         with ExitStack() as stack:
-            held = [stack.enter_context(part._commits.pinned(commit)) for part in reversed(self.parts)]
-            yield held[-1]
+            snapshots = [stack.enter_context(part._commits.pinned(commit)) for part in reversed(self.parts)]
+            yield snapshots[-1]
 
     @contextmanager
     def _pinned(self) -> Iterator[Snapshot]:
@@ -268,14 +268,14 @@ class Store(StoreReads):
         with self._held() as snapshot:
             try:
                 yield snapshot
-            except CorruptStoreError as error:  # of what describes rows: the reader explains those of blocks
+            except CorruptStoreError as error:  # damage in descriptions: the reader explains damage in blocks
                 if (explained := self._explain(error)) is error:
                     raise
                 raise explained from error
 
     @property
     def commit_writer(self) -> CommitWriter:
-        """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
+        """The writer of commits. Raises ValueError if the store is open for reading, and StoreClosedError."""
         writer = self.any_writer
         if not self.ranks:
             return writer
@@ -286,7 +286,7 @@ class Store(StoreReads):
 
     @property
     def any_writer(self) -> CommitWriter:
-        """That of rank 0, of a store of several; else, and what it raises, as ``commit_writer``."""
+        """The commit writer, with several ranks rank 0's. Raises as ``commit_writer``."""
         self.reader.check_open()
         if isinstance(self._commits, CommitWriter):
             return self._commits
@@ -298,13 +298,13 @@ class Store(StoreReads):
         self, pass_index: int, layouts: Sequence[SegmentLayout], blocks: Iterable[RowBlock], *,
         within: bool = False, stable: bool = False,
     ) -> Segment:  # fmt: skip
-        """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
+        """Write the rows that ``pass_index`` dumped as a segment and return it; a crash before the next commit loses
         it.
 
         ``layouts`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
-        rows) for every block once, in any order; its arrays are copied before the next block is asked for.
-        ``within``: a commit inside the pass follows, and this is its whole key set. ``stable``: no array changes
-        before append returns: checksums are computed meanwhile then.
+        rows) for every block once, in any order; its arrays are copied before the next block is requested. ``within``:
+        a commit inside the pass follows, and this is its whole key set. ``stable``: arrays do not change before append
+        returns, so checksums are computed meanwhile.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
@@ -321,8 +321,8 @@ class Store(StoreReads):
         """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
 
         One atomic, durable step that also frees every block without live rows. Segments appended so far must be
-        of passes before the cursor's, or written within its pass where it stands inside one. Raises ValueError, and
-        StoreFullError, after which the commit before stands.
+        of passes before the cursor's, or, if the cursor is inside a pass, written within it. Raises ValueError, and
+        StoreFullError, after which the previous commit is current.
         """
         writer = self.commit_writer
         with self._opened.uses.using():
@@ -332,30 +332,29 @@ class Store(StoreReads):
             )  # fmt: skip
 
     def commit_id(self, at: int | str) -> int:
-        """Return the id of a commit, given as such or by the name of a pin. Raises CommitMissingError."""
+        """Return the id of a commit given by id or pin name. Raises CommitMissingError."""
         if not isinstance(at, str):
             return at
         pins = {} if self.commit is None else self.commit.pins
         if at not in pins:
-            known = ", ".join(map(repr, pins)) or "none"
-            raise CommitMissingError(f"{self.label} has no pinned commit {at!r}: it has {known}")
+            names = ", ".join(map(repr, pins)) or "none"
+            raise CommitMissingError(f"{self.label} has no pinned commit {at!r}: it has {names}")
         return pins[at]
 
     def rollback(self, to: int | str) -> Commit:
-        """Make a commit with the rows, the state and the cursor of a commit, and drop those in between.
+        """Make a commit with the rows, the state and the cursor of a commit, and drop later ones.
 
-        ``to``: its id, or the name of a pin. Pinned commits stay.
-        What was appended since the newest commit is dropped, too. One atomic, durable step; training goes on from
-        there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
-        and CorruptStoreError, after which the store stands where it stood.
+        ``to``: its id, or a pin name. Pinned commits stay. Segments appended since the newest commit are dropped, too.
+        One atomic, durable step; training continues from there. Ids are not used again: the new commit has the next
+        one. Raises CommitMissingError, StoreFullError and CorruptStoreError, after which the store is unchanged.
         """
         commit = self.commit_id(to)
         return self.commit_on_all(lambda part: part.commit_writer.rollback(commit))
 
     def pin(self, name: str, commit: int | None = None) -> Commit:
-        """Keep ``commit``, the newest where not said, by ``name`` beside ``retention``, until ``unpin``.
+        """Keep ``commit``, by default the newest, under ``name`` in addition to ``retention``, until ``unpin``.
 
-        Returns the commit that says so: one like the newest, durable, with the next id. A name that keeps another
+        Returns the new commit: like the newest, durable, with the next id. A name that keeps another
         commit keeps this one from now on. Raises CommitMissingError, StoreFullError, and ValueError for a store
         without a commit.
         """
@@ -365,7 +364,7 @@ class Store(StoreReads):
         return self.commit_on_all(lambda part: part.commit_writer.pin(name, kept))
 
     def unpin(self, name: str) -> Commit:
-        """Let go of the commit that ``name`` keeps; returns the commit that says so. Raises as ``pin`` does."""
+        """Remove the pin ``name``; returns the new commit. Raises as ``pin`` does."""
         return self.commit_on_all(lambda part: part.commit_writer.pin(name, None))
 
     def rewrite(
@@ -381,16 +380,16 @@ class Store(StoreReads):
     ) -> Commit:
         """Make a commit that begins a schedule: its rows in the order (first use, table, hash).
 
-        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. An empty
-        ``schedule_digest`` begins none: a commit at the position keeps the schedule in ``overlaid``. Keys that
-        ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
-        ``layout`` cuts segments into pages. Rows of other keys stay where they are, in segments of which they are
-        at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
-        with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but
-        for what readers see. Takes 256 MiB and a slice of ``uses``. More than 1 GiB of rows become several segments.
-        Temporary files take an eighth of the rows' bytes at most, or 2.5 GiB. ``progress(what, rows)``: "sort" (keys),
-        "read", "write" and rows done since then. Raises ValueError without a commit and for one inside a pass without
-        ``start``, StoreFullError and CorruptStoreError; the store then stands where it did, without appended rows.
+        ``start``: its cursor, by default (0, 0); first uses are at or after that pass. An empty ``schedule_digest``
+        begins no schedule: a commit at the position keeps the schedule in ``overlaid``. Keys that ``uses`` has and the
+        store does not start with their first row, which ``first_rows(table, keys)`` makes faster; ``layout`` cuts
+        segments into pages. Rows of other keys stay in place in segments of which they are at least half, along with
+        stale copies of the used ones; the rest, or all without ``retain_segments``, go last, with next use ``NEVER``.
+        Dense state and settings stay. One atomic, durable step; freed blocks are reused, unless readers see them. Takes
+        256 MiB and a slice of ``uses``. More than 1 GiB of rows become several segments. Temporary files take an eighth
+        of the rows' bytes at most, or 2.5 GiB. ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done
+        since then. Raises ValueError without a commit and for one inside a pass without ``start``, StoreFullError and
+        CorruptStoreError; the store is then unchanged, without appended rows.
         """
         writer, commit = self.commit_writer, self.commit
         if commit is None or start is None:
@@ -405,10 +404,10 @@ class Store(StoreReads):
             return writer.rewrite(rewrite, self.reader.compute, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
-        """Commit the appended rows over the stored ones: each hides the row that its key had.
+        """Commit the appended rows over the stored ones: each replaces its key's row.
 
-        The cursor, the dense state and all other rows stay; ``settings`` are added to the commit's own. The commit has
-        no schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor.
+        The cursor, the dense state and all other rows stay; ``settings`` are added to the commit's. The commit has no
+        schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor.
         Reads all keys once, in 128 MiB and temporary files of 16 bytes a key. Raises ValueError without a commit and
         for one inside a pass, StoreFullError and CorruptStoreError.
         """
@@ -424,7 +423,7 @@ class Store(StoreReads):
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        It keeps the position: a training reorganizes the store first, then goes on where it stood. No row is stale.
+        It keeps the position: a training reorganizes the store first, then resumes. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
         if self.ranks:
@@ -434,9 +433,9 @@ class Store(StoreReads):
         return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
 
     def commit_on_all(self, step: Callable[[Store], object]) -> Commit:
-        """Return the commit that ``step`` makes of this store, or, of several ranks, prepares of each.
+        """Return the commit that ``step`` makes of this store or, with several ranks, prepares on each.
 
-        After an error the store stands where it stood.
+        After an error the store is unchanged.
         """
         _ = self.any_writer  # or raises
         with ExitStack() as stack:
@@ -453,17 +452,17 @@ class Store(StoreReads):
 
     @property
     def parts(self) -> tuple[Store, ...]:
-        """The store of each rank; of one rank this one."""
+        """The store of each rank; with one rank, this store."""
         return self.ranks or (self,)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of rows that no table has: stale ones and those of dropped tables. The next rewrite frees them."""
+        """Bytes of stale rows and rows of dropped tables. The next rewrite frees them."""
         return sum(part.snapshot.waiting_bytes for part in self.parts)
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
         return self._closed
 
     def discard_uncommitted(self) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong with a store.
+"""The errors of a store.
 
     StoreError
     ├── StoreMissingError      nothing at the path, and no tables to create a store with
@@ -9,14 +9,14 @@
     ├── CommitMissingError     a commit that is not, or no longer, kept
     ├── KeyMissingError        keys without a row (.table, .keys)
     ├── CheckpointError        files that rows begin from are missing, moved, changed, or lack a row
-    ├── StoreFullError         no room for what was to be written (.needed_bytes)
+    ├── StoreFullError         the disk or the map is full (.needed_bytes)
     ├── StoreClosedError       used after close, or across a fork
-    └── CorruptStoreError      the file is not what was written
-        ├── CorruptBlockError  one block is not (.segment, .block, .tables)
+    └── CorruptStoreError      a file differs from the written bytes
+        ├── CorruptBlockError  a block is missing or damaged (.segment, .block, .tables)
         └── BlockReadError     an engine could not deliver a block (.seen); Store turns it into CorruptBlockError
 
-Every message is one sentence: what was seen, what is allowed, what to do. After any of them the store is at
-its last commit when it is opened again.
+Every message states the problem, the expected value, and the remedy. After any of them the store opens at its last
+commit.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class StoreError(Exception):
 
 
 class StoreMissingError(StoreError):
-    """There is no store at the path."""
+    """No store exists at the path."""
 
 
 class NotAStoreError(StoreError):
-    """The path holds something that no store wrote."""
+    """The path holds something other than a store."""
 
 
 class FormatVersionError(StoreError):
@@ -45,7 +45,7 @@ class FormatVersionError(StoreError):
 
 
 class TableMismatchError(StoreError):
-    """The store holds other tables than those asked for."""
+    """The store has other tables than those given."""
 
 
 class StoreInUseError(StoreError):
@@ -57,7 +57,7 @@ class StoreInUseError(StoreError):
 
 
 class CommitMissingError(StoreError):
-    """The store does not keep the commit that was asked for."""
+    """The store does not keep the requested commit."""
 
 
 class KeyMissingError(StoreError):
@@ -73,10 +73,10 @@ class CheckpointError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """Disk or map have no room left: what needed ``needed_bytes``, what stands against it, what to do.
+    """The disk or the map is full: the message has ``needed_bytes``, the limit, and a remedy.
 
-    ``kept_bytes`` of them are not written: they stay free for the records of a commit. ``at_least``: there is more to
-    come, and nobody knows how much.
+    ``kept_bytes`` of them are not written: they stay free for the records of a commit. ``at_least``: more will be
+    needed, by an unknown amount.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StoreFullError(StoreError):
         self.kept_bytes, self.at_least = kept_bytes, at_least
 
     def during(self, what: str, needed_bytes: int) -> StoreFullError:
-        """Return the same error for a whole step that one transaction was part of, which writes ``needed_bytes``."""
+        """Return the same error for a whole step that includes this transaction and writes ``needed_bytes``."""
         return StoreFullError(
             needed_bytes=max(self.needed_bytes, needed_bytes + self.kept_bytes),
             limit=self.limit,
@@ -112,7 +112,7 @@ class StoreClosedError(StoreError):
 
 
 class CorruptStoreError(StoreError):
-    """The store's file is not what was written."""
+    """The store's file differs from the written bytes."""
 
 
 class CorruptBlockError(CorruptStoreError):
@@ -124,7 +124,7 @@ class CorruptBlockError(CorruptStoreError):
 
 
 class BlockReadError(CorruptStoreError):
-    """An engine has no such bytes; ``seen`` completes the sentence "the block ..."."""
+    """An engine lacks these bytes; ``seen`` completes "the block ..."."""
 
     def __init__(self, seen: str) -> None:
         super().__init__(f"the block {seen}")

@@ -1,4 +1,4 @@
-"""Tables, and the groups of tables whose rows live together."""
+"""Tables, and the groups of tables whose rows are stored together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = [
 COMPRESSIONS = ("zstd", "blosc")
 _DTYPES = "'float32', 'bfloat16' or 'float16'"
 _FARTHEST = 8
-"""Deviations from the mean of a Normal that no number reaches: the format's are within 5.8."""
+"""Standard deviations that a Normal never exceeds: the format's are within 5.8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +69,22 @@ class Table:
     dim: int = 16
     """Numbers in a vector."""
     optimizer: Optimizer = field(default_factory=Adagrad)
-    """How its rows step, and so what state a row has."""
+    """Row optimizer, which also decides the state of a row."""
     initializer: Initializer = field(default_factory=Uniform)
-    """What its vectors start from."""
+    """Initializer of its vectors."""
     seed: int = 0
-    """Decides initial rows, with name and key."""
+    """Decides initial rows, along with name and key."""
     dtype: str = "float32"
-    """Of vectors: "float32", "bfloat16" or "float16". The optimizer state is float32 in every case; an update computes
+    """dtype of vectors: "float32", "bfloat16" or "float16". The optimizer state is always float32; an update computes
     in float32 and rounds the vector of a 16-bit dtype stochastically."""
     compression: str | None = field(default=None, compare=False)
-    """"zstd" or "blosc": how a store on Zarr arrays keeps the bytes of its rows; None: as they are. The rows are the
-    same, so tables that differ in nothing else are equal."""
+    """"zstd" or "blosc": compression of its rows in a store on Zarr arrays; None: uncompressed. The rows are the same,
+    so tables that differ in nothing else are equal."""
     first_column: int = 0
-    """Of a column slice: the column of the whole vectors that is its first."""
+    """In a column slice: its first column in the whole vectors."""
     whole_dim: int | None = None
-    """Of a column slice, which keeps ``dim`` neighboring columns of every vector: numbers in a whole one. Its initial
-    rows are those columns of the whole rows. None: no slice."""
+    """In a column slice, which has ``dim`` neighboring columns of every vector: the width of the whole vectors. Its
+    initial rows are those columns of the whole rows. None: not a slice."""
     table_id: int = field(init=False, repr=False, compare=False)
     """XXH64 (seed 0) of the name in UTF-8."""
     fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
@@ -126,7 +126,7 @@ class Table:
         object.__setattr__(self, "row_bytes", 4 * sum(f.words for f in fields))
 
     def to_record(self) -> dict[str, Any]:
-        """Return the table as plain JSON values; without compression, or whole, they do not speak of it."""
+        """Return the table as plain JSON values; compression and slice are omitted if not set."""
         record = {
             "name": self.name,
             "dim": self.dim,
@@ -143,7 +143,7 @@ class Table:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Table:
-        """Build the table that ``to_record`` wrote, of any Normal. Raises ValueError for anything else."""
+        """Build a table from the record of ``to_record``, with any Normal. Raises ValueError for anything else."""
         try:
             initializer = initializer_from_record(record["initializer"])
             table = cls(
@@ -159,29 +159,29 @@ class Table:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
-        object.__setattr__(table, "initializer", initializer)  # a table that has rows is read
+        object.__setattr__(table, "initializer", initializer)  # bypasses the check: it may have rows
         _check_start(table)
         return table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Tables with the same row layout, optimizer and compression; their rows live together."""
+    """Tables with the same row layout, optimizer and compression; their rows are stored together."""
 
     index: int
-    """Its place among the groups of a store."""
+    """Its index among the groups of a store."""
     tables: tuple[Table, ...]
     """In the order of unsigned table ids."""
     fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
-    """What a row of any of its tables has."""
+    """The fields of a row, in all its tables."""
     optimizer: Optimizer = field(init=False, repr=False, compare=False)
-    """How rows of any of its tables step."""
+    """The row optimizer of all its tables."""
     dim: int = field(init=False, repr=False, compare=False)
     """Numbers in a vector."""
     dtype: str = field(init=False, repr=False, compare=False)
-    """Of vectors."""
+    """dtype of vectors."""
     compression: str | None = field(init=False, repr=False, compare=False)
-    """How a store on Zarr arrays keeps the bytes of their rows."""
+    """Compression of its rows in a store on Zarr arrays."""
     row_bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of a row."""
 
@@ -190,7 +190,7 @@ class Group:
             object.__setattr__(self, name, getattr(self.tables[0], name))
 
     def place(self, table_name: str) -> int:
-        """Return the index of a table within the group. Raises KeyError where it has none of that name."""
+        """Return the index of a table within the group. Raises KeyError for an unknown name."""
         for index, table in enumerate(self.tables):
             if table.name == table_name:
                 return index
@@ -198,15 +198,15 @@ class Group:
 
 
 def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
-    """Group tables by (dim, dtype, optimizer, compression): groups and tables within stand in the order of table ids.
+    """Group tables by (dim, dtype, optimizer, compression); groups and their tables are in the order of table ids.
 
-    A column slice with a row-wise optimizer, whose rows have one number for all slices, is a group of its own.
+    A column slice with a row-wise optimizer, whose rows have one number for all slices, is a separate group.
 
-    Raises ValueError for no tables, two of one name, or two names of one table id.
+    Raises ValueError for an empty list, two tables of one name, or two names of one table id.
     """
     ordered = sorted(tables, key=lambda table: table.table_id)
     if not ordered:
-        raise ValueError("there are no tables: a store needs at least one")
+        raise ValueError("no tables were given: a store needs at least one")
     for one, other in pairwise(ordered):
         if one.name == other.name:
             raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
@@ -237,7 +237,7 @@ def _check_columns(table: Table) -> None:
 
 
 def _check_start(table: Table) -> None:
-    """Raise ValueError where a number of the initializer is beyond the dtype."""
+    """Raise ValueError if a number of the initializer is beyond the dtype."""
     for name, value in initializer_to_record(table.initializer).items():
         if isinstance(value, float | int) and not np.isfinite(nearest(np.array([value], np.float32), table.dtype)[0]):
             raise ValueError(
@@ -246,7 +246,7 @@ def _check_start(table: Table) -> None:
 
 
 def _check_spread(table: Table) -> None:
-    """Raise ValueError where a Normal may draw a number beyond a 16-bit dtype."""
+    """Raise ValueError if a Normal may draw a number beyond a 16-bit dtype."""
     start = table.initializer
     if not isinstance(start, Normal) or table.dtype == "float32":
         return
@@ -261,17 +261,17 @@ def _check_spread(table: Table) -> None:
 
 
 def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:
-    """Return a table by name, with its group. Raises ValueError, which calls the store ``store``."""
-    known = {table.name: (group, table) for group in groups for table in group.tables}
-    return known[table_named([table for _, table in known.values()], name, store).name]
+    """Return a table by name, with its group. Raises ValueError; ``store`` is its name in messages."""
+    by_name = {table.name: (group, table) for group in groups for table in group.tables}
+    return by_name[table_named([table for _, table in by_name.values()], name, store).name]
 
 
 def table_named(tables: Iterable[Table], name: str, store: str) -> Table:
-    """Return a table by name. Raises ValueError, which calls the store ``store``."""
-    known = {table.name: table for table in tables}
-    if name not in known:
-        raise ValueError(f"{store} has no table {name!r}: it has {', '.join(map(repr, known))}")
-    return known[name]
+    """Return a table by name. Raises ValueError; ``store`` is its name in messages."""
+    by_name = {table.name: table for table in tables}
+    if name not in by_name:
+        raise ValueError(f"{store} has no table {name!r}: it has {', '.join(map(repr, by_name))}")
+    return by_name[name]
 
 
 def tombstone_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
@@ -286,12 +286,12 @@ def tombstone_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
 
 
 def state_layout(rows: Table | Group) -> tuple[object, ...]:
-    """Return the kind of an optimizer and the names of its states: rows keep their state where it stays the same."""
+    """Return the optimizer's kind and the names of its states: rows keep their state while these stay the same."""
     return type(rows.optimizer), *(field.name for field in rows.fields[1:])
 
 
 def row_layout(groups: Iterable[Group]) -> tuple[object, ...]:
-    """Return what the layout of rows depends on: groups of tables with the same one are stored in the same way."""
+    """Return the key of a row layout: groups of tables with the same one are stored in the same way."""
     return tuple(
         (tuple(table.name for table in group.tables), group.dtype, group.dim, state_layout(group), group.compression)
         for group in groups

@@ -1,4 +1,4 @@
-"""The process that ``verify`` starts: reads everything, and writes JSON lines to standard output."""
+"""The process that ``verify`` starts: reads the whole store, and writes JSON lines to standard output."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
 
 ROW_CHECK_THREADS = 4
-"""Threads that read blocks of rows: the disk has one to read while another is checked."""
+"""Threads that read blocks of rows: one reads the disk while another checks."""
 _MOST_PROBLEMS = 100
 _ARRAY_STEP = 1 << 20
 
 
 class Verification:
-    """One reading of all that a store of one rank, or a rank of several, holds: of every commit, each block once.
+    """One pass over all kept commits of a store of one rank, or of one rank of several, reading each block once.
 
-    Rows are read by threads of their own; keys, meanwhile, by others. Memory: about ``VERIFY_BYTES``, however many
-    keys there are: hashes that exceed them wait in a temporary file.
+    Threads for rows and threads for keys run at the same time. Memory: about ``VERIFY_BYTES`` for any number of keys:
+    hashes that exceed it wait in a temporary file.
     """
 
     def __init__(self, store: Store, stores: Sequence[Store] | None = None) -> None:
         """``stores``: the store at each commit that it keeps."""
         self.store = store
         self.problems: dict[str, dict[int, None]] = {}
-        """Sentences, with the commits that each thing touches."""
+        """Messages, with the commits that each problem affects."""
         self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
         self._stores, self.bytes_before = _at_commits(store) if stores is None else stores, 0
         self._commits = [one.commit.id for one in self._stores if one.commit is not None]
@@ -62,10 +62,10 @@ class Verification:
         self.total = sum(
             segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
         )
-        """Bytes of all blocks; with ``bytes_before`` for the one who watches several of these."""
+        """Bytes of all blocks; with ``bytes_before`` for progress over several ranks."""
 
     def run(self, *, deep: bool = True) -> dict[str, Any]:
-        """Check everything and return the report; not ``deep``: only what describes rows and dense state."""
+        """Check everything and return the report; not ``deep``: only descriptions of rows and dense state."""
         begun = time.perf_counter()
         snapshots = [one.snapshot for one in self._stores]
         self._check_descriptions(snapshots)
@@ -83,7 +83,7 @@ class Verification:
         }
 
     def _check_descriptions(self, snapshots: Sequence[Snapshot]) -> None:
-        """Look if all blobs are there, in their full length, and read what describes each segment."""
+        """Check that all blobs exist in full, and read the description of each segment."""
         stored = self.store.reader.stored()
         for snapshot in snapshots:
             self._report(_problem(partial(check_blobs, stored, [snapshot], self.store.label)), [snapshot.id])
@@ -125,7 +125,7 @@ class Verification:
                     commits.append(store.commit.id)
 
     def _check_rows(self) -> None:
-        """Read every block, a few ahead of the one that is counted."""
+        """Read every block, a few ahead of the one being counted."""
         blocks = [(segment, group, block) for (_, group, block), (segment, _) in self._blocks.items()]
         with ThreadPoolExecutor(ROW_CHECK_THREADS) as readers:
             for (segment, group, block), problems in read_ahead(
@@ -135,7 +135,7 @@ class Verification:
                 self._count(segment.layouts[group], block)
 
     def _read(self, segment: Segment, group: int, block: int) -> list[str]:
-        """Read a block into the page-aligned memory of this thread, which goes past the page cache."""
+        """Read a block into this thread's page-aligned memory, bypassing the page cache."""
         layout = segment.layouts[group]
         size = layout.bytes_of_block(block)
         if getattr(self._local, "size", 0) < size:
@@ -159,7 +159,7 @@ class Verification:
 
 
 def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[str]:
-    """Return what is wrong as sentences; of several commits that are kept, each names those that it touches."""
+    """Return the problems as messages; if several commits are kept, each names the affected ones."""
     if len(kept) < 2:
         return list(problems)[:_MOST_PROBLEMS]
     words = []
@@ -170,7 +170,7 @@ def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int])
 
 
 def verify_store(store: Store, *, deep: bool = True) -> tuple[dict[str, Any], dict[str, dict[int, None]]]:
-    """Read all that an open store holds; return the report, and what is wrong with the commits that it touches."""
+    """Verify an open store; return the report, and the problems with the commits that they affect."""
     stores = _at_commits(store)
     if not store.ranks:
         verification = Verification(store, stores)
@@ -193,7 +193,7 @@ def verify_store(store: Store, *, deep: bool = True) -> tuple[dict[str, Any], di
 
 
 def _at_commits(store: Store) -> list[Store]:
-    """Return a store at each commit that it keeps, with a lease of its own."""
+    """Return a store at each kept commit, each with a lease."""
     if len(store.commits) < 2:
         return [store]
     stores = []
@@ -204,7 +204,7 @@ def _at_commits(store: Store) -> list[Store]:
 
 
 def _strays(store: Store) -> Iterator[str]:
-    """Yield a sentence for each table of each rank that has rows of other ranks, or other rows than its slices."""
+    """Yield a message for each table and rank with rows of other ranks, or with rows that differ between slices."""
     sharding = None if store.commit is None else store.commit.sharding
     assert sharding is not None, "it has several ranks"
     for table in store.tables:
@@ -238,9 +238,9 @@ def _within(rank: Store, table: Table, low: int, high: int) -> bool:
 
 
 def _together(path: str, *, deep: bool) -> dict[str, Any]:
-    """Return the report of a store whose commits are opened together, at a time when its ranks stayed.
+    """Return the report of a store whose commits are opened together, while its ranks do not change.
 
-    Other ranks that take the rows delete the folders of those that are no more, though these are being read.
+    A change of ranks deletes the folders of the old ones even while they are read.
     """
     while True:
         with Store.open(path, mode="r") as store:
@@ -255,7 +255,7 @@ def _together(path: str, *, deep: bool) -> dict[str, Any]:
 
 
 def _was_divided(store: Store) -> bool:
-    """Return True if other ranks than those of the commit have the rows now."""
+    """Return True if the rows were moved to other ranks since the commit."""
     with suppress(StoreError):
         newest = store._opened.loader(store.counters).newest_record()
         return store.commit is not None and newest is not None and newest.folders != store.commit.folders
@@ -263,7 +263,7 @@ def _was_divided(store: Store) -> bool:
 
 
 def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str, Any]:
-    """Return the report of a store whose commits do not open together: whichever opens alone is read."""
+    """Return the report of a store whose commits do not open together: each is opened by itself."""
     try:
         record = newest_record(store_path(path))
         assert record is not None, "a store without a commit has no older one that is damaged"
@@ -277,7 +277,7 @@ def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str,
             with Store.open(path, mode="r", commit=id_) as store:
                 _, found = verify_store(store, deep=deep)
         except CommitMissingError:
-            continue  # a writer went on meanwhile
+            continue  # a writer committed meanwhile
         except CorruptStoreError as wrong:
             found = {str(wrong): {}}
         for sentence in found:
@@ -286,10 +286,10 @@ def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str,
 
 
 def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple[str, int]]:
-    """Yield what commits list that is not so by what describes their segments, and a commit that it is in.
+    """Yield the commits' claims that contradict their segments' descriptions, each with a commit.
 
-    All commits name the same first commit of a segment, and none is before that. What a pass dumped waits for a later
-    one, or, of a commit inside the pass, for that: other rows would be dead before anything reads them.
+    All commits name the same first commit of a segment, and none is before that. Rows that a pass dumped wait for a
+    later pass or, if dumped inside a pass, for that one: others would be dead before anything reads them.
     """
     firsts: dict[int, int] = {}
     for snapshot in snapshots:
@@ -297,9 +297,9 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
             continue
         id_ = snapshot.commit.id
         for segment, first in zip(snapshot.committed, snapshot.commit.own.first_commits, strict=True):
-            what, known = f"segment {segment.id} of {label}", firsts.setdefault(segment.id, first)
-            if not known == first <= id_:
-                other = f"commit {known} was" if known != first else "that is newer"
+            what, named = f"segment {segment.id} of {label}", firsts.setdefault(segment.id, first)
+            if not named == first <= id_:
+                other = f"commit {named} was" if named != first else "that is newer"
                 yield f"commit {id_} says that commit {first} was the first with {what}, and {other}: {ADVICE}", id_
             newest = max((int(one.newest_B[:].max(initial=0)) for one in segment.changed), default=0)
             if newest > first:
@@ -310,7 +310,7 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
 
 
 def _over_at_once(segment: Segment) -> int | None:
-    """Return a next use that was over when the rows were dumped; None where there is none, and for a base."""
+    """Return a next use that was over when the rows were dumped; None if all are valid, and for a base."""
     soonest = segment.pass_index + (not segment.within)
     if segment.pass_index < 0:
         return None
@@ -320,7 +320,7 @@ def _over_at_once(segment: Segment) -> int | None:
 
 
 def _problem(call: Callable[[], object]) -> list[str]:
-    """Return what is corrupt as ``call`` says it: a sentence, or none."""
+    """Return the corruption that ``call`` reports, as a message, if any."""
     try:
         call()
     except CorruptStoreError as error:
@@ -329,7 +329,7 @@ def _problem(call: Callable[[], object]) -> list[str]:
 
 
 def _read_arrays(segment: Segment) -> None:
-    """Read all that describes a segment, each chunk checked."""
+    """Read a segment's whole description, each chunk checked."""
     for array in chain.from_iterable((*one.arrays().values(), *(one.changed or ())) for one in segment.meta):
         for low in range(0, array.size, _ARRAY_STEP):
             array[low : low + _ARRAY_STEP]

@@ -93,7 +93,7 @@ class Batch:
         return name in self.keys()
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], torch.Tensor | JaggedIds]]]:
-        """Yield each name, and a function that returns what it names."""
+        """Yield each name, and a function that returns its value."""
         features, schema = self.features, self.rows.schema
         yield from ((name, partial(features.__getitem__, name)) for name in features)
         if schema is not None:
@@ -131,7 +131,7 @@ class JaggedIds(NoTensor):
     """The local ids of one feature of a batch, in place of a plain model's tensor of keys.
 
     ``ids == key`` and ``ids != key`` are as for that tensor, on the training device: bool (N,), (N, length) for lists
-    of fixed length, (ids,) for ragged ones. ``shape`` and ``size`` are that tensor's, where one length is the same for
+    of fixed length, (ids,) for ragged ones. ``shape`` and ``size`` are that tensor's, if the length is the same for
     all samples. Any other operation of a tensor raises TypeError.
     """
 
@@ -145,7 +145,7 @@ class JaggedIds(NoTensor):
 
     @property
     def offsets(self) -> NDArray[np.int64] | None:
-        """Where the ids of each sample begin: int64 (N + 1,); None if each sample has one id."""
+        """The start of each sample's ids: int64 (N + 1,); None if each sample has one id."""
         return self.batch.ids[self.feature].offsets
 
     @property
@@ -204,7 +204,7 @@ class _Features(Mapping[str, JaggedIds]):
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._names: tuple[str, ...] = getattr(batch.ids, "features", None) or tuple(batch.ids)
-        """Those of the schema, in its order, on any number of ranks."""
+        """The names of the schema, in its order, on any number of ranks."""
 
     def __getitem__(self, name: str) -> JaggedIds:
         if name not in self._names:

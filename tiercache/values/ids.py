@@ -36,7 +36,7 @@ class NoTensor:
         return (
             f"{what} is not defined for {self._label}, which is not a tensor of keys: look it up with a module. "
             "Compare a feature with a key by == or != (batch.features[name] == 0) for a mask; its local ids are in "
-            ".values, and .offsets says where those of each sample begin"
+            ".values, and .offsets has the start of each sample's ids"
         )
 
     def __eq__(self, other: object) -> Any:
@@ -90,12 +90,12 @@ for _name in (*_UNARY, *_BINARY, *(f"r{_name}" for _name in _BINARY)):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureIds(NoTensor):
-    """The local ids of one feature: E in all, those of one sample side by side."""
+    """The local ids of one feature: E in all, sample after sample."""
 
     ids: NDArray[np.int32]
     """(E,) positions in the key set of the feature's table."""
     offsets: NDArray[np.int64] | None
-    """(n + 1,) where each sample's ids begin; None: one id per sample, so E = n."""
+    """(n + 1,) the start of each sample's ids; None: one id per sample, so E = n."""
     weights: NDArray[np.float32] | None
     """(E,) one per id; None: all 1."""
 
@@ -125,10 +125,10 @@ class FoundIds(NoTensor):
 
     found: Found
     first: int
-    """The first of its entries among those of all features."""
+    """The first of its entries in the numbering of all features."""
     last: int
     offsets: NDArray[np.int64] | None
-    """(n + 1,) where each sample's ids begin; None: one id per sample."""
+    """(n + 1,) the start of each sample's ids; None: one id per sample."""
     weights: NDArray[np.float32] | None
     """(E,) one per id; None: all 1."""
 

@@ -31,12 +31,12 @@ class Span(NamedTuple):
 
 
 def feature_spans(tables: Sequence[str], starts: NDArray[np.int64]) -> list[Span]:
-    """Return those of features that lie one after the other: ``tables`` (F,) and ``starts`` (F + 1,)."""
+    """Return the spans of consecutive features: ``tables`` (F,) and ``starts`` (F + 1,)."""
     return list(map(Span, tables, starts[:-1].tolist(), starts[1:].tolist()))
 
 
 def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> list[Span]:
-    """Return those of rows by position (E,); ``first``: of each table the position of its first row."""
+    """Return the spans of rows by position (E,); ``first``: the position of each table's first row."""
     tables = sorted(first, key=lambda table: first[table])
     number = np.searchsorted([first[table] for table in tables], positions, side="right") - 1
     starts = np.flatnonzero(np.diff(number, prepend=-1))
@@ -53,7 +53,7 @@ class FeatureRuns(NamedTuple):
 
 
 class SortedSlots(NamedTuple):
-    """Slots of entries, and what `sort_slots` returns for them; on a GPU their `FeatureRuns`."""
+    """Slots of entries, and the result of `sort_slots` for them; on a GPU their `FeatureRuns`."""
 
     slots: Array
     """(E,)"""
@@ -68,7 +68,7 @@ class LookupIds:
     ids: Array
     """(E,) int32, on the device; each is in its feature's table."""
     starts: NDArray[np.int64]
-    """(F + 1,) where each feature's entries begin."""
+    """(F + 1,) the start of each feature's entries."""
     bases: NDArray[np.int64]
     """(F,) the position of local id 0 of each feature's table."""
     modes: NDArray[np.int8]
@@ -76,7 +76,7 @@ class LookupIds:
     cols: NDArray[np.int64]
     """(F,) the first output column of each feature."""
     offsets: Array | None = None
-    """(F * N + 1,) where each bag begins, on the device; None: one id for each feature and sample."""
+    """(F * N + 1,) the start of each bag, on the device; None: one id for each feature and sample."""
     weights: Array
     """(E,) on the device; empty: all 1."""
     trained: bool = False
@@ -94,11 +94,11 @@ class LookedUp:
     sorted: SortedSlots | None
     """``slots``, if the lookup sorted them."""
     argmax: Array
-    """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
+    """(N, T) the entry that gave each maximum; empty if nothing is pooled by max."""
     places: Array | None
-    """(E,) where each entry's gradient begins; its complement where ``argmax`` decides element by element."""
+    """(E,) the start of each entry's gradient; its complement if ``argmax`` decides element by element."""
     scales: Array
-    """(E,) what each entry's gradient is multiplied by; empty: 1."""
+    """(E,) the factor of each entry's gradient; empty: 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class SavedGradient:
     gradient."""
     width: int
     cols: NDArray[np.int64]
-    """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
+    """The first column of each feature; if ``places`` is None, every feature has one entry a sample."""
     places: Array | None
     """(E,) see `LookedUp`."""
     scales: Array
@@ -124,9 +124,9 @@ class SavedGradient:
     looked_up: Sequence[FeatureIds | FoundIds] | None = None
     """The ids that were looked up; None if unknown."""
     spans: Callable[[], list[Span]] | None = None
-    """Returns which entries are of which table, all of them in order; None: the group has one table."""
+    """Returns the spans of entries by table, in order; None: the group has one table."""
     starts: NDArray[np.int64] | None = None
-    """(F + 1,) where the entries of each feature begin, if ``gradient`` is a tuple."""
+    """(F + 1,) the start of each feature's entries, if ``gradient`` is a tuple."""
 
     @property
     def num_samples(self) -> int:
@@ -163,7 +163,7 @@ GroupGradients: TypeAlias = "Sequence[list[SavedGradient]]"
 class GroupRows:
     """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
 
-    Arrays are those of the backend that looks them up.
+    Arrays belong to the backend that looks them up.
     """
 
     vectors: Any
@@ -175,13 +175,13 @@ class GroupRows:
     first: dict[str, int]
     """By table: the position of its local id 0."""
     num_local: dict[str, int]
-    """By table: how many local ids there are."""
+    """By table: the number of local ids."""
     streams: Array
     """The random stream of the row in each slot if rows have 16 bits; else empty."""
     _place: list[tuple[Any, ...]] = field(default_factory=list, init=False, repr=False)
 
     def place(self, describe: Callable[[Array], Any]) -> tuple[Any, ...]:
-        """Return where the arrays lie, as ``describe`` tells, and their layout; arrays are described once."""
+        """Return the addresses of the arrays, from ``describe``, and their layout; arrays are described once."""
         if not self._place:
             arrays = self.vectors.values, self.slot_of_local, self.streams, *self.states
             self._place.append((*self.vectors[1:], *map(describe, arrays)))
@@ -205,7 +205,7 @@ class RowRequest(NamedTuple):
 
 
 Unseen = Literal["initial", "zeros", "error"]
-"""How a key is read that was never trained, if its table has no out-of-vocabulary row: its initial row, zeros, or
+"""The result for a key that was never trained, if its table has no out-of-vocabulary row: its initial row, zeros, or
 KeyMissingError."""
 UNSEEN: tuple[Unseen, ...] = ("initial", "zeros", "error")
 

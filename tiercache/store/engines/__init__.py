@@ -1,1 +1,1 @@
-"""Engines: they keep the bytes of a store. LMDB with a file of blocks, Zarr arrays, and memory."""
+"""Engines, which store the bytes of a store: LMDB with a file of blocks, Zarr arrays, and memory."""

@@ -1,7 +1,7 @@
-"""Blobs in one file, each in runs of pages: read and written past the page cache where the system allows it.
+"""Blobs in one file, each in runs of pages, read and written past the page cache if the system allows it.
 
-On two cores the copies count: through the page cache a gigabyte takes 0.25 to 3.7 seconds of processor to write
-(the kernel's large pages) and 0.35 to read, past it 0.05 and 0.1. The measurements stand in docs/design.
+On two cores the copies matter: through the page cache a gigabyte takes 0.25 to 3.7 seconds of processor to write (the
+kernel's large pages) and 0.35 to read, past it 0.05 and 0.1. The measurements are in docs/design.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 Run = tuple[int, int]
 """The first byte of a run of whole pages, and its bytes."""
 _SPLIT_BYTES = 1 << 20
-"""A run this long may always hold a part of a larger blob; smaller blobs split over shorter runs."""
+"""A run this long may hold a part of any larger blob; smaller blobs split over shorter runs."""
 _DIRECT_BYTES = 64 << 10
-"""Shorter parts, and those that do not begin at a page of memory, are gathered; shorter ranges are read as usual."""
+"""Shorter parts, and those that do not begin at a memory page, are gathered; shorter ranges use the page cache."""
 _MOST_GROWTH = 64 << 20
 _READ_BYTES = 1 << 30
 """One read of Linux returns less than 2 GiB."""
 
 
 class ExtentAllocator:
-    """Free runs of [0, ``end``), apart from each other and in order.
+    """Free runs of [0, ``end``), not adjacent, in order.
 
-    Room comes from the run that goes on where the last room ended, else from the first one that is large enough:
-    what is written together stands together, and what is freed together is a hole that its like fits into again.
+    Space is taken from the run after the last one taken, else from the first one that is large enough: blobs written
+    together are adjacent, and blobs freed together leave a hole that fits others of their size.
     """
 
     def __init__(self, taken: Iterable[Run] = (), end: int = 0) -> None:
-        """Make all of [0, ``end``) free but ``taken``, which may lie beyond. Raises ValueError where they overlap."""
+        """Make all of [0, ``end``) free but ``taken``, which may exceed it. Raises ValueError if they overlap."""
         self.end = 0
-        """End of the space, in bytes."""
+        """The end of the space, in bytes."""
         self.runs = list[tuple[int, int]]()
-        """Beginning and end of each run."""
+        """Start and end of each run."""
         self._next = -1
         for low, num_bytes in sorted(taken):
             if low < self.end:
@@ -77,19 +77,19 @@ class ExtentAllocator:
         return high - low if high == self.end else 0
 
     def grow(self, num_bytes: int) -> None:
-        """Move the end; what is new is free."""
+        """Move the end; the added bytes are free."""
         self.end += num_bytes
         self.give(self.end - num_bytes, num_bytes)
 
     def cut_tail(self) -> None:
-        """Move the end to where the run that touches it begins."""
+        """Move the end to the start of the run that touches it."""
         if self.tail_bytes:
             self.end, _ = self.runs.pop()
 
     def take(self, num_bytes: int) -> list[Run]:
-        """Take so many bytes in one run or, where none is large enough, in several; fewer where no more are free.
+        """Take ``num_bytes`` in one run or, if none is large enough, in several; fewer if less is free.
 
-        Of those, runs are left that are short beside the bytes: what is read together stands together.
+        Runs that are short for this size are skipped, so that bytes that are read together stay together.
         """
         i = bisect_left(self.runs, (self._next,))
         if i == len(self.runs) or self.runs[i][0] != self._next or self.runs[i][1] - self._next < num_bytes:
@@ -134,12 +134,12 @@ class Extents:
     __slots__ = ("_starts", "dropped", "runs", "size")
 
     def __init__(self, size: int, dropped: int, runs: tuple[Run, ...]) -> None:
-        """``runs`` have its bytes from ``dropped`` on, and zeros to the end of its last page."""
+        """``runs`` have its bytes from ``dropped`` on, and zeros to the end of the last page."""
         self.size, self.dropped, self.runs = size, dropped, runs
         self._starts = [*accumulate((count for _, count in runs), initial=dropped)]
 
     def pieces(self, offset: int, num_bytes: int) -> Iterator[Run]:
-        """Yield the bytes of the file that some bytes of the blob, none dropped, are."""
+        """Yield the runs of the file with these bytes of the blob, none of which may be dropped."""
         i = bisect_right(self._starts, offset) - 1
         while num_bytes:
             low, inside = self.runs[i][0], offset - self._starts[i]
@@ -148,16 +148,16 @@ class Extents:
             offset, num_bytes, i = offset + count, num_bytes - count, i + 1
 
     def drop(self, upto: int) -> tuple[Extents, list[Run]]:
-        """Return it without the whole pages that end before a byte, and where these are."""
+        """Return the blob without the whole pages that end before a byte, and these pages' runs."""
         dropped = self.size if upto >= self.size else upto - upto % PAGE_BYTES
-        gone = min(paged(dropped), self._starts[-1]) - self.dropped
-        if gone <= 0:
+        num_bytes = min(paged(dropped), self._starts[-1]) - self.dropped
+        if num_bytes <= 0:
             return self, []
-        rest = self.pieces(self.dropped + gone, self._starts[-1] - self.dropped - gone)
-        return Extents(self.size, dropped, tuple(rest)), [*self.pieces(self.dropped, gone)]
+        rest = self.pieces(self.dropped + num_bytes, self._starts[-1] - self.dropped - num_bytes)
+        return Extents(self.size, dropped, tuple(rest)), [*self.pieces(self.dropped, num_bytes)]
 
     def whole_bytes(self, file_bytes: int) -> int:
-        """Return its size, or the bytes before those that a file of so many bytes lacks."""
+        """Return its size, or the number of its first bytes in a file of ``file_bytes``."""
         for start, (low, count) in zip(self._starts, self.runs, strict=False):
             if low + min(count, self.size - start) > file_bytes:
                 return start + max(0, file_bytes - low)
@@ -165,21 +165,21 @@ class Extents:
 
 
 class BlockFile:
-    """The file and what of it is free. All that writes, and ``space``, is for one thread at a time."""
+    """The file and its free space. Writing methods and ``space`` are for one thread at a time."""
 
     def __init__(self, path: Path, *, readonly: bool, store_budget: int | None, create: bool = True) -> None:
         """Open it, or ``create`` it; ``store_budget`` bounds it (None: the file system does). Raises OSError."""
         self.path, self._store_budget = path, store_budget
         self.space = ExtentAllocator()
-        """Nothing is free until the owner says what is."""
+        """Nothing is free until the owner calls ``occupy``."""
         access = os.O_RDONLY if readonly else os.O_RDWR
         self._handle = open_file(path, access | (os.O_CREAT if create and not readonly else 0))
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole; no readahead
         self._sparse = not readonly and self.taken_bytes < self.size
         """True if free runs may have holes, which take disk space again when they are written."""
         self._direct: int | None = None
-        """The file, open past the page cache; None where system or file system cannot."""
+        """The file, open past the page cache; None if the system or the file system cannot."""
         with suppress(OSError):
             self._direct = open_direct(path, access)
         self._handles = [self._handle] if self._direct is None else [self._handle, self._direct]
@@ -188,7 +188,7 @@ class BlockFile:
         self._reads, self._count = 0, threading.Lock()
         self._queue = WriteQueue(self._write, lambda: self._reads > 0)
         self.flush = self._queue.flush
-        """Return when all that was put is written. Raises StoreFullError and StoreError."""
+        """Return when all data that was put is written. Raises StoreFullError and StoreError."""
         self._ends = threading.local()
 
     def close(self) -> None:
@@ -196,22 +196,22 @@ class BlockFile:
         self._queue.close()
         while self._handles:
             os.close(self._handles.pop())
-        self._handle, self._direct = -1, None  # else another file's number, later
+        self._handle, self._direct = -1, None  # the numbers may be reused for other files
 
     @property
     def size(self) -> int:
-        """Bytes of the file now."""
+        """The current size of the file."""
         return os.fstat(self._handle).st_size
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that the file system keeps for the file."""
+        """Bytes that the file system allocates to the file."""
         return os.fstat(self._handle).st_blocks * 512
 
     def occupy(self, runs: Iterable[Run]) -> None:
-        """Make all free but these runs, which may lie beyond the end of a file that was cut short.
+        """Make everything free but these runs, which may exceed a truncated file.
 
-        Raises CorruptStoreError where they overlap.
+        Raises CorruptStoreError if they overlap.
         """
         try:
             self.space = ExtentAllocator(runs, self.size // PAGE_BYTES * PAGE_BYTES)
@@ -223,7 +223,7 @@ class BlockFile:
     def read(self, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with bytes of a blob. Raises BlockReadError.
 
-        A long range goes past the page cache where ``out`` lies in its page as the bytes lie in their own.
+        A long range bypasses the page cache if ``out`` has the same offset in its page as the bytes have in theirs.
         """
         if offset + out.size > extents.size:
             raise BlockReadError(f"ends at byte {extents.size:,} of {offset + out.size:,}")
@@ -250,7 +250,7 @@ class BlockFile:
             raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
-        """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
+        """Read whole pages, including those at both ends of ``out``; returns how many bytes of ``out`` were read."""
         head = -offset % PAGE_BYTES
         inner = (out.size - head) // PAGE_BYTES * PAGE_BYTES
         tail = out.size - head - inner
@@ -269,7 +269,7 @@ class BlockFile:
     # -- writing -----------------------------------------------------------------------------------------
 
     def take(self, sizes: Sequence[int]) -> list[Extents]:
-        """Take room for blobs of so many bytes, for all of them or none. Raises StoreFullError and StoreError."""
+        """Allocate space for blobs of ``sizes``, for all of them or none. Raises StoreFullError and StoreError."""
         if self.space.end > self.size:
             raise CorruptStoreError(
                 f"{self.path} ends at byte {self.size:,}, before the end of blobs that it has: restore the store from "
@@ -297,7 +297,7 @@ class BlockFile:
     def write(self, extents: Extents, offset: int, data: NDArray[np.uint8], *, stable: bool) -> None:
         """Write bytes from a page of a blob on, zeros to the end of their last page; in the file after ``flush``.
 
-        Takes what it needs of ``data`` before it returns; of ``stable`` data, which does not change, before ``flush``.
+        Copies ``data`` before it returns, or, if it is ``stable`` and does not change, before ``flush``.
         Raises StoreFullError and StoreError.
         """
         direct = data.size >= _DIRECT_BYTES and _address(data) % PAGE_BYTES == 0
@@ -311,7 +311,7 @@ class BlockFile:
             self.flush()
 
     def sync(self) -> None:
-        """Return when all that was put and flushed is durable. Raises StoreError, and again once it did."""
+        """Return when all data that was put and flushed is durable. Raises StoreError, and again after a failure."""
         if self._unsynced:
             raise StoreError(f"{self.path} could not be synced: fix that and open the store again")
         if self._dirty:
@@ -321,7 +321,7 @@ class BlockFile:
             self._unsynced = self._dirty = False
 
     def give(self, runs: Iterable[Run]) -> None:
-        """Free runs; what lies beyond the end of the file is no room."""
+        """Free runs, without bytes beyond the end of the file."""
         for low, count in runs:
             self.space.give(low, count)
         if self.space.end > self.size:
@@ -329,7 +329,7 @@ class BlockFile:
             self.space.grow(max(0, self.size // PAGE_BYTES * PAGE_BYTES - self.space.end))
 
     def discard(self, extents: Iterable[Extents]) -> None:
-        """Free blobs that were put in vain, with what is queued; what is free at the end leaves the file."""
+        """Free blobs whose put failed, with queued data; free space at the end is cut off."""
         try:
             self._queue.discard()
         finally:
@@ -337,16 +337,16 @@ class BlockFile:
             self.trim()
 
     def trim(self) -> None:
-        """Give what is free at the end back to the file system. Raises StoreError."""
+        """Cut off the free space at the end of the file. Raises StoreError."""
         self.space.cut_tail()
         if self.space.end < self.size:
             with writing(self.path):
                 os.ftruncate(self._handle, self.space.end)
 
     def shrink(self) -> None:
-        """Give all that is free back: the end leaves the file, the rest becomes holes where there can be some.
+        """Return all free space to the file system: the end is cut off, the rest becomes holes if possible.
 
-        Nothing that is free may be needed after a crash. Raises StoreError.
+        Free space must not be needed after a crash. Raises StoreError.
         """
         self.trim()
         with writing(self.path):
@@ -356,7 +356,7 @@ class BlockFile:
                 self._sparse = True
 
     def _fill_holes(self, runs: Sequence[Run], num_bytes: int) -> None:
-        """Have room for runs that may be holes: a full disk must show before it is written to."""
+        """Allocate runs that may be holes, so that a full disk shows before they are written."""
         lacking = self.size - self.taken_bytes
         if lacking <= 0:
             self._sparse = False
@@ -367,7 +367,7 @@ class BlockFile:
                 os.posix_fallocate(self._handle, low, count)
 
     def _grow(self, run_bytes: int, num_bytes: int) -> None:
-        """Have a run of so many bytes at the end, for a put of ``num_bytes``; more at once where the file is large."""
+        """Extend the file by ``run_bytes`` for a put of ``num_bytes``; by more if the file is large."""
         least = run_bytes - self.space.tail_bytes
         most = None if self._store_budget is None else self._store_budget // PAGE_BYTES * PAGE_BYTES - self.space.end
         if most is not None and most < least:
@@ -380,7 +380,7 @@ class BlockFile:
         with writing(self.path, num_bytes, kept_bytes=ROOM_FOR_RECORDS):
             for growth in (ample, least):
                 try:
-                    check_room(self.path, growth + ROOM_FOR_RECORDS)  # those are written after the blocks
+                    check_room(self.path, growth + ROOM_FOR_RECORDS)  # records are written after the blocks
                     os.posix_fallocate(self._handle, self.space.end, growth)
                 except OSError as error:
                     os.ftruncate(self._handle, self.space.end)
@@ -399,15 +399,15 @@ class BlockFile:
             except OSError as error:
                 if direct is None or error.errno != errno.EINVAL:
                     raise
-                self._direct = None  # the file system took the flag and cannot do it
+                self._direct = None  # the file system accepted the flag but cannot do it
                 return 0
             if count < PAGE_BYTES:
-                raise OSError(errno.EIO, "it took less than a page")
+                raise OSError(errno.EIO, "it wrote less than a page")
         return count // PAGE_BYTES * PAGE_BYTES
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs, those as one of which one begins where the one before ends."""
+    """Merge adjacent runs."""
     found = list[Run]()
     for low, count in runs:
         if found and sum(found[-1]) == low:
@@ -418,4 +418,4 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _address(array: NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])  # a third of what array.ctypes takes
+    return int(array.__array_interface__["data"][0])  # takes a third of the time of array.ctypes

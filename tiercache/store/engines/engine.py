@@ -1,7 +1,7 @@
 """The seam between the store and its engines: seven verbs over immutable, named blobs.
 
-The engine that is a dict defines them, and tests run on it. What engines share is here too: the checks of a put, and
-the record of a head; and what the store keeps of an engine: the head that it is at, and counters of bytes.
+The memory engine, a dict, defines them, and tests run on it. Shared by all engines: the checks of a put, and the record
+of a head. Used by the store: the publisher of an engine's heads, and counters of bytes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class BlobRows(NamedTuple):
     """The meaning of the bytes of a segment's blob, for an engine that stores each field as an array."""
 
     group: Group
-    """Whose rows: fields and tables."""
+    """The group of the rows: fields and tables."""
     layout: SegmentLayout
     """Maps rows to blocks and pages."""
 
 
 class Blob(NamedTuple):
-    """Immutable bytes with a name, of which the front may be dropped."""
+    """Immutable bytes with a name. Their front may be dropped."""
 
     name: str
-    """Words and numbers of ASCII between slashes, no two blobs of a store ever the same. The last word of a segment's
-    is "rows", "keys" or "changed" where ``of`` says whose."""
+    """ASCII words and numbers between slashes, unique in a store. In a segment the last word is "rows", "keys" or
+    "changed", and ``of`` is set."""
     size: int
     """Bytes."""
     of: BlobRows | None = None
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
     """The engine's entry for a blob."""
 
     size: int
-    """Bytes, those that were dropped included; fewer than were put where the blob was cut short."""
+    """Bytes, including dropped ones; fewer than were put if the blob is truncated."""
     dropped: int = 0
     """Bytes at the front that are gone, or may be."""
 
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 
 class ReadRequest(NamedTuple):
-    """Bytes of a blob that are to be read."""
+    """A request to read bytes of a blob."""
 
     blob: Blob
     offset: int
@@ -84,85 +84,84 @@ class ReadRequest(NamedTuple):
 
 
 class Engine(Protocol):
-    """Keeps blobs, and the head that says which of them is the newest commit; knows nothing of what they say.
+    """Stores blobs, and the head that names the newest commit; does not know their contents.
 
-    ``MemoryEngine`` is the executable definition. Blobs belong to whoever put them until ``drop`` gives them back: the
-    engine never decides what is needed. ``put``, ``drop`` and ``publish`` come from one thread at a time and, where
-    they raise, have changed nothing, unless they say otherwise; ``read``, ``list`` and ``newest`` may be called by
-    other threads meanwhile, and by what yields the parts of a ``put``.
+    ``MemoryEngine`` is the executable definition. Blobs are kept until ``drop``: the engine never decides which are
+    needed. ``put``, ``drop`` and ``publish`` are called by one thread at a time and change nothing if they raise,
+    unless stated otherwise; ``read``, ``list`` and ``newest`` may be called by other threads meanwhile, and by the
+    iterable of parts of a ``put``.
     """
 
     label: str
-    """The store in the words of a message."""
+    """The store's name in messages."""
     memory_bytes: int
-    """The most that copies of parts being written may take, or one part that is larger; who plans memory sets it."""
+    """The most that copies of parts being written may take, or one part that is larger; set by the memory plan."""
     lease_folder: Path | None
     """The folder for leases of readers in other processes; None if there is none."""
     epoch: int
-    """A number that no other writer of this store ever had, where no lock keeps them apart: names of what the store
-    puts end with it. 0 where a lock does."""
+    """0 if a lock keeps writers apart; otherwise a number unique to this writer, which ends the names of all its blobs.
+    """
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Write blobs, all of them or none; durable with the next ``publish``, and lost by a crash before it.
 
-        Parts fill each blob exactly once, in any order; each begins at a multiple of ``PAGE_BYTES``, and is a block
-        where a blob is ``of`` rows. Asks for one after another and takes what it needs of each before it asks for the
-        next or, of ``stable`` arrays, which do not change, before it returns. Names are new, or were dropped. Raises
-        StoreFullError, before a part is asked for where it is known by then, StoreError, ValueError for parts that are
-        not what the blobs say, and what the iterable raises.
+        Parts fill each blob exactly once, in any order; each begins at a multiple of ``PAGE_BYTES``, and is a block if
+        the blob is ``of`` rows. Each part is copied before the next one is drawn or, for ``stable`` arrays, which do
+        not change, before this returns. Names are new, or were dropped. Raises StoreFullError, before a part is drawn
+        if known by then, StoreError, ValueError for parts that do not fit the blobs, and the iterable's errors.
         """
 
     def read(self, request: ReadRequest) -> None:
-        """Fill ``request.out``. Raises BlockReadError, in words that follow the name of what is read."""
+        """Fill ``request.out``. Raises BlockReadError, whose message follows the blob's name."""
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
-        """Take back blobs up to a byte, or whole (None), after the commit that gave them up is durable.
+        """Free blobs up to a byte, or whole (None), after the commit that gave them up is durable.
 
-        Their room is for blobs to come, and goes back to the file system with ``shrink``. A byte that is not at the end
-        of a page or chunk frees what ends before it. No read of these bytes is under way or comes. A name that is not
-        there is no error. What cannot be deleted now is deleted when the engine is next opened for writing and told
-        again. Raises StoreError.
+        Their space is reused, and returned to the file system with ``shrink``. For a byte inside a page or chunk, only
+        whole pages or chunks before it are freed. These bytes are not being read and will not be. Missing names are
+        ignored. Blobs that cannot be deleted now are deleted when the engine is next opened for writing and ``drop`` is
+        repeated. Raises StoreError.
         """
 
     def list(self) -> Mapping[str, Stored]:
-        """Return all blobs that are there, put since the last ``publish`` or before, by name; reads none.
+        """Return all existing blobs by name, including those put since the last ``publish``; reads none.
 
-        For writing, and for what looks whether a store is whole; what a crash left is among them, or gone already.
+        For writers and checks; a crash's leftovers may be included.
         """
 
     def newest(self) -> Head | None:
-        """Return what was published last, by whatever process, checked; None where nothing ever was.
+        """Return the head published last, by any process, checked; None before the first.
 
         Raises CorruptStoreError.
         """
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Make durable all that was put, then have ``newest`` return ``head``: all or nothing, durably.
+        """Make all blobs durable, then make ``head`` the newest: all or nothing, durably.
 
-        Raises StoreFullError; StoreError where ``newest`` is not ``before``, as another writer came, and it changes
-        nothing then. Where it raises although ``newest`` returns ``head``, the head is durable, and the next
-        ``publish`` ends this one first.
+        Raises StoreFullError; StoreError if ``newest`` is not ``before``, since another writer came, and then changes
+        nothing. If it raises although ``newest`` returns ``head``, the head is durable, and the next ``publish``
+        completes this one first.
         """
 
     def close(self) -> None:
-        """Give up every resource; a second time does nothing. No read is under way."""
+        """Free all resources; a second time does nothing. No read may be in progress."""
 
 
 class HeadRecord(NamedTuple):
     """A head as it is stored: the value of LMDB's key "head", and the objects below ``heads`` of the Zarr engine."""
 
     number: int
-    """Counts heads, from 1; 0 where there is none."""
+    """Counts heads, from 1; 0 before the first."""
     head: Head | None
-    """None after a writer took over an object store in which nothing was published."""
+    """None after a writer took over an object store without a head."""
     before: str = ""
-    """The digest of the one before; of the first one what the engine says."""
+    """The digest of the previous head; for the first, defined by the engine."""
     blobs: int = 0
-    """In LMDB's map."""
+    """The number of blobs in LMDB's map."""
     checksums: int = 0
-    """The sum of those of the entries of LMDB's map."""
+    """The sum of the checksums in LMDB's map."""
     writer: str = ""
-    """A name that no other writer has, on object stores."""
+    """A name unique to the writer, on object stores."""
 
     def to_bytes(self) -> bytes:
         """Return the record."""
@@ -173,7 +172,7 @@ class HeadRecord(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> HeadRecord:
-        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
+        """Read the bytes of ``to_bytes``. Raises CorruptStoreError; ``name`` is its name in messages."""
         values, head = decode("head", data, name)[0], None
         try:
             number, blobs, checksums = (whole(values.get(key, 0), key) for key in ("number", "blobs", "checksums"))
@@ -186,7 +185,7 @@ class HeadRecord(NamedTuple):
 
 
 def check_names(blobs: Sequence[Blob], names: Container[str], label: str) -> None:
-    """Raise ValueError unless the names of ``blobs`` are new; ``names`` are those of the store."""
+    """Raise ValueError unless the names of ``blobs`` are not among the store's ``names``."""
     new = set[str]()
     for blob in blobs:
         if blob.name in names or blob.name in new:
@@ -228,14 +227,14 @@ def checked_parts(
 
 
 class BlobBytes(NamedTuple):
-    """A blob, and the bytes of it that were not dropped."""
+    """A blob, and its bytes from the first one that was not dropped."""
 
     dropped: int
     data: NDArray[np.uint8]
 
     @property
     def size(self) -> int:
-        """Bytes, those that were dropped included."""
+        """Bytes, including dropped ones."""
         return self.dropped + self.data.size
 
 
@@ -250,7 +249,7 @@ class MemoryEngine:
     memory_bytes = WRITE_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
-        """``capacity_bytes`` bounds all blobs, as a disk would; None bounds nothing."""
+        """``capacity_bytes`` bounds all blobs, as a disk would; None: unbounded."""
         self.label = "the store in memory"
         self.capacity_bytes = capacity_bytes
         self.blobs: dict[str, BlobBytes] = {}
@@ -259,7 +258,7 @@ class MemoryEngine:
         self._lock = threading.Lock()
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
-        """Keep copies of all blobs, or of none."""
+        """Copy all blobs, or none."""
         check_names(blobs, self.blobs, self.label)
         with self._lock:
             stored = sum(blob.data.size for blob in self.blobs.values())
@@ -290,7 +289,7 @@ class MemoryEngine:
         out[:] = blob.data[offset - blob.dropped :][: out.size]
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
-        """Drop whole pages; of names that are gone already, nothing."""
+        """Drop whole pages; missing names are ignored."""
         with self._lock:
             for name, upto in blobs:
                 blob = self.blobs.pop(name, None)
@@ -304,7 +303,7 @@ class MemoryEngine:
             return {name: Stored(blob.size, blob.dropped) for name, blob in self.blobs.items()}
 
     def newest(self) -> Head | None:
-        """Return what ``publish`` was told last."""
+        """Return the last published head."""
         return self.head
 
     def publish(self, head: Head, before: Head | None) -> None:
@@ -314,7 +313,7 @@ class MemoryEngine:
         self.head = head
 
     def close(self) -> None:
-        """Keep everything, for the next opening."""
+        """Keep everything for the next opening."""
 
 
 class Publisher:
@@ -334,17 +333,17 @@ class Publisher:
             self._engine.publish(head, before)
             done = True
         finally:
-            # An error or an interrupt may come when all of it is durable, or when nothing is.
+            # An error or an interrupt may leave all of it durable, or nothing.
             if done or self._is_durable(head, before):
                 self.head = head
                 then(before)
 
     def look(self) -> None:
-        """Take the head that the engine is at now. Raises StoreError."""
+        """Update ``head`` from the engine. Raises StoreError."""
         self.head = self._engine.newest()
 
     def check_known(self) -> None:
-        """Raise StoreError if nobody knows what the engine is at: opening the store again finds that out."""
+        """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
         if not self.is_known:
             raise StoreError(f"a commit of {self._label} failed and may be there or not: close it and open it again")
 
@@ -359,16 +358,16 @@ class Publisher:
 
 
 class Counters:
-    """Plain numbers, each only ever growing; all bytes are of blobs, without what an engine adds."""
+    """Plain counters that only grow; all bytes are of blobs, without an engine's overhead."""
 
     def __init__(self) -> None:
         self.row_bytes_written = 0
         self.key_bytes_written = 0
         self.changed_bytes_written = 0
-        """Last changes of rows that were moved."""
+        """Last changes of moved rows."""
         self.state_bytes_written = 0
         self.meta_bytes_written = 0
-        """Commits, what they list, and what describes segments."""
+        """Commits, their lists, and descriptions of segments."""
         self.rows_written = 0
         self.row_bytes_read = 0
         """By ``read`` and ``read_rows``, whole pages."""
@@ -388,7 +387,7 @@ class Counters:
         """To temporary files, by scans and fills that exceed their memory."""
         self.spill_bytes_read = 0
         self.spill_writes = 0
-        """Writes of temporary files, each of what was sorted in memory at once."""
+        """Writes of temporary files, each of one sorted batch."""
         self._lock = threading.Lock()
 
     @property

@@ -1,11 +1,11 @@
-"""Blobs as runs of pages of one file, the map of them in an LMDB environment beside it; the only module with LMDB.
+"""Blobs as runs of pages in one file, and their map in an LMDB environment; the only module that imports LMDB.
 
 docs/format/lmdb.md describes the files and the order of a publish: blocks.bin is synced; one transaction sets head and
-entries; HEAD is overwritten and synced. What is dropped is free at once, and its entry follows with the next publish.
-So before a drop HEAD names the newest head, in both slots: no slot that counts names what may be written over.
+entries; HEAD is overwritten and synced. Dropped runs are free at once, and their entries follow with the next publish.
+So before a drop HEAD names the newest head, in both slots: no valid slot may name bytes that can be overwritten.
 
-Only who writes uses LMDB, and begins with a fresh copy of what was checked: so no damaged list of free pages makes it
-write over live ones. Who reads looks for the entry of a blob when it is first read, in LMDB's pages.
+Only writers use LMDB, and begin with a fresh copy of the checked entries: so no damaged list of free pages makes it
+overwrite live ones. Readers look up a blob's entry at its first read, in LMDB's pages.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _BYTES_PER_BYTE = 8
 _CHECKED_BYTES = 4 << 20
 """Bytes of parts between two checks that the store still exists."""
 _KEY_BYTES = 511
-"""LMDB's limit for a key."""
+"""LMDB's limit on a key."""
 
 
 class LmdbEngine:
     """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
     epoch = 0
-    memory_bytes = WRITE_BYTES  # it copies 3 MiB, whatever is said
+    memory_bytes = WRITE_BYTES  # it copies 3 MiB, whatever the setting
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class LmdbEngine:
             self._slot: Slot
             """The contents of HEAD."""
             self._record: HeadRecord | None
-            """The newest head: that one, or the next."""
+            """The newest head: the one in HEAD, or the next."""
             self._entries = dict[str, bytes]()
-            """By name of each blob; of a reader, those that it needed."""
+            """By name of each blob; in a reader, only the used ones."""
             self._slot, self._record = read_head(path, self.label)
             self._open_blocks(create=create, store_budget=store_budget)
             if not readonly:
@@ -123,7 +123,7 @@ class LmdbEngine:
     # -- blobs -------------------------------------------------------------------------------------------
 
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
-        """Write blobs where the file is free."""
+        """Write blobs into free runs of the file."""
         self._settle()
         check_names(blobs, self._entries, self.label)
         for blob in blobs:
@@ -162,7 +162,7 @@ class LmdbEngine:
         self._file.read(extents_of(entry), offset, out)
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
-        """Free runs of the file; what is free may leave it, as its end or as holes."""
+        """Free runs of the file; free space may be cut off the end or become holes."""
         self._settle()
         with writing(self.path / HEAD):
             self._slot.write(self.path, other=True)
@@ -190,7 +190,7 @@ class LmdbEngine:
     # -- the head ----------------------------------------------------------------------------------------
 
     def newest(self) -> Head | None:
-        """Return what this engine published last or found; for reading what there is now."""
+        """Return the head that this engine published last or found; a reader looks again."""
         with self._changing:
             if self._readonly and Slot.read(self.path) != self._slot:
                 (self._slot, self._record), self._entries = read_head(self.path, self.label), {}
@@ -199,7 +199,7 @@ class LmdbEngine:
             return None if self._record is None else self._record.head
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Sync the file of blobs; then set head and entries in one transaction; then have HEAD name the head."""
+        """Sync the file of blobs; set head and entries in one transaction; then update HEAD."""
         self._settle()
         if before != self.newest():
             raise StoreError(
@@ -224,19 +224,19 @@ class LmdbEngine:
         self._name_head()
 
     def close(self) -> None:
-        """Close environment and file, and give up the right to write."""
+        """Close environment and file, and release the lock."""
         self._close_environment()
         self._resources.close()
 
     # -- LMDB --------------------------------------------------------------------------------------------
 
     def _note(self, record: HeadRecord) -> None:
-        """Be at a head if LMDB shows it: an error may come when the transaction is done, or when nothing of it is."""
+        """Take a head if LMDB has it: after an error, all or nothing of the transaction is done."""
         is_unknown = True
         try:
             shown = read_head(self.path, self.label)[1]
             is_unknown = shown not in (record, self._record)
-        finally:  # not before: other threads ask for the newest head meanwhile
+        finally:  # not earlier: other threads ask for the newest head meanwhile
             self._unknown = is_unknown
         if shown != record:
             raise CorruptStoreError(f"{self.path / DATA} does not have what was written: restore the store from a copy")
@@ -272,7 +272,7 @@ class LmdbEngine:
         try:
             self._write_fresh(record, map_bytes)
         except StoreFullError:
-            self._file.shrink()  # what is free among the blobs may be the room
+            self._file.shrink()  # free space among the blobs may be enough
             self._write_fresh(record, map_bytes)
         self._env = self._environment(self.path, map_bytes)
 
@@ -289,7 +289,7 @@ class LmdbEngine:
                 (fresh / DATA).replace(self.path / DATA)
                 sync(self.path)
         finally:
-            with contextlib.suppress(StoreError):  # the folder may be another store's by now
+            with contextlib.suppress(StoreError):  # the folder may belong to another store now
                 self._check_writable()
                 shutil.rmtree(fresh, ignore_errors=True)
 
@@ -315,7 +315,7 @@ class LmdbEngine:
     # -- opening -----------------------------------------------------------------------------------------
 
     def _create(self) -> None:
-        """Have HEAD say that nothing was published: what a creation left that was killed counts for nothing."""
+        """Write a HEAD before the first publish: the remains of a killed creation do not count."""
         blocks, data = self.path / BLOCKS, self.path / DATA
         if blocks.exists() and blocks.stat().st_size:
             raise CorruptStoreError(
@@ -347,9 +347,9 @@ class LmdbEngine:
             self._entries |= entries
 
     def _settle(self) -> None:
-        """Before anything is written over or freed: have HEAD name the newest head, which is durable then.
+        """Make HEAD name the newest head, which is durable then; called before anything is overwritten or freed.
 
-        A killed process may have left both otherwise. What is free at the end leaves the file.
+        A killed process may have left the older one there. Free space at the end is cut off.
         """
         self._check_head()
         if self._record is not None and (not self._settled or Slot.of(self._record) != self._slot):
@@ -362,7 +362,7 @@ class LmdbEngine:
         self._settled = True
 
     def _name_head(self) -> None:
-        """Have HEAD name the newest head, if it does not yet."""
+        """Make HEAD name the newest head."""
         if Slot.of(self._record) == self._slot:
             return
         self._check_head()
@@ -371,7 +371,7 @@ class LmdbEngine:
         self._slot = Slot.of(self._record)
 
     def _check_writable(self) -> None:
-        """Raise ValueError if it is open for reading, and StoreError if it was moved, or where it is at is unknown."""
+        """Raise ValueError if it is open for reading, and StoreError if it was moved or its head is unknown."""
         if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
         if self._unknown:
@@ -379,10 +379,10 @@ class LmdbEngine:
         self._lock.check()
 
     def _check_head(self) -> None:
-        """Raise StoreError if the store was moved, or HEAD is not what this writer wrote or read."""
+        """Raise StoreError if the store was moved, or HEAD differs from the last one written or read."""
         self._check_writable()
         seen = Slot.read(self.path)
-        # An interrupt may come after HEAD is written and before that is noted.
+        # An interrupt may come after HEAD is written and before ``_slot`` is set.
         if seen not in {self._slot, Slot.of(self._record)}:
             raise StoreError(
                 f"{self.path / HEAD} names publish {seen.number}, and this process wrote {self._slot.number}: "
@@ -400,7 +400,7 @@ class LmdbEngine:
 
     def _translate(self, error: lmdb.Error) -> StoreError:
         cause = OSError(getattr(error, "code", 0), str(error))
-        if cause.errno == errno.EIO:  # what LMDB calls a write that came to an early end: it does not ask why
+        if cause.errno == errno.EIO:  # LMDB reports a short write this way, without a reason
             try:
                 check_room(self.path, ROOM_FOR_RECORDS)
                 for folder in (self.path, self.path / FRESH):

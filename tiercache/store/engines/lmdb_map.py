@@ -1,4 +1,4 @@
-"""The head and the map of blobs in LMDB's file, read without LMDB, and the file HEAD that names the newest head.
+"""The head and the map of blobs in LMDB's file, read without LMDB, and HEAD, which names the newest head.
 
 The file (LMDB 0.9, data version 1) is read by ``pread``, never mapped. Its pages have no checksum, so every value has
 one, and the head has the number and the sum of the others'.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 HEAD, DATA, HEAD_KEY = "HEAD", "data.mdb", "head"
 NOTHING = "0" * 64
-"""In place of the digest of a head before the first."""
+"""The digest of the head before the first."""
 _SLOT_MAGIC = b"tc head\n"
 _SLOT = struct.Struct("<8sQ32s")
 _CHECKSUM = struct.Struct("<I")
@@ -47,12 +47,12 @@ class Slot(NamedTuple):
 
     @classmethod
     def of(cls, record: HeadRecord | None) -> Slot:
-        """Return what names a head; None is that before the first."""
+        """Return the slot of a head; None is before the first."""
         return cls(0, NOTHING) if record is None or record.head is None else cls(record.number, record.head.digest)
 
     @classmethod
     def read(cls, folder: Path) -> Slot:
-        """Return the newest that is whole. Raises CorruptStoreError where none is, and StoreError."""
+        """Return the newest whole slot. Raises CorruptStoreError if none is whole, and StoreError."""
         path = folder / HEAD
         try:
             handle = open_file(path)
@@ -76,7 +76,7 @@ class Slot(NamedTuple):
     def write(self, folder: Path, *, other: bool = False) -> None:
         """Overwrite the older slot; durable on return. Raises OSError.
 
-        Afterward ``other`` overwrites the other slot too, and does not wait: it is needed where the first one rots.
+        Afterward ``other`` overwrites the other slot too, without waiting: it is needed if the first one rots.
         """
         handle = open_file(folder / HEAD, os.O_WRONLY)
         try:
@@ -99,7 +99,7 @@ class Slot(NamedTuple):
 
     @classmethod
     def _unpack(cls, slot: bytes) -> Slot | None:
-        """Return what a slot names; None where it is not whole."""
+        """Return a slot's contents; None if it is damaged."""
         body = slot[: _SLOT.size]
         if body[: len(_SLOT_MAGIC)] != _SLOT_MAGIC or slot[_SLOT.size :] != _CHECKSUM.pack(google_crc32c.value(body)):
             return None
@@ -118,19 +118,19 @@ def entry_of(name: str, extents: Extents) -> bytes:
 
 
 def checksum_of(entry: bytes) -> int:
-    """Return what the entry says its checksum is."""
+    """Return the checksum in an entry."""
     return int.from_bytes(entry[-_CHECKSUM.size :], "little")
 
 
 @lru_cache(maxsize=1024)
 def extents_of(entry: bytes) -> Extents:
-    """Return where a blob is, of an entry that was checked."""
+    """Return the runs in a checked entry."""
     numbers = struct.unpack_from(f"<{len(entry) // 8}q", entry)
     return Extents(numbers[0], numbers[1], tuple(zip(numbers[2::2], numbers[3::2], strict=True)))
 
 
 def _check_entry(name: str, entry: bytes) -> None:
-    """Raise CorruptStoreError for an entry that is not what was written for the name."""
+    """Raise CorruptStoreError for an entry that differs from the one written for the name."""
     body = entry[: -_CHECKSUM.size]
     is_whole = len(body) >= 16 and len(body) % 16 == 0
     if is_whole and google_crc32c.extend(google_crc32c.value(name.encode()), body) == checksum_of(entry):
@@ -150,11 +150,11 @@ def _check_entry(name: str, entry: bytes) -> None:
 # -- the head and the map --------------------------------------------------------------------------------
 
 _TRIES, _PAUSE_SECONDS = 50, 0.002
-"""How many times a writer may commit while its tree is read, and the pause between tries."""
+"""Retries if a writer commits while its tree is read, and the pause between tries."""
 
 
 def read_head(folder: Path, label: str) -> tuple[Slot, HeadRecord | None]:
-    """Return what HEAD names and the newest head, None before the first; a writer may go on meanwhile.
+    """Return HEAD and the newest head, None before the first; a writer may commit meanwhile.
 
     Raises CorruptStoreError and StoreError.
     """
@@ -162,7 +162,7 @@ def read_head(folder: Path, label: str) -> tuple[Slot, HeadRecord | None]:
 
 
 def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[str, bytes]]:
-    """Return what ``read_head`` does, and all entries by name, checked. Raises CorruptStoreError and StoreError."""
+    """Return the same as ``read_head``, and all entries by name, checked. Raises CorruptStoreError and StoreError."""
 
     def look(slot: Slot, file: LmdbFile | None) -> tuple[Slot, HeadRecord | None, dict[str, bytes]]:
         if file is None:
@@ -185,7 +185,7 @@ def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[st
 def read_entries(folder: Path, name: str) -> dict[str, bytes]:
     """Return the entry of a blob, and by name those in the same page of LMDB's tree.
 
-    Raises BlockReadError where there is none, CorruptStoreError and StoreError.
+    Raises BlockReadError if it is missing, CorruptStoreError and StoreError.
     """
 
     def look(_slot: Slot, file: LmdbFile | None) -> dict[str, bytes]:
@@ -197,7 +197,7 @@ def read_entries(folder: Path, name: str) -> dict[str, bytes]:
         _check_entry(name, entries[name])
         for key, value in found.items():
             if value.data is not None and key != HEAD_KEY:
-                with suppress(CorruptStoreError):  # it stops only the read of its own blob
+                with suppress(CorruptStoreError):  # a damaged entry fails only the reads of its blob
                     _check_entry(key, value.data)
                     entries[key] = value.data
         return entries
@@ -206,7 +206,7 @@ def read_entries(folder: Path, name: str) -> dict[str, bytes]:
 
 
 def _look(folder: Path, look: Callable[[Slot, LmdbFile | None], T]) -> T:
-    """Call ``look``, again where it found damage and a writer went on; without a file where nothing was published."""
+    """Call ``look``, again if it found damage and a writer committed; without a file before the first publish."""
     path = folder / DATA
     for tries in range(_TRIES + 1):
         if tries:
@@ -276,12 +276,12 @@ class _TreePage(NamedTuple):
     is_branch: bool
 
     def key(self, at: int) -> bytes:
-        """Return the key of the node that begins there."""
+        """Return the key of the node at an offset."""
         return self.data[at + _NODE.size : at + _NODE.size + _NODE.unpack_from(self.data, at)[3]]
 
 
 class LmdbFile:
-    """A data file of LMDB, open for reading at the newest of its two roots. All raise CorruptStoreError."""
+    """A data file of LMDB, open for reading at the newest of its two roots. All methods raise CorruptStoreError."""
 
     def __init__(self, path: str) -> None:
         """Raises OSError too."""
@@ -303,7 +303,7 @@ class LmdbFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file now."""
+        """The current size of the file."""
         return os.fstat(self.handle).st_size
 
     def values(self) -> Iterator[Value]:
@@ -337,7 +337,7 @@ class LmdbFile:
         return read_at(self.handle, value.size, value.offset) if value.data is None else value.data
 
     def _root(self, page: int, offset: int) -> tuple[int, int, int]:
-        """Return the bytes of a page, the transaction, and the page where the tree of values begins."""
+        """Return the bytes of a page, the transaction, and the root page of the tree of values."""
         data = read_at(self.handle, _META_BYTES, offset)
         if len(data) < _META_BYTES:
             raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
@@ -356,7 +356,7 @@ class LmdbFile:
         return page_bytes, transaction, main[7]
 
     def _walk(self, number: int, levels: int, seen: set[int]) -> Iterator[Value]:
-        """Yield what stands below a page; ``seen`` are the pages of the tree so far, as one that loops has no end."""
+        """Yield the values below a page; ``seen`` are the pages of the tree so far, to detect loops."""
         if number == _NO_PAGE:
             return
         if number in seen:

@@ -1,8 +1,8 @@
-"""Whole pages on their way into a file: those beside each other by one call, two requests under way at a time.
+"""Whole pages on their way into a file: adjacent ones by one call, two requests in flight at a time.
 
-A request is one run of pages or several short ones, as each request takes the interpreter from a training that goes on
-beside it. While one ends the disk has the next. Where the file is read meanwhile the disk has enough to do, and a read
-would wait behind both: then one is under way. What was measured stands in docs/design.
+A request is one run of pages or several short ones, since each request takes the GIL from a concurrent training. With
+two in flight the disk is never idle. While the file is also read the disk is busy anyway, and a read would wait for
+both: then only one is in flight. The measurements are in docs/design.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Write = Callable[[list[memoryview], int], int]
-    """Write whole pages at a page of the file; returns how many bytes of them were written, 0 to be called again."""
+    """Write whole pages at a page of the file; returns how many of the bytes were written, 0 to be called again."""
     Run = tuple[int, list[memoryview]]
-    """Pages one after another from a place in the file on."""
+    """An offset in the file, and consecutive pages."""
 
 _UNDER_WAY = 2
 REQUEST_BYTES, _RUN_VIEWS = 32 << 20, 512
 _RUNS_BYTES = 16 << 20
-"""Of a request to which no further run is added."""
+"""A request of this size gets no further runs."""
 _GATHER_BYTES = 1 << 20
 SHORT_BYTES = 256 << 10
-"""Of a request that its caller makes itself: handing it to a thread takes longer."""
+"""Requests up to this size are made by the caller: handing them to a thread takes longer."""
 
 
 class WriteQueue:
-    """What one thread at a time puts is in the file after ``flush``, in any order."""
+    """Writes pages from one thread at a time; all are in the file after ``flush``, in any order."""
 
     def __init__(self, write: Write, is_read: Callable[[], bool]) -> None:
-        """``write`` is called by two threads at once; what it raises, ``put``, ``copy`` or ``flush`` raises.
+        """``write`` is called by two threads at once; its errors are raised by ``put``, ``copy`` or ``flush``.
 
         ``is_read`` tells whether the file is being read.
         """
         self._write, self._is_read = write, is_read
         self._runs: list[Run] = []
-        """What is to be written next."""
+        """The runs to write next."""
         self._end = self._bytes = 0
-        """In the file, of the last run; of all."""
+        """The end of the last run in the file, and the bytes of all runs."""
         self._buffers: list[memoryview] = []
-        """Of the next request first, then those that requests under way may write from."""
+        """Buffers of the next request first, then those that requests in flight may write from."""
         self._copied = 0
         self._under_way: deque[Future[None]] = deque()
         self._threads: ThreadPoolExecutor | None = None
 
     def put(self, view: memoryview, offset: int) -> None:
-        """Let whole pages be written at a page, together with those before them in the file; they stay as they are."""
+        """Queue whole pages for writing at a page, merged with those before them in the file; they must not change."""
         self._add(view, offset)
 
     def copy(self, data: memoryview, offset: int) -> None:
-        """Let copies of bytes be written at a page, zeros up to the end of their last page after them."""
+        """Queue copies of bytes for writing at a page, zeros up to the end of their last page after them."""
         while len(data):
             count = min(len(data), _GATHER_BYTES)
             self._add(data[:count], offset, copied=paged(count))
@@ -66,7 +66,7 @@ class WriteQueue:
         self._await(0)
 
     def discard(self) -> None:
-        """Forget what is queued, and return when nothing is under way any more, interrupted or not."""
+        """Drop queued runs, and return when none are in flight, even if interrupted."""
         self._runs, self._bytes, self._copied = [], 0, 0
         interruption: KeyboardInterrupt | None = None
         while self._under_way:
@@ -79,7 +79,7 @@ class WriteQueue:
             raise interruption
 
     def close(self) -> None:
-        """End the threads, once what is under way has ended, and give memory back."""
+        """End the threads after the requests in flight, and free the memory."""
         if self._threads is not None:
             self._threads.shutdown()
         self._buffers = []
@@ -87,7 +87,7 @@ class WriteQueue:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _add(self, view: memoryview, offset: int, *, copied: int = 0) -> None:
-        """Add bytes to the next request, or a copy of so many with zeros at the end; send before what is full."""
+        """Add bytes, or a copy of ``copied`` bytes and zeros, to the next request; sends a full one first."""
         size = copied or len(view)
         full = self._bytes + size > REQUEST_BYTES or (offset != self._end and self._bytes >= _RUNS_BYTES)
         if full or self._copied + copied > _GATHER_BYTES:
@@ -107,7 +107,7 @@ class WriteQueue:
         self._end, self._bytes = offset + size, self._bytes + size
 
     def _send(self, *, alone: bool) -> None:
-        """Write what is queued: here and now where ``alone``, else by a thread."""
+        """Write queued runs: on this thread if ``alone``, else on another one."""
         runs, self._runs, self._bytes, self._copied = self._runs, [], 0, 0
         if alone:
             self._write_all(runs)
@@ -120,19 +120,19 @@ class WriteQueue:
         self._buffers = [*self._buffers[1:], *self._buffers[:1]]
         try:
             self._threads.submit(self._make, request, runs)
-        except RuntimeError:  # the interpreter ends, or the system has no thread left
-            if request.cancel():  # else one has it after all
+        except RuntimeError:  # the interpreter is exiting, or no thread can be started
+            if request.cancel():  # else a thread took it after all
                 self._under_way.pop()
                 self._write_all(runs)
 
     def _await(self, most: int) -> None:
-        """Return when at most so many requests are under way; raises what the oldest raised, which stays among them."""
+        """Return when at most ``most`` requests are in flight; raises the oldest one's error, which stays queued."""
         while len(self._under_way) > most:
             self._under_way[0].result()
             self._under_way.popleft()
 
     def _make(self, request: Future[None], runs: list[Run]) -> None:
-        """Write a request, unless it was given up."""
+        """Write a request, unless it was canceled."""
         if not request.set_running_or_notify_cancel():
             return
         try:

@@ -34,13 +34,13 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def read_plain(objects: Objects, blob: Blob, offset: int, out: Bytes) -> None:
-    """Read bytes of a blob that is in no arrays. Raises BlockReadError."""
+    """Read bytes of a blob without arrays. Raises BlockReadError."""
     spans = [*plain_places(blob, offset, out)]
-    # Files are read in turn, as each is read into the same memory.
+    # Files are read one after another, as each is read into the same memory.
     together = len(spans) if objects.root is None else 1
     for i in range(0, len(spans), max(1, together)):
-        some = spans[i : i + together]
-        for data, (_, target) in zip(objects.ranges([place for place, _ in some]), some, strict=True):
+        batch = spans[i : i + together]
+        for data, (_, target) in zip(objects.ranges([place for place, _ in batch]), batch, strict=True):
             target[:] = data
 
 
@@ -61,7 +61,7 @@ def read_rows(objects: Objects, arrays: Arrays, layout: SegmentLayout, offset: i
 
 
 def _rows(objects: Objects, arrays: Arrays, first: int, last: int) -> list[Bytes]:
-    """Return rows [first, last) of a block in each array, until this thread's next call."""
+    """Return rows [first, last) of a block in each array, valid until this thread's next call."""
     places = [array.place(first, last) for array in arrays.arrays]
     codecs = [array.shards for array in arrays.arrays if array.shards is not None]
     if not codecs:
@@ -83,7 +83,7 @@ def _rows(objects: Objects, arrays: Arrays, first: int, last: int) -> list[Bytes
 
 
 def split(layout: SegmentLayout, block: int, data: Bytes, field_at: int, out: Bytes) -> None:
-    """Gather one field of the rows of a block, which stand page by page in ``data``, in ``out``.
+    """Gather one field of the rows of a block, which are page by page in ``data``, in ``out``.
 
     ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
     """
@@ -94,7 +94,7 @@ def split(layout: SegmentLayout, block: int, data: Bytes, field_at: int, out: By
 
 
 def merge(layout: SegmentLayout, first: int, data: Bytes, fields: Sequence[Bytes]) -> None:
-    """Put all fields of the rows from row ``first`` of a layout on, where a page begins, where they stand in ``data``.
+    """Scatter all fields of the rows from ``first`` on, which begins a page, into ``data`` in the layout's order.
 
     The opposite of ``split``: ``data`` has the bytes of whole pages.
     """
@@ -119,7 +119,7 @@ def _alike(layout: SegmentLayout, first: int, data: Bytes) -> Iterator[tuple[int
 def _places(
     begin: int, count: int, length: int, row_bytes: int, data: Bytes, at: int, field: Bytes
 ) -> tuple[Bytes, Bytes]:
-    """Return where a field of ``count`` pages of ``length`` rows, from row ``begin`` on, is in ``data`` and alone."""
+    """Return the places of a field in ``data`` and alone, for ``count`` pages of ``length`` rows from ``begin`` on."""
     field_bytes, end = field.size * row_bytes // data.size, begin + count * length
     pages = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
     in_field = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
@@ -127,7 +127,7 @@ def _places(
 
 
 class Buffers:
-    """Memory in whole pages that is used again, ``most_bytes`` in all or one buffer that is larger."""
+    """Reusable memory in whole pages, ``most_bytes`` in all or one buffer that is larger."""
 
     def __init__(self) -> None:
         self.most_bytes = WRITE_BYTES
@@ -136,10 +136,10 @@ class Buffers:
         self._changed = threading.Condition()
 
     def take(self, num_bytes: int) -> Bytes:
-        """Return at least so many bytes, when there are any."""
+        """Return at least ``num_bytes``; waits until they are free."""
         with self._changed:
             while True:
-                # The last one that was given back: mostly all have the same size.
+                # The last one that was returned: most have the same size.
                 for i in range(len(self._free) - 1, -1, -1):
                     if num_bytes <= self._free[i].size <= 2 * num_bytes + (1 << 20):
                         buffer = self._free.pop(i)
@@ -154,7 +154,7 @@ class Buffers:
                 self._changed.wait()
 
     def give(self, buffer: Bytes) -> None:
-        """Take a buffer back."""
+        """Return a buffer."""
         with self._changed:
             self._used -= buffer.size
             self._free.append(buffer)
@@ -164,7 +164,7 @@ class Buffers:
 class ChunkWriter:
     """Writes objects on threads, for one thread at a time; bytes into files, whole pages past the page cache.
 
-    Raises StoreFullError and StoreError, also those of what was begun before.
+    Raises StoreFullError and StoreError, including those of earlier writes.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -172,12 +172,12 @@ class ChunkWriter:
         self._jobs: list[Future[None]] = []
         self.buffers = Buffers()
         self.stable = False
-        """True while the memory that ``fill`` takes bytes from stays as it is until ``finish``."""
+        """True if the memory that ``fill`` copies from does not change until ``finish``."""
 
     def put(self, place: Place, fill: Fill) -> None:
         """Write bytes of an object; ``fill`` copies them before this returns, or later if ``stable``.
 
-        A file gets its room on the disk and its length with the first of them.
+        A file is allocated at full length with the first of them.
         """
         lead = place.begin % PAGE_BYTES
 
@@ -212,21 +212,21 @@ class ChunkWriter:
             self._objects.put(key, data)
 
     def finish(self) -> None:
-        """Return when all that was put is written."""
+        """Return when all queued data is written."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
         for job in jobs:
             job.result()
 
     def abandon(self) -> None:
-        """Return when nothing is being written any more, whether it was written or not."""
+        """Return when no write is in progress, whether or not all succeeded."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
 
     # -- inside ------------------------------------------------------------------------------------------
 
     def _begin(self, size: int, filled: slice, fill: Fill, write: Callable[[Bytes], None]) -> None:
-        """Take a buffer, fill a part of it, and have it written."""
+        """Take a buffer, fill a part of it, and start writing it."""
         self._raise_early()
         buffer, later = self.buffers.take(size), self.stable
 
@@ -252,7 +252,7 @@ class ChunkWriter:
 
 
 class _Chunk(NamedTuple):
-    """A chunk in memory: pages that were not touched take none."""
+    """A chunk in memory: untouched pages take none."""
 
     data: Bytes
     filled: int
@@ -260,14 +260,14 @@ class _Chunk(NamedTuple):
 
 
 class RemoteWriter(ChunkWriter):
-    """Gathers chunks in memory until all their bytes have come, or until too many wait, and puts them together."""
+    """Gathers chunks in memory until they are complete, or too many wait, and puts them together."""
 
     def __init__(self, objects: Objects) -> None:
         super().__init__(objects)
         self._chunks: dict[str, _Chunk] = {}
-        """By name; the one that waits longest first."""
+        """By name, the oldest first."""
         self._early: dict[str, int] = {}
-        """Bytes that chunks had when they were put before they were full."""
+        """Bytes of chunks that were put before they were complete."""
         self._bytes = 0
         """Bytes of chunks that are being filled or written."""
         self._lock = threading.Lock()
@@ -297,18 +297,18 @@ class RemoteWriter(ChunkWriter):
         self._jobs.append(self._objects.threads.submit(super().put_object, key, data))
 
     def finish(self) -> None:
-        """Put the chunks that are left too, which have padding between their parts, and return when all is written."""
+        """Put the remaining chunks, which have padding between their parts, and return when all are written."""
         for key in [*self._chunks]:
             self._send(key)
         super().finish()
 
     def abandon(self) -> None:
-        """Forget chunks, and return when nothing is being written any more."""
+        """Drop chunks, and return when no write is in progress."""
         super().abandon()
         self._chunks, self._early, self._bytes = {}, {}, 0
 
     def _chunk(self, place: Place) -> _Chunk:
-        """Return a chunk of zeros, or the one that was put too early."""
+        """Return a chunk of zeros, or one that was put early."""
         data = np.zeros(place.whole_bytes, np.uint8)
         filled = self._early.pop(place.key, 0)
         if filled:

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 KEEP_SECONDS = 600.0
 _SMALL_BYTES = 64 << 10
-"""An object of so many bytes is written at once, from memory of its own."""
+"""A smaller object is written at once, from a copy."""
 
 
 class ZarrEngine:
     """A Zarr store, on a local disk or an object store. One writer at a time; never used across a fork."""
 
     memory_bytes = WRITE_BYTES
-    """On an object store chunks are gathered in twice as much beside."""
+    """On an object store chunks are gathered in another buffer of twice this size."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class ZarrEngine:
     ) -> None:
         """Open it; ``store`` is a path or a Zarr store object.
 
-        On a local disk a writer holds the one right to write until it is closed: ``lock``, or one that it takes itself.
-        On an object store it takes over: the writer before it can publish no more, and finds that out with a
-        StoreInUseError. There nobody knows who reads: dropped objects stay for ``keep_for`` seconds, and are not
-        counted; at most ``concurrency`` requests are in flight. ``store_budget`` bounds the bytes of blobs. Raises
-        CorruptStoreError, StoreInUseError, and StoreError for writing to a store that has no conditional put.
+        A local disk has one writer, holding ``lock``, or its own if none is given, until it is closed. On an object
+        store it takes over: the previous writer can publish no more, and gets a StoreInUseError. Readers there are
+        unknown: dropped objects stay for ``keep_for`` seconds, and are not counted; at most ``concurrency`` requests
+        are in flight. ``store_budget`` bounds the bytes of blobs. Raises CorruptStoreError, StoreInUseError, and
+        StoreError for writing to a store without a conditional put.
         """
         if concurrency < 1:
             raise ValueError(f"{concurrency} requests in flight are too few: allow at least 1")
@@ -79,7 +79,7 @@ class ZarrEngine:
         self._writer = RemoteWriter(self._objects) if root is None else ChunkWriter(self._objects)
         self._garbage = Garbage(self._objects, keep_for)
         self._held: Inventory | None = None
-        """The blobs, once the writer has looked for them."""
+        """The blobs, once the writer has listed them."""
         self.epoch, self._closed = 0, False
         try:
             self._heads = Heads(self._objects)
@@ -102,8 +102,8 @@ class ZarrEngine:
     def put(self, blobs: Sequence[Blob], parts: Iterable[Part], *, stable: bool = False) -> None:
         """Write blobs from copies of their parts, several objects at a time."""
         self._heads.check_writer()
-        held = self._inventory()
-        check_names(blobs, held, self.label)
+        inventory = self._inventory()
+        check_names(blobs, inventory, self.label)
         added, small, made = dict[str, Held](), dict[str, bytes](), set[str]()
         for blob in blobs:
             if blob.of is None:
@@ -115,14 +115,14 @@ class ZarrEngine:
                 arrays = arrays_of(blob, blob.of)
                 names = [f"{array.folder}/" for array in arrays.arrays]
                 made.update(arrays.keys())
-                is_new = f"{blob.name.rpartition('/')[0]}/" not in held.folders
+                is_new = f"{blob.name.rpartition('/')[0]}/" not in inventory.folders
                 nodes = nodes_of(blob, blob.of, arrays)
                 small |= {key: node for key, node in nodes.items() if is_new or key.count("/") == 4}
             added[blob.name] = Held(blob.size, 0, tuple(names), arrays)
         self._check_room(blobs)
         with writing(self._objects.place):
             self._garbage.give_back(name for one in added.values() for name in one.names)
-        held.add(added)
+        inventory.add(added)
         self._writer.stable, self._writer.buffers.most_bytes = stable, self.memory_bytes
         try:
             for key, data in small.items():
@@ -134,12 +134,12 @@ class ZarrEngine:
         except BaseException:
             self._writer.abandon()
             with contextlib.suppress(OSError):  # else the next opening finds them
-                self._objects.delete(held.remove(added))
+                self._objects.delete(inventory.remove(added))
             raise
         self._heads.dirty |= made | small.keys()
 
     def read(self, request: ReadRequest) -> None:
-        """Read from each object that has a part of the bytes, of rows from each field's array."""
+        """Read from each object that has a part of the bytes, or, for rows, from each field's array."""
         blob, offset, out = request
         if offset + out.size > blob.size:
             raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")
@@ -148,7 +148,7 @@ class ZarrEngine:
             return
         try:
             arrays = arrays_of(blob, blob.of)
-        except ValueError as error:  # sizes and memory go by what the layout says
+        except ValueError as error:  # sizes and memory are derived from the layout
             raise BlockReadError(f"is not what its layout says ({error})") from error
         read_rows(self._objects, arrays, blob.of.layout, offset, out)
 
@@ -158,16 +158,16 @@ class ZarrEngine:
         The front of a plain blob stays on the disk until the blob is dropped whole.
         """
         self._heads.check_writer()
-        held, whole = self._inventory(), list[str]()
+        inventory, whole = self._inventory(), list[str]()
         names, holes = list[str](), list[tuple[str, int]]()
         for name, upto in blobs:
             if upto is None:
                 whole.append(name)
             else:
-                chunks, pages = held.drop_front(name, upto)
+                chunks, pages = inventory.drop_front(name, upto)
                 names += chunks
                 holes += pages
-        names += held.remove(whole)
+        names += inventory.remove(whole)
         dead, folders = {*names}, tuple(name for name in names if name[-1] == "/")
         self._heads.dirty = {key for key in self._heads.dirty if key not in dead and not key.startswith(folders)}
         self._garbage.delete(names, holes)
@@ -176,13 +176,13 @@ class ZarrEngine:
             self._garbage.wait()
 
     def list(self) -> Mapping[str, Stored]:
-        """Look for objects below the folders of blobs, and read what describes groups that are not known."""
+        """List objects in the folders of blobs, and read the descriptions of unknown groups."""
         found = self._look()
         if self._held is None and self._heads.writes:
             self._held = Inventory(found)
-        held: Mapping[str, Held] = self._held or {}
+        inventory: Mapping[str, Held] = self._held or {}
         return {
-            name: Stored(one.size, max(one.dropped, held[name].dropped if name in held else 0))
+            name: Stored(one.size, max(one.dropped, inventory[name].dropped if name in inventory else 0))
             for name, one in found.items()
         }
 
@@ -191,12 +191,12 @@ class ZarrEngine:
         return self._heads.newest()
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Sync what was put, then write the head with the next number, and delete the one before."""
+        """Sync all blobs, then write the head with the next number, and delete the previous one."""
         self._heads.check_writer()
         self._heads.publish(head, before)
 
     def close(self) -> None:
-        """Give up threads and lock."""
+        """Stop the threads and release the lock."""
         if not self._closed:
             self._closed = True
             if self.epoch and not self._heads.fenced:
@@ -212,7 +212,7 @@ class ZarrEngine:
     # -- inside ------------------------------------------------------------------------------------------
 
     def _look(self) -> dict[str, Held]:
-        """Return the blobs whose objects are there; of later writers none, and nothing that was dropped."""
+        """Return existing blobs, without those of later writers and dropped ones."""
         self._garbage.wait()
         try:
             sizes = self._objects.sizes(FOLDERS, *filter(is_tables, self._objects.names("")))
@@ -228,7 +228,7 @@ class ZarrEngine:
         return self._held
 
     def _check_room(self, blobs: Sequence[Blob]) -> None:
-        """Raise StoreFullError if blobs exceed the budget or, as far as they are not compressed, the disk."""
+        """Raise StoreFullError if blobs exceed the budget or, if uncompressed, the disk."""
         needed = sum(blob.size for blob in blobs)
         if self._store_budget is not None:
             used = sum(one.size - one.dropped for one in self._inventory().values())
@@ -240,7 +240,7 @@ class ZarrEngine:
                 )
         needed = sum(blob.size for blob in blobs if blob.of is None or blob.of.group.compression is None)
         kept = ROOM_FOR_RECORDS if needed > ROOM_FOR_RECORDS or any(blob.of for blob in blobs) else 0
-        self._garbage.wait()  # what is being deleted may make the room
+        self._garbage.wait()  # the objects being deleted may free enough
         if self._objects.root is not None:
             with writing(self._objects.root, needed, kept_bytes=kept):
                 check_room(self._objects.root, needed + kept)
@@ -255,7 +255,7 @@ class ZarrEngine:
             return
         first, last = arrays.rows_at(offset, arrays.step)
         if offset % arrays.step or data.size != (last - first) * arrays.row_bytes:
-            raise ValueError(f"a part of {data.size:,} bytes at byte {offset:,} of {blob.name!r} is no block of it")
+            raise ValueError(f"a part of {data.size:,} bytes at byte {offset:,} of {blob.name!r} is not a block of it")
         at = 0
         for array in arrays.arrays:
             place, fill = array.place(first, last), partial(np.copyto, src=data)

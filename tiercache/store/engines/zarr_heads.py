@@ -1,7 +1,7 @@
 """Heads: numbered objects that each name a store's newest commit; the largest number is the store.
 
 On a local disk a lock keeps writers apart. On an object store each head is put by a conditional put: a writer takes
-over by a head of its own, and the writer before it finds its next number taken.
+over by publishing a head, and the previous writer finds its next number taken.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 HEADS = "heads"
 """The folder of the objects."""
 _LOOKS = 100
-"""How many times to look for the newest head while a writer replaces it."""
+"""Tries to read the newest head while a writer replaces it."""
 _EMPTY_LOOKS = 3
-"""A listing may miss both a head that comes and the one that goes."""
+"""A listing may miss both the new head and the deleted one."""
 
 
 class Heads:
-    """Reads and publishes heads, and knows whether this process may still write."""
+    """Reads and publishes heads, and tracks whether this process may still write."""
 
     def __init__(self, objects: Objects) -> None:
         """Read the newest head. Raises CorruptStoreError."""
@@ -39,7 +39,7 @@ class Heads:
         self.epoch = 0
         """On an object store, the number of the head with which this writer took over."""
         self.dirty: set[str] = set()
-        """Objects that are to be durable before the next head."""
+        """Objects that must be durable before the next head."""
         self._name = secrets.token_hex(8) if objects.root is None else ""
         self._next = 0
         self.fenced = self._unknown = self._unsynced = False
@@ -55,7 +55,7 @@ class Heads:
         return self._next > 0
 
     def newest(self) -> Head | None:
-        """Read the newest head. Raises CorruptStoreError, and StoreError where nobody knows whether it is durable."""
+        """Read the newest head. Raises CorruptStoreError, and StoreError if its durability is unknown."""
         if self._unknown and not self.epoch:
             raise self._lost()
         found = self._newest()
@@ -69,7 +69,7 @@ class Heads:
         return found.head
 
     def take_over(self) -> bool:
-        """Become the writer; return whether nobody has written before. Raises StoreError."""
+        """Become the writer; return True if the store is new. Raises StoreError."""
         before, self._next = self._own, self._own.number + 1
         if self._objects.root is None:
             with writing(self._objects.place):
@@ -91,7 +91,7 @@ class Heads:
         return not before.number
 
     def publish(self, head: Head, before: Head | None) -> None:
-        """Sync what is to be durable, then write the head with the next number, and delete the one before."""
+        """Sync pending objects, then write the head with the next number, and delete the previous one."""
         if self._own.head != before:
             raise StoreError(f"{self._label} is at {self._own.head} and not at {before}: close it and open it again")
         old, fresh, begun = self._own, self._after(head), False
@@ -107,7 +107,7 @@ class Heads:
                 self._sync([_key(fresh.number)])
                 self._own = fresh
         finally:
-            # An interrupt may come when the head is durable, or when nothing of it is.
+            # An interrupt may leave the head durable, or not written at all.
             if self._own is fresh:
                 self.dirty, self._unknown = set(), False
                 with contextlib.suppress(OSError):
@@ -130,16 +130,16 @@ class Heads:
 
     def _after(self, head: Head | None) -> HeadRecord:
         number = self._next
-        self._next += self._objects.root is not None  # elsewhere only success takes a number
+        self._next += self._objects.root is not None  # on a local disk only success takes a number
         before = digest(self._own.to_bytes()) if self._own.number else ""
         return HeadRecord(number, head, before, writer=self._name)
 
     def _create(self, head: HeadRecord) -> None:
-        """Publish a head whose number no other writer has taken; a writer that was overtaken is at its end."""
+        """Publish a head whose number no other writer has taken; a fenced writer fails."""
         self._unknown = True
         with writing(self._objects.place):
-            # A number that was taken is free again when the writer after it has deleted that head: then there is a
-            # greater one.
+            # The number that was taken may be free again if the other writer has deleted that head: then a greater one
+            # exists.
             if self._objects.create(_key(head.number), head.to_bytes()):
                 if self._number() == head.number:
                     self._own, self._next, self._unknown = head, head.number + 1, False
@@ -148,12 +148,11 @@ class Heads:
                     self._objects.delete([_key(head.number)])
         self.fenced = True
         raise StoreInUseError(
-            f"another writer has opened {self._label}: what it and this one wrote before stands; let one train at a "
-            "time"
+            f"another writer has opened {self._label}: earlier commits of both are kept; let one train at a time"
         )
 
     def _withdraw(self, head: HeadRecord) -> None:
-        """Take back a head that is not durable; where that fails only an opening finds out whether it stands."""
+        """Undo a head that is not durable; if that fails, only an opening can tell whether it exists."""
         self._unknown = True
         with contextlib.suppress(OSError):
             self._objects.withdraw(_key(head.number))
@@ -171,7 +170,7 @@ class Heads:
         self._unsynced = False
 
     def _check_newest(self) -> None:
-        """Raise StoreError if the newest head on a local disk is not the one that this writer wrote or read."""
+        """Raise StoreError if the newest head on a local disk is not the last one written or read."""
         if self._objects.root is None:
             return
         found = self._newest()

@@ -1,4 +1,4 @@
-"""Blobs of a Zarr store by the names of its objects, and the objects that no commit needs any more."""
+"""Blobs of a Zarr store by the names of its objects, and objects that no commit needs any more."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from tiercache.store.engines.zarr_objects import Objects
 
 Hole = tuple[str, int]
-"""The name of a file, and bytes at its front that nobody needs."""
+"""A file name, and the number of bytes at its front that may be freed."""
 FOLDERS = ("commits", "ranks", "segments", "states")
-"""The folders of blobs: all other objects are the engine's own, or nobody's."""
+"""The folders of blobs: all other objects belong to the engine, or are ignored."""
 _GROUP = 2
-"""Folders of a segment's blob that goes with a group."""
+"""Number of folders in the path of a segment's blob with a group."""
 TABLES = "tables"
-"""The blob that is in none; of a writer with an epoch its name ends with that."""
+"""The blob outside of folders; with an epoch, its name ends with that."""
 FREE = "free"
 """The folder of the objects that list garbage, one per writer."""
 
 
 class Held(NamedTuple):
-    """A blob as a writer knows it."""
+    """A writer's record of a blob."""
 
     size: int
-    """Bytes; 0 of a leftover that cannot be read."""
+    """Bytes; 0 for a leftover that cannot be read."""
     dropped: int
     names: tuple[str, ...]
     """Names of its objects, and of the folders of its arrays, which end with a slash."""
     arrays: Arrays | None
-    """None if it is in none, or if nothing describes them."""
+    """None for a blob without arrays, or if their description is missing."""
 
 
 class Inventory(dict[str, Held]):
-    """Blobs by name, and how many of them each folder of a segment has."""
+    """Blobs by name, and the number of blobs in each folder of a segment."""
 
     def __init__(self, blobs: Mapping[str, Held]) -> None:
         super().__init__()
@@ -56,28 +56,28 @@ class Inventory(dict[str, Held]):
         self.folders.update(folder for name in blobs for folder in _folders_of(name))
 
     def remove(self, blobs: Iterable[str]) -> list[str]:
-        """Remove blobs, and return the objects and folders that nobody needs any more."""
-        gone = {blob: held for blob in blobs if (held := self.pop(blob, None)) is not None}
-        left = Counter(folder for name in gone for folder in _folders_of(name))
-        self.folders.subtract(left)
-        empty = [folder for folder in left if not self.folders[folder]]
+        """Remove blobs, and return the objects and folders that may be deleted."""
+        removed = {blob: held for blob in blobs if (held := self.pop(blob, None)) is not None}
+        counts = Counter(folder for name in removed for folder in _folders_of(name))
+        self.folders.subtract(counts)
+        empty = [folder for folder in counts if not self.folders[folder]]
         for folder in empty:
             del self.folders[folder]
-        names = [name for held in gone.values() for name in held.names] + empty
+        names = [name for held in removed.values() for name in held.names] + empty
         return [name for name in names if not any(folder != name and name.startswith(folder) for folder in empty)]
 
     def drop_front(self, name: str, upto: int) -> tuple[list[str], list[Hole]]:
-        """Note that the front of a blob is dropped; return chunks that end there, and the pages of other files.
+        """Drop the front of a blob; return chunks that end there, and the pages of other files.
 
-        One that is in no arrays goes whole.
+        A blob without arrays is dropped whole.
         """
-        held, names, holes = self.get(name), list[str](), list[Hole]()
-        if held is None or held.arrays is None or upto <= held.dropped:
+        blob, names, holes = self.get(name), list[str](), list[Hole]()
+        if blob is None or blob.arrays is None or upto <= blob.dropped:
             return names, holes
-        self[name] = held._replace(dropped=min(upto, held.size))
-        first, live = held.arrays.live(held.dropped), held.arrays.live(upto)
-        for array in held.arrays.arrays:
-            dead = array.num_chunks if upto >= held.size else live // array.chunk_blocks
+        self[name] = blob._replace(dropped=min(upto, blob.size))
+        first, live = blob.arrays.live(blob.dropped), blob.arrays.live(upto)
+        for array in blob.arrays.arrays:
+            dead = array.num_chunks if upto >= blob.size else live // array.chunk_blocks
             names += [array.key(chunk) for chunk in range(first // array.chunk_blocks, dead)]
             size = live % array.chunk_blocks * array.block_rows * array.row_bytes // PAGE_BYTES * PAGE_BYTES
             if dead < array.num_chunks and array.shards is None and size:
@@ -88,10 +88,10 @@ class Inventory(dict[str, Held]):
 def blobs_of(
     sizes: Mapping[str, int], known: Mapping[str, Held], read: Callable[[Sequence[str]], Sequence[bytes | None]]
 ) -> dict[str, Held]:
-    """Return the blobs whose objects are there, leftovers of a crash among them.
+    """Return the blobs with existing objects, including leftovers of a crash.
 
-    ``sizes`` are those of objects; empty folders end in a slash. ``known`` are blobs that were seen before; of each
-    group of others ``read`` returns an object that describes one array, and so all.
+    ``sizes`` are the objects' sizes; names of empty folders end in a slash. ``known`` are blobs that were seen before;
+    for each other group ``read`` returns an object that describes one array, and so all.
     """
     keys, bare = defaultdict[str, list[str]](list), set[str]()
     for key in sizes:
@@ -102,7 +102,7 @@ def blobs_of(
             bare.add(_blob_of(key, sizes))
         else:
             keys[_blob_of(key, sizes)].append(key)
-    # What describes a group or segment, or was left of it, is a blob only if there is no other.
+    # A leftover description of a group or segment is a blob only if no other object is left.
     used = {folder for name in keys for folder in _folders_of(name)}
     found = {name: Held(0, 0, (), None) for name in bare - keys.keys() if _folder_of(name) not in used}
     grouped = {name for name in keys if len(_folders_of(name)) == _GROUP}
@@ -128,7 +128,7 @@ def blobs_of(
 
 
 def _blob_of(key: str, keys: Container[str]) -> str:
-    """Return the blob that an object is of, or stands for if it has no other."""
+    """Return the blob of an object, or the blob that it represents alone."""
     folder, segment, *rest = (*key.split("/"), "")
     if folder == "segments" and len(rest) > _GROUP:
         return f"segments/{segment}/{rest[0]}/{rest[1] if rest[1] in {'keys', 'changed'} else 'rows'}"
@@ -140,7 +140,7 @@ def _blob_of(key: str, keys: Container[str]) -> str:
 
 
 def _folders_of(key: str, first: int = 2) -> list[str]:
-    """Return the folders that something is in, each with a slash; those of a blob are its segment's and its group's."""
+    """Return the folders of an object, each with a slash; for a blob, its segment's and its group's."""
     parts = key.split("/")
     return ["/".join(parts[:n]) + "/" for n in range(first, len(parts))]
 
@@ -150,21 +150,21 @@ def _folder_of(name: str) -> str:
 
 
 def is_tables(key: str) -> bool:
-    """Return whether an object is a blob that is in no folder."""
+    """Return True for a blob outside of folders."""
     return key == TABLES or (key.startswith(f"{TABLES}-") and epoch_of(key) > 0)
 
 
 def epoch_of(key: str) -> int:
-    """Return the epoch of the writer of an object, as far as its name says so; 0 if it does not."""
+    """Return the epoch of an object's writer from its name; 0 if it has none."""
     word = key.split("/")[1] if "/" in key else key
     epoch = word.partition("-")[2].partition(".")[0]
     return int(epoch) if epoch.isdecimal() else 0
 
 
 class Garbage:
-    """Objects, and folders, which end in a slash, to be deleted on a thread; on an object store once nobody reads them.
+    """Objects, and folders (ending in a slash), to delete on a thread; on an object store after a delay for readers.
 
-    For one thread at a time, but ``in`` and ``wait``.
+    For one thread at a time, except ``in`` and ``wait``.
     """
 
     def __init__(self, objects: Objects, keep_for: float) -> None:
@@ -173,20 +173,20 @@ class Garbage:
         self._since: dict[str, float] = {}
         """On an object store, the seconds since 1970 when a name was noted."""
         self._before: dict[str, float] = {}
-        """Those of the writers before this one: they say since when, and never what is garbage."""
+        """Times noted by earlier writers; they do not decide what is garbage."""
         self._epoch = 0
         self._listed: set[str] | None = None
         """The names in the list of this writer; None if it has none."""
         self._deleting: Future[None] | None = None
 
     def __contains__(self, key: str) -> bool:
-        """Return whether an object is garbage, by itself or with a folder that it is in."""
+        """Return True if an object is garbage, by itself or with its folder."""
         return bool(self._since) and any(name in self._since for name in (key, *_folders_of(key, 1)))
 
     def join(self, epoch: int) -> None:
-        """Read since when names are garbage by the lists of the writers before this one, which has an epoch.
+        """Read the times of garbage from the lists of earlier writers; this writer has an epoch.
 
-        A list that cannot be read costs nothing but time: its names are garbage from when they are dropped again.
+        An unreadable list costs only time: its names are garbage from when they are dropped again.
         """
         self._epoch, now = epoch, time.time()
         with contextlib.suppress(OSError):
@@ -195,11 +195,11 @@ class Garbage:
                 with contextlib.suppress(CorruptStoreError, KeyError, TypeError, ValueError, OverflowError):
                     listed = decode(FREE, data or b"", key)[0]["since"]
                     times = {str(name): float(since) for since, names in listed for name in names}
-                    for name, since in times.items():  # by a clock that was ahead: since now
+                    for name, since in times.items():  # a fast clock's times count as now
                         self._before[name] = min(since, now, self._before.get(name, now))
 
     def delete(self, names: Iterable[str], holes: Sequence[Hole] = ()) -> None:
-        """Delete names and punch holes; what cannot be deleted is left to the next opening."""
+        """Delete names and punch holes; names that cannot be deleted are left to the next opening."""
         self.wait()
         due = list(names)
         if self._epoch:
@@ -221,7 +221,7 @@ class Garbage:
             self._deleting = self._objects.threads.submit(run)
 
     def give_back(self, names: Iterable[str]) -> None:
-        """Delete at once what is in the way of names that are put again. Raises OSError."""
+        """Delete names at once that are about to be put again. Raises OSError."""
         self.wait()
         own = {*names}
         around = own | {folder for name in own for folder in _folders_of(name.rstrip("/"), 1)}
@@ -232,12 +232,12 @@ class Garbage:
             del self._since[name]
 
     def wait(self) -> None:
-        """Return when nothing is being deleted."""
+        """Return when no deletion is in progress."""
         if (deleting := self._deleting) is not None:
             deleting.exception()
 
     def list(self, *, again: bool = True) -> None:
-        """On an object store, list what is not deleted for the writers after this one, and delete the lists before it.
+        """On an object store, write the list of undeleted names for later writers, and delete the previous lists.
 
         Not ``again``: unless this writer has a list.
         """

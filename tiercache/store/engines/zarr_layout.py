@@ -1,7 +1,7 @@
-"""Geometry and codecs of blobs in Zarr arrays and plain objects, decided without touching any: docs/format/zarr.md.
+"""Geometry and codecs of blobs in Zarr arrays and plain objects, without I/O: docs/format/zarr.md.
 
-Rows are in the order of the layout, so pages are one run of bytes in each array. Compressed bytes have a checksum:
-damaged ones never come to a decoder. The only module that imports numcodecs.
+Rows are in the order of the layout, so pages are one run of bytes in each array. Compressed bytes have a checksum: a
+decoder never sees damaged ones. The only module that imports numcodecs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NUMBERS: dict[str, tuple[str, int, int]] = {
     "keys": ("int64", 8, -(1 << 63)),
     "changed": ("uint32", 4, (1 << 32) - 1),
 }
-"""By last word of a blob's name: dtype, bytes of a row and fill value of the arrays that are no field."""
+"""By last word of a blob's name: dtype, row bytes and fill value of the arrays that are not fields."""
 
 COMPRESSIONS = (None, "zstd", "blosc")
 CHECKSUM = struct.Struct("<I")
@@ -54,7 +54,7 @@ _CRC32C: dict[str, Any] = {"name": "crc32c"}
 _ZSTD_LEVEL = 1
 _BLOSC_LEVEL, _BLOSC_LIBRARY = 5, "lz4"
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
-"""Bytes unpacked and packed: what Blosc's decoder believes."""
+"""Unpacked and packed bytes, which Blosc's decoder trusts."""
 _ZSTD_LEAST = 9
 _ENTRY_BYTES = 16
 _NOT_THERE = (1 << 64) - 1
@@ -89,7 +89,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of_node(cls, data: bytes | None) -> Shape | None:
-        """Return the shape that an object of ``nodes_of`` says; None if it says none."""
+        """Return the shape in an object of ``nodes_of``; None if it has none."""
         try:
             node = json.loads(data or b"")
             attributes, rows = node["attributes"], whole(node["shape"][0], "rows")
@@ -117,12 +117,12 @@ class Place(NamedTuple):
 
 
 def plain_keys(blob: Blob) -> list[str]:
-    """Return the names of the objects of a blob that is in no arrays."""
+    """Return the names of the objects of a blob without arrays."""
     return [blob.name, *(f"{blob.name}.{part}" for part in range(1, -(-blob.size // PART_BYTES)))]
 
 
 def plain_places(blob: Blob, offset: int, data: Bytes) -> Iterator[tuple[Place, Bytes]]:
-    """Yield the objects that have bytes from ``offset`` on of a blob in no arrays, and the parts of ``data``."""
+    """Yield the objects that have bytes from ``offset`` on of a blob without arrays, and the parts of ``data``."""
     while data.size:
         part, begin = divmod(offset, PART_BYTES)
         size, whole_bytes = min(data.size, PART_BYTES - begin), min(PART_BYTES, blob.size - offset + begin)
@@ -142,21 +142,21 @@ class ShardingCodec:
     row_bytes: int
     chunk_rows: int
     inner_rows: int
-    """Rows that are compressed together: ``chunk_rows`` are so many times them."""
+    """Rows that are compressed together; divides ``chunk_rows``."""
 
     @property
     def index_bytes(self) -> int:
-        """Bytes at the end of a shard that say where its inner chunks are."""
+        """Bytes at the end of a shard that locate its inner chunks."""
         return self.chunk_rows // self.inner_rows * _ENTRY_BYTES + CHECKSUM.size
 
     @property
     def most_bytes(self) -> int:
-        """More than a shard has: what does not become shorter becomes a little longer."""
+        """Upper bound of a shard's size: incompressible data grows a little."""
         step = self.inner_rows * self.row_bytes
         return self.chunk_rows // self.inner_rows * (step + step // 64 + 1024) + self.index_bytes
 
     def nodes(self, shape: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the codecs in the words of Zarr; ``shape`` is that of an inner chunk."""
+        """Return the codecs as in Zarr's metadata, for inner chunks of ``shape``."""
         if self.compression == "zstd":
             how: dict[str, Any] = {"level": _ZSTD_LEVEL, "checksum": False}
         else:
@@ -177,7 +177,7 @@ class ShardingCodec:
         parts, at = [], 0
         for i, low in enumerate(range(0, rows.size, step)):
             part = rows[low : low + step]
-            if part.size < step:  # an inner chunk has all its rows to readers of Zarr
+            if part.size < step:  # readers of Zarr expect full inner chunks
                 part = np.concatenate([part, np.zeros(step - part.size, np.uint8)])
             parts.append(self.pack(part))
             index[i] = at, len(parts[-1])
@@ -185,9 +185,9 @@ class ShardingCodec:
         return b"".join([*parts, sealed(index.tobytes())])
 
     def decode(self, index: NDArray[np.int64], data: Bytes, first: int, last: int) -> Bytes:
-        """Return the bytes of rows [first, last) out of ``data``, the inner chunks that have them.
+        """Return the bytes of rows [first, last) from ``data``, their inner chunks.
 
-        ``index`` has the entries of these. Raises BlockReadError.
+        ``index`` has their entries. Raises BlockReadError.
         """
         step, base = self.inner_rows * self.row_bytes, int(index[0, 0])
         out = np.empty(len(index) * step, np.uint8)
@@ -197,22 +197,22 @@ class ShardingCodec:
         return out[begin : begin + (last - first) * self.row_bytes]
 
     def index_of(self, data: Bytes) -> NDArray[np.int64]:
-        """Return where each inner chunk begins, and its bytes: (count, 2), -1 where it is not there.
+        """Return the start and size of each inner chunk: (count, 2), -1 for a missing one.
 
         ``data`` is the index. Raises BlockReadError for one that points elsewhere than into a shard.
         """
         index = np.frombuffer(_checked(data), "<i8").reshape(-1, 2)
-        there = index[index[:, 0] != -1]
-        if np.any(there < 0) or np.any(there > self.most_bytes) or np.any(there.sum(axis=1) > self.most_bytes):
+        present = index[index[:, 0] != -1]
+        if np.any(present < 0) or np.any(present > self.most_bytes) or np.any(present.sum(axis=1) > self.most_bytes):
             raise BlockReadError("has an index that points beyond its end")
         return index
 
     def pack(self, data: Bytes) -> bytes:
-        """Return what is stored of an inner chunk, contiguous bytes of whole numbers."""
+        """Return the stored form of an inner chunk, given as contiguous bytes of whole numbers."""
         return sealed(bytes(self._library().encode(data.view(f"<u{self.item_bytes}"))))
 
     def unpack(self, data: Bytes, out: Bytes) -> None:
-        """Fill ``out`` with what ``pack`` was given. Raises BlockReadError for anything else."""
+        """Fill ``out`` with the input of ``pack``. Raises BlockReadError for anything else."""
         packed = _checked(data)
         if (_unpacked_zstd if self.compression == "zstd" else _unpacked_blosc)(packed) != out.size:
             raise BlockReadError(f"cannot be decompressed (it is not what {out.size:,} bytes were compressed to)")
@@ -232,7 +232,7 @@ class Array(NamedTuple):
 
     folder: str
     suffix: str
-    """Of the names of chunks."""
+    """Suffix of the names of chunks."""
     rows: int
     row_bytes: int
     block_rows: int
@@ -242,12 +242,12 @@ class Array(NamedTuple):
 
     @property
     def chunk_blocks(self) -> int:
-        """Blocks of a chunk."""
+        """Number of blocks in a chunk."""
         return -(-self.chunk_rows // self.block_rows)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the array."""
+        """Number of chunks in the array."""
         return -(-self.rows // (self.chunk_blocks * self.block_rows))
 
     def key(self, chunk: int) -> str:
@@ -266,7 +266,7 @@ class Array(NamedTuple):
         )
 
     def is_whole(self, size: int) -> bool:
-        """Return whether an object can be a chunk by its size."""
+        """Return True if an object's size fits a chunk."""
         if self.shards is not None:
             return size >= self.shards.index_bytes
         return size == self.chunk_rows * self.row_bytes
@@ -287,7 +287,7 @@ class Arrays(NamedTuple):
         return sum(array.row_bytes for array in self.arrays)
 
     def rows_at(self, offset: int, size: int) -> tuple[int, int]:
-        """Return rows [first, last), those of the bytes of a blob that are in one block; padding has none."""
+        """Return rows [first, last) of bytes of a blob in one block; padding has none."""
         block, inside = divmod(offset, self.step)
         array, row_bytes = self.arrays[0], self.row_bytes
         low = block * array.block_rows
@@ -299,26 +299,26 @@ class Arrays(NamedTuple):
         return [array.key(chunk) for array in self.arrays for chunk in range(array.num_chunks)]
 
     def live(self, upto: int) -> int:
-        """Return the first block that does not end before a byte of the blob, or the number of blocks."""
+        """Return the first block that ends after a byte of the blob, or the number of blocks."""
         return -(-self.size // self.step) if upto >= self.size else upto // self.step
 
     def stored(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Return (size, dropped) of the blob by the objects that are there, with their sizes."""
+        """Return (size, dropped) of the blob from the sizes of existing objects."""
         size, dropped = self.size, 0
         for array in self.arrays:
-            there = [array.is_whole(sizes.get(array.key(i), -1)) for i in range(array.num_chunks)]
-            first = there.index(True) if True in there else len(there)
-            end = there.index(False, first) if False in there[first:] else len(there)
+            present = [array.is_whole(sizes.get(array.key(i), -1)) for i in range(array.num_chunks)]
+            first = present.index(True) if True in present else len(present)
+            end = present.index(False, first) if False in present[first:] else len(present)
             bounds = [min(self.size, i * array.chunk_blocks * self.step) for i in (first, end)]
             dropped, size = max(dropped, bounds[0]), min(size, bounds[1])
         return max(size, dropped), dropped
 
 
 def arrays_of(blob: Blob, of: BlobRows) -> Arrays:
-    """Return the arrays of a segment's blob. Raises ValueError if its size is not that of its layout."""
+    """Return the arrays of a segment's blob. Raises ValueError if its size does not fit its layout."""
     found = arrays_in(blob.name, Shape.of(of))
     if found.size != blob.size:
-        raise ValueError(f"blob {blob.name!r} has {blob.size:,} bytes, but those of its layout are {found.size:,}")
+        raise ValueError(f"blob {blob.name!r} has {blob.size:,} bytes, but its layout has {found.size:,}")
     return found
 
 
@@ -335,7 +335,7 @@ def arrays_in(name: str, shape: Shape) -> Arrays:
 
 
 def _array(shape: Shape, folder: str, suffix: str, row_bytes: int) -> Array:
-    """Return a field, whose chunks have a ``suffix``, or keys or last changes."""
+    """Return the array of a field, whose chunks have a ``suffix``, or of keys or last changes."""
     if shape.compression is not None:
         chunk_rows, inner_rows = cut(shape)
         shards = ShardingCodec(
@@ -349,7 +349,7 @@ def _array(shape: Shape, folder: str, suffix: str, row_bytes: int) -> Array:
 
 
 def nodes_of(blob: Blob, of: BlobRows, arrays: Arrays) -> dict[str, bytes]:
-    """Return the objects that describe the arrays of a blob, and their groups, to any reader of Zarr."""
+    """Return the objects that describe the arrays of a blob, and their groups, for any reader of Zarr."""
     group, layout = of
     folder, _, kind = blob.name.rpartition("/")
     names = [table.name for table in group.tables]
@@ -403,19 +403,19 @@ def _array_node(
 def cut(layout: SegmentLayout | Shape) -> tuple[int, int]:
     """Return the rows of a chunk and of an inner chunk for the blocks of a layout.
 
-    An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
+    An inner chunk has ``compressed_rows`` if that divides the rows of a block. Otherwise it has less, down to a
     quarter, or more.
     """
-    wanted = compressed_rows(layout.row_bytes, min(layout.page_rows, layout.block_rows, max(1, layout.rows)))
-    if layout.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
-        return -(-max(1, layout.rows) // wanted) * wanted, wanted
+    target = compressed_rows(layout.row_bytes, min(layout.page_rows, layout.block_rows, max(1, layout.rows)))
+    if layout.num_blocks <= 1:  # a last chunk may exceed the block
+        return -(-max(1, layout.rows) // target) * target, target
     rows = layout.block_rows
-    less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
-    return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)
+    less = next(n for n in range(target, 0, -1) if rows % n == 0)
+    return rows, less if 4 * less >= target else next(n for n in range(target, rows + 1) if rows % n == 0)
 
 
 def _unpacked_blosc(packed: bytes) -> int:
-    """Return how many bytes a header says it was; -1 where it is none for these bytes."""
+    """Return the unpacked size in a Blosc header; -1 if it is not one for these bytes."""
     if len(packed) < _BLOSC_HEADER.size:
         return -1
     unpacked, size = _BLOSC_HEADER.unpack_from(packed)
@@ -423,7 +423,7 @@ def _unpacked_blosc(packed: bytes) -> int:
 
 
 def _unpacked_zstd(packed: bytes) -> int:
-    """Return how many bytes a frame's header says it was (RFC 8878, 3.1.1.1); -1 where it does not say."""
+    """Return the unpacked size in a frame's header (RFC 8878, 3.1.1.1); -1 if it is missing."""
     if len(packed) < _ZSTD_LEAST:
         return -1
     single, flag = packed[4] >> 5 & 1, packed[4] >> 6
@@ -434,12 +434,12 @@ def _unpacked_zstd(packed: bytes) -> int:
 
 
 def sealed(data: bytes) -> bytes:
-    """Return bytes with their CRC32C at the end, as Zarr's codec of that name does."""
+    """Return bytes followed by their CRC32C, as Zarr's codec of that name does."""
     return data + CHECKSUM.pack(google_crc32c.value(data))
 
 
 def _checked(data: Bytes) -> bytes:
-    """Return bytes without the CRC32C at their end. Raises BlockReadError where it is not theirs."""
+    """Return bytes without the CRC32C at their end. Raises BlockReadError if it does not match."""
     kept = data.tobytes()
     packed = kept[: -CHECKSUM.size]
     seen = google_crc32c.value(packed)

@@ -37,19 +37,19 @@ T = TypeVar("T")
 CONCURRENCY = 32
 """Requests in flight at a time, unless the caller says otherwise."""
 PROBES = "probes"
-"""The folder of objects that exist for a moment, while a store is opened for writing."""
+"""The folder of temporary objects, used while a store is opened for writing."""
 _PROBES = 3
 """Attempts: a writer that opens the store at the same time may delete a probe as a leftover."""
 LEFTOVER = ".partial"
 """Suffix of files that are not complete."""
 _THREADS = 4
-"""On a local disk."""
+"""Threads on a local disk."""
 _UNSIZED = -1
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 
 class UrlStore(ObjectStore[Any]):
-    """An object store that messages call by its URL."""
+    """An object store named by its URL in messages."""
 
     url = ""
 
@@ -60,13 +60,13 @@ class UrlStore(ObjectStore[Any]):
 def object_store(url: str) -> Store:
     """Return the Zarr store of a URL such as "s3://bucket/model.tc", with credentials from the environment.
 
-    Contacts nobody. Raises ValueError for a URL of another kind, or one that obstore refuses, and StoreError if obstore
+    Makes no request. Raises ValueError for another kind of URL or one that obstore refuses, and StoreError if obstore
     is not installed.
     """
     instead = "or open a Zarr store object with engine=ZarrEngine(store, create=...)"
     if url.partition("://")[0] not in _SCHEMES:
         expected = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise ValueError(f"{url!r} is no URL of an object store: give one that begins with {expected}, {instead}")
+        raise ValueError(f"{url!r} is not the URL of an object store: give one that begins with {expected}, {instead}")
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -84,10 +84,10 @@ def object_store(url: str) -> Store:
 
 
 class Objects:
-    """Named bytes in a Zarr store, from any thread; every call returns when it is done. All raise OSError."""
+    """Named bytes in a Zarr store, from any thread; every call blocks until it is done. All raise OSError."""
 
     def __init__(self, store: Store | Path | str, concurrency: int = CONCURRENCY) -> None:
-        """Use a path, a ``LocalStore`` as its path, or any other Zarr store with so many requests in flight."""
+        """Use a path, a ``LocalStore`` as its path, or any other Zarr store with ``concurrency`` requests in flight."""
         self.root: Path | None = None
         """The folder of the files; None on an object store."""
         if isinstance(store, LocalStore):
@@ -97,29 +97,29 @@ class Objects:
         else:
             self.store: Store = store
         self.label = f"the store in {store}" if self.root is None else f"the store at {self.root}"
-        """The store in the words of a message."""
+        """The store's name in messages."""
         self.place: Path | str = self.root or self.label
-        """What is full where an object has no room."""
+        """The name of the disk or store in errors of a full one."""
         threads = concurrency if self.root is None else _THREADS
         self.threads = ThreadPoolExecutor(threads, thread_name_prefix="tiercache-chunks")
-        """For what is done while the caller goes on: these write, sync and delete."""
+        """Threads for background writes, syncs and deletes."""
         self.check: Callable[[], None] = lambda: None
         """Called before anything is written, changed or deleted on a local disk; raises StoreError to prevent it."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
         self._slots = asyncio.Semaphore(concurrency)
 
     def close(self) -> None:
-        """End the threads, once what is under way has ended."""
+        """End the threads after their current work."""
         self.threads.shutdown()
 
     def unreadable(self, what: str, error: OSError) -> StoreError:
-        """Return the error of objects that cannot be read: on a local disk damage, and elsewhere none."""
+        """Return the error of unreadable objects: damage on a local disk, but not elsewhere."""
         if self.root is None or isinstance(error, PermissionError):
             return StoreError(f"{what} cannot be read ({error}): fix that and open the store again")
         return CorruptStoreError(f"{what} cannot be read ({error}): fix that, or restore the store from a copy")
 
     def path(self, key: str) -> str:
-        """Return where the file of an object is, on a local disk."""
+        """Return the path of an object's file, on a local disk."""
         return f"{self.root}/{key}"
 
     # -- writing -----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Objects:
             return make(path)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object that nobody reads yet; ``data`` never changes from then on."""
+        """Write an object that is not read yet; ``data`` must never change."""
         if self.root is None:
             array = np.frombuffer(data, np.uint8)
             self._together([self.store.set(key, self._prototype.buffer.from_array_like(array))])
@@ -144,8 +144,8 @@ class Objects:
             self.make(key, lambda path: write_whole(path, data))
 
     def publish(self, key: str, data: bytes) -> None:
-        """Write a file that is whole or not there, whenever the power goes; durable when its folder is synced."""
-        # No name that a crash may have left, and that is being deleted meanwhile.
+        """Write a file that is whole or missing after a power loss; durable when its folder is synced."""
+        # A fresh name: a crash may have left one that is being deleted.
         draft = f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         try:
             self.put(draft, data)
@@ -161,22 +161,22 @@ class Objects:
     def withdraw(self, key: str) -> None:
         """Delete, durably, a file that ``publish`` may have written."""
         self.delete([key])
-        with contextlib.suppress(FileNotFoundError):  # no file ever was there
+        with contextlib.suppress(FileNotFoundError):  # the file never existed
             sync(self.path(key.rpartition("/")[0]))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one, on an object store; return whether this one is there.
+        """Write an object unless it exists, on an object store; return True if it was written.
 
-        ``data`` must be what nobody else writes. The store decides between writers (a conditional put), as
-        ``overwrites`` finds out.
+        ``data`` must be unique to the writer. The store decides between writers (a conditional put); ``overwrites``
+        checks that.
         """
         self._together([self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data))])
         return self.get(key) == data
 
     def overwrites(self) -> str:
-        """Return why ``create`` may let a second writer win, as the end of a sentence; or "".
+        """Return a message fragment if ``create`` may let a second writer win, else "".
 
-        A Zarr store may have no conditional put of its own: Zarr's checks and then writes. A server may ignore the
+        A Zarr store may lack a conditional put: Zarr's fallback checks and then writes. A server may ignore the
         condition: then the second put of a name replaces the first. Writes an object, and deletes it.
         """
         layer = self.store
@@ -194,7 +194,7 @@ class Objects:
         return f"{type(layer).__name__} replaces an object by a put that is to fail where it exists"
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, and folders, whose names end in a slash; names that are gone already are no error."""
+        """Delete objects, and folders, whose names end in a slash; missing names are ignored."""
         if self.root is None:
             names = list(names)
             keys = [name for name in names if name[-1] != "/"]
@@ -211,7 +211,7 @@ class Objects:
                     os.unlink(self.path(name))  # noqa: PTH108  hundreds in a commit
 
     def punch(self, key: str, size: int) -> None:
-        """Give the room of the first bytes of a file back, if the file system has holes."""
+        """Free the disk space of a file's first bytes, if the file system has holes."""
         self.check()
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(self.path(key), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -238,7 +238,7 @@ class Objects:
         return files
 
     def ends(self, keys: Sequence[str], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return the last bytes of objects, so many of each: fewer if it has fewer. Raises BlockReadError."""
+        """Return the last ``sizes`` bytes of objects: fewer if one has fewer. Raises BlockReadError."""
         if self.root is None:
             return self._parts(keys, [SuffixByteRequest(size) for size in sizes])
         found = []
@@ -247,13 +247,13 @@ class Objects:
             try:
                 found.append(np.frombuffer(read_whole(path, size), np.uint8))
             except (FileNotFoundError, NotADirectoryError):
-                raise BlockReadError(f"is missing, as there is no {path}") from None
+                raise BlockReadError(f"is missing, as {path} does not exist") from None
             except OSError as error:
                 raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
         return found
 
     def ranges(self, places: Sequence[Place]) -> list[NDArray[np.uint8]]:
-        """Return the bytes of objects, until this thread's next call. Raises BlockReadError."""
+        """Return the bytes of objects, valid until this thread's next call. Raises BlockReadError."""
         if self.root is not None:
             whole = [(self.path(key), begin, begin + size, bytes_) for key, begin, size, bytes_, _ in places]
             return self._reader.read(whole)
@@ -271,11 +271,11 @@ class Objects:
             raise BlockReadError(f"cannot be read, as one of {', '.join(keys)} gives an error ({error})") from error
         for key, one in zip(keys, found, strict=True):
             if one is None:
-                raise BlockReadError(f"is missing, as there is no {key}")
+                raise BlockReadError(f"is missing, as {key} does not exist")
         return [np.frombuffer(one.to_bytes(), np.uint8) for one in found if one is not None]
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of everything directly below a folder, without that; of "", what is in no folder too."""
+        """Return the names directly below a folder, without the folder; for "", also objects outside of folders."""
         if self.root is None:
             listed = _all(self.store.list_prefix, folder + "/") if folder else _all(self.store.list_dir, "")
             return [name.removeprefix(folder + "/") for name in self._together([listed])[0]]
@@ -284,7 +284,7 @@ class Objects:
         return []
 
     def sizes(self, folders: Sequence[str], *objects: str) -> dict[str, int]:
-        """Return all objects below folders, and some others if they are there, with their bytes.
+        """Return all objects below folders, and some others if they exist, with their sizes.
 
         On a local disk also empty folders, with a slash at the end, as 0.
         """
@@ -300,7 +300,7 @@ class Objects:
         return {key: size for key, size in found.items() if size != _UNSIZED}
 
     async def _sizes(self, prefix: str) -> dict[str, int]:
-        if isinstance(self.store, ObjectStore):  # says sizes at once
+        if isinstance(self.store, ObjectStore):  # returns sizes at once
             return {one["path"]: one["size"] async for one in self.store._list(prefix)}
         return dict.fromkeys(await _all(self.store.list_prefix, prefix), _UNSIZED)
 
@@ -312,7 +312,7 @@ class Objects:
     # -- durability --------------------------------------------------------------------------------------
 
     def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the files, and then the folders, that are to be synced for objects to be durable.
+        """Return the files, then the folders, that must be synced to make objects durable.
 
         On an object store objects are durable when they are written.
         """
@@ -338,7 +338,7 @@ class Objects:
     # -- requests ----------------------------------------------------------------------------------------
 
     def _together(self, requests: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return the answers to requests that are in flight together, when all have come; errors are OSErrors."""
+        """Return the answers to concurrent requests, once all have arrived; errors are OSErrors."""
 
         async def one(request: Coroutine[Any, Any, T]) -> T:
             async with self._slots:
@@ -364,7 +364,7 @@ def _walk(root: str, folder: str) -> dict[str, int]:
     """Return the files below a folder with their bytes, and empty folders, with a slash at the end, as 0."""
 
     def fail(error: OSError) -> None:
-        # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
+        # A writer may delete unneeded objects meanwhile; a file in place of a folder has no objects.
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 
