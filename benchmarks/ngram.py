@@ -74,10 +74,10 @@ class Size:
     turn_passes: int
 
 
-FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=8 << 20, passes=192, rows_per_head=1_500_000, dim=64, length=512,
-            batch=16, hidden=512, turns=8, turn_passes=6)  # fmt: skip
-QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=512 << 10, passes=64, rows_per_head=120_000, dim=32, length=256,
-             batch=8, hidden=512, turns=4, turn_passes=6)  # fmt: skip
+FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=8 << 20, passes=512, rows_per_head=1_500_000, dim=64, length=512,
+            batch=16, hidden=256, turns=8, turn_passes=6)  # fmt: skip
+QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=256 << 10, passes=32, rows_per_head=60_000, dim=32, length=256,
+             batch=8, hidden=256, turns=4, turn_passes=2)  # fmt: skip
 TINY = Size(keyset_tokens=1 << 14, repeats=1, tokens=1 << 13, passes=32, rows_per_head=600, dim=8, length=32, batch=4,
             hidden=16, turns=2, turn_passes=4)  # fmt: skip
 
