@@ -96,6 +96,8 @@ def test_scales_are_found_by_name_and_refused_where_there_are_none(tmp_path: Pat
     values = torch.ones(ROWS, DIM).to(torch.float8_e4m3fn)
     path = save(tmp_path / "m.safetensors", model__embed__weight=values, mine=torch.full((ROWS,), 2.0))
     np.testing.assert_array_equal(initial_vectors(table_of(path, scale="mine"), some_keys()), 2.0)
+    one = save(tmp_path / "one.safetensors", model__embed__weight=values, mine=torch.tensor(3.0))
+    np.testing.assert_array_equal(initial_vectors(table_of(one, scale="mine"), some_keys()), 3.0)
     with pytest.raises(CheckpointError, match="needs the tensor of their scales: give its name as scale"):
         initial_vectors(table_of(path), some_keys())
     other = save(tmp_path / "n.safetensors", model__embed__weight=weights())

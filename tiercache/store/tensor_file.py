@@ -216,7 +216,11 @@ class TensorFile:
             names = sorted(name for name in tensors if name != "__metadata__")
             entry = tensors.get(self.tensor)
             if entry is not None:
-                dtype, shape, (low, high) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+                dtype, shape, (low, high) = (
+                    entry["dtype"],
+                    tuple(map(int, entry["shape"])) or (1,),
+                    entry["data_offsets"],
+                )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._invalid(f"its header cannot be read ({error})") from error
         if entry is None:
@@ -225,7 +229,7 @@ class TensorFile:
         if dtype not in ITEM_BYTES:
             raise CheckpointError(f"{self.label} has dtype {dtype}: expected one of {', '.join(ITEM_BYTES)}")
         size, begin = ITEM_BYTES[dtype] * prod(shape), 8 + len(header)
-        if not shape or min(shape) < 1 or high - low != size or not 0 <= low <= self._status.st_size - begin - size:
+        if min(shape) < 1 or high - low != size or not 0 <= low <= self._status.st_size - begin - size:
             raise self._invalid(f"tensor {self.tensor!r} of shape {list(shape)} has bytes {low} to {high}")
         return dtype, shape, begin + low
 
