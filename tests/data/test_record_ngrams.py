@@ -57,6 +57,19 @@ def test_a_sub_dataset_has_the_keys_of_its_sequences_and_their_counts(tmp_path: 
     assert again.digest == data.digest
 
 
+def test_every_pass_but_the_last_has_a_multiple_of_sequences(tmp_path: Path) -> None:
+    """So that the batches of a step are of one pass if gradients are accumulated."""
+    tokens = tc.TokenFiles(tokens_of(), LENGTH)
+    samples = [
+        [one.samples for one in tc.record_ngrams(tokens, GRAMS, tmp_path / str(count), **OPTIONS, **options).passes]
+        for count, options in enumerate(({}, {"batch_multiple": 24}))
+    ]
+    assert any(one % 24 for one in samples[0][:-1])
+    assert not any(one % 24 for one in samples[1][:-1])
+    assert samples[1][-1] % 24
+    assert [*map(sum, samples)] == [len(tokens)] * 2
+
+
 def test_a_stop_at_any_pass_resumes_to_the_same_files(tmp_path: Path) -> None:
     """Other tokens or n-grams are refused there."""
     tokens = tc.TokenFiles(tokens_of(), LENGTH)
@@ -154,6 +167,10 @@ def test_budgets_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         tc.record_ngrams(tokens, small, tmp_path / "b", **OPTIONS)
     with pytest.raises(ValueError, match="min_count is 0"):
         tc.record_ngrams(tokens, GRAMS, tmp_path / "c", min_count=0, **OPTIONS)
+    with pytest.raises(ValueError, match="batch_multiple is 0"):
+        tc.record_ngrams(tokens, GRAMS, tmp_path / "d", batch_multiple=0, **OPTIONS)
+    with pytest.raises(BudgetError, match="or a smaller batch_multiple"):
+        tc.record_ngrams(tokens, GRAMS, tmp_path / "e", batch_multiple=1000, **OPTIONS)
 
 
 def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
 import tiercache as tc
-from tests.stacks.installed import installed
+from tests.stacks.qwen4 import BATCH, LENGTH, ROWS, VOCAB, config_of, qwen
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-qwen = installed("transformers.models.qwen4_exp.modeling_qwen4_exp")
-VOCAB, ROWS, DIM, LENGTH, BATCH = 512, 300, 8, 32, 4
-
-
-def config_of(**changes: Any) -> Any:
-    """Return the configuration of a tiny backbone."""
-    from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
-
-    return Qwen4ExpTextConfig(
-        **{
-            "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "hc_count": 2,
-            "hc_lowrank": 8, "ple_layer_ids": [2], "ple_embed_dim": 16 * DIM, "ngram_vocab_size_base": ROWS,
-            "split_ngram_parts": 1, "eos_token_id": 0, "bos_token_id": 0, "layer_types": ["linear_attention"] * 2,
-            "use_cache": False,
-        }
-        | changes
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -66,7 +45,7 @@ def test_keys_of_a_million_tokens_are_those_of_transformers(layer: int) -> None:
 def test_a_model_of_transformers_trains_its_table_out_of_core(tmp_path: Path) -> None:
     """With the losses of the plain model; its key sets come from the tokens alone."""
     torch.manual_seed(0)
-    theirs = qwen.Qwen4ExpForCausalLM(config_of())
+    theirs = qwen.Qwen4ExpForCausalLM(config_of(initializer_range=0.02))
     rows = tc.optim.Adagrad(learning_rate=0.05, eps=1e-8, initial_accumulator=0.1)
     mine = tc.convert(copy.deepcopy(theirs), filter_fn=lambda _, name: name.endswith("ngram_embedding"), optimizer=rows)
     ((name, module),) = ((n, m) for n, m in mine.named_modules() if isinstance(m, tc.Embedding))

@@ -198,6 +198,59 @@ def test_a_loop_that_takes_more_batches_ahead_is_refused(tmp_path: Path, data: t
             step(batch)
 
 
+def steps(cache: tc.TierCache, per_step: int, **options: Any) -> Iterator[list[Any]]:
+    """Yield the batches of steps, as trainers take them that accumulate gradients."""
+    batches = iter(cache.batches(BATCH, epochs=2, dataset=Clicks(), batches_per_step=per_step, **options))
+    while together := list(islice(batches, per_step)):
+        yield together
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_trainer_may_take_the_batches_of_a_step_at_once(
+    tmp_path: Path, in_order: tc.PassDataset, shuffle: bool
+) -> None:
+    """With the bits of a loop that takes them one by one; also batches whose recorded lookups are checked."""
+    found = []
+    for per_step in (1, 2):
+        torch.manual_seed(9)
+        cache, step = opened(tmp_path / f"{per_step}", in_order)
+        with cache:
+            for together in steps(cache, per_step, shuffle=shuffle):
+                assert len(together) == per_step
+                for batch in together:
+                    step(batch)
+            found.append(result(cache, step))
+    assert found[0] == found[1]
+
+
+def test_a_batch_of_a_step_that_is_not_trained_is_found(tmp_path: Path, in_order: tc.PassDataset) -> None:
+    """Its recorded lookups are missing."""
+    cache, step = opened(tmp_path / "store", in_order)
+    with one_sentence(DatasetError, "recorded batch 0 of pass 0", "did not make"), cache:
+        for together in steps(cache, 2):
+            step(together[0])
+            step(together[0])
+
+
+def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
+    """Before anything is trained; only the last pass of all may end with a smaller step."""
+    uneven = record(tmp_path / "keys", device_budget="14KiB")
+    cache, _ = opened(tmp_path / "store", uneven, device_budget="18KiB")
+    with cache:
+        words = ["pass 3 has 3 batches", "a step of 2 batches would have 1 of this pass", "multiples of 40 samples"]
+        with one_sentence(ValueError, *words):
+            cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=2)
+        with one_sentence(ValueError, "invalid batches_per_step 0"):
+            cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=0)
+    last = record(tmp_path / "last", loader(Clicks(SAMPLES - BATCH)))
+    cache, _ = opened(tmp_path / "other", last)
+    with cache:
+        options = {"dataset": Clicks(SAMPLES - BATCH), "batches_per_step": 2}
+        assert len(cache.batches(BATCH, epochs=1, **options)) == SAMPLES // BATCH - 1
+        with one_sentence(ValueError, "pass 14 has 1 batches", "leave out"):
+            cache.batches(BATCH, epochs=2, **options)
+
+
 # -- batches ------------------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,17 @@ def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.
         assert store.commit.cursor.pass_index == 2
 
 
+def test_a_model_on_meta_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
+    """It has no values to train, or to commit; `to_empty` gives it some."""
+    with torch.device("meta"):
+        model, optimizer = new_model(passes)
+    with pytest.raises(
+        StateError, match=r"the state at model\['.*'\] is on \"meta\" .*: call model.to_empty"
+    ) as caught:
+        tc.TierCache(store, passes, model=model, optimizer=optimizer, device_budget="1MiB", host_budget="16MiB")
+    assert "anchor" not in str(caught.value)
+
+
 @pytest.mark.parametrize("whose", ["optimizer", "cache.optimizer"])
 def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: tc.PassDataset, whose: str) -> None:
     """A resumed training would begin its rates anew; a registered one is not named."""

@@ -42,6 +42,7 @@ def record_ngrams(
     *,
     tables: Table | Iterable[Table],
     device_budget: int | str,
+    batch_multiple: int = 1,
     min_count: int = 1,
     devices: int = 1,
     memory_limit: int | str = "1GiB",
@@ -58,6 +59,8 @@ def record_ngrams(
         out: the directory for the dataset.
         tables: the tables, each with one feature of the same name; ``tc.Embedding(data.schema, name)`` looks it up.
         device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in `extract`.
+        batch_multiple: every pass but the last has a multiple of this many sequences: the sequences of a step, if
+            gradients are accumulated over several batches.
         min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. Tokens are read twice.
         devices: the number of devices with that budget that train a pass together, as in `extract`.
         memory_limit: host memory for counting keys, with ``min_count``.
@@ -68,7 +71,7 @@ def record_ngrams(
 
     Raises:
         ValueError: a token is outside a vocabulary, or an argument makes no sense.
-        BudgetError: the n-grams of one block of sequences exceed the budget.
+        BudgetError: the n-grams of one block of sequences, at least ``batch_multiple``, exceed the budget.
         ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
     """
     of_table = {one.name: one for one in ([tables] if isinstance(tables, Table) else tables)}
@@ -78,7 +81,7 @@ def record_ngrams(
             f"n-grams were given for {', '.join(by_table) or 'no table'}, and tables {', '.join(of_table)}: give a "
             "dict with the NGrams of each table"
         )
-    for name, number in {"min_count": min_count, "devices": devices}.items():
+    for name, number in {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
     features = tuple(Feature(name=name, table=name, hotness="ragged") for name in of_table)
@@ -86,7 +89,7 @@ def record_ngrams(
     budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))
     most_keys = sum(one.num_heads for one in by_table.values())
     block_tokens = min(_LARGEST_BLOCK, budget * devices // (row_bytes * most_keys * _BLOCKS_OF_PASS))
-    block = max(1, block_tokens // tokens.sequence_length)
+    block = max(1, block_tokens // (tokens.sequence_length * batch_multiple)) * batch_multiple
     recording = Recording(
         batches=0, lookups=0, batch_size=1, first_batch=0, dataset_length=len(tokens), seed=0, same_draws=False
     )
@@ -103,7 +106,8 @@ def record_ngrams(
     plan = RecordingPlan(
         schema=schema, device_bytes=budget, devices=devices, min_count=min_count,
         memory_bytes=parse_bytes(memory_limit), options=options, recording=recording, has_large_batches=True,
-        batch_name=f"of {block:,} sequences", smaller="give shorter sequences, or n-grams with fewer heads",
+        batch_name=f"of {block:,} sequences",
+        smaller="give shorter sequences, n-grams with fewer heads, or a smaller batch_multiple",
     )  # fmt: skip
     folder = local_path(out, "a dataset that one machine writes")
     return write_recording(folder, plan, _Blocks(tokens, by_table, block), progress)

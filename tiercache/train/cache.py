@@ -264,8 +264,9 @@ class TierCache(CacheFacts):
         return EpochLoader(self, loader, epochs, **options)
 
     def batches(
-        self, size: int, *, epochs: int, shuffle: bool = False, dataset: Any = None, **options: Any
-    ) -> TrainingBatches:
+        self, size: int, *, epochs: int, shuffle: bool = False, dataset: Any = None, batches_per_step: int = 1,
+        **options: Any,
+    ) -> TrainingBatches:  # fmt: skip
         """Return the batches of all passes up to the end of epoch ``epochs`` as one iterable with a length.
 
         This is a loop over ``passes`` and ``Pass.batches``, or ``Pass.loader`` if your ``dataset`` is given, for
@@ -274,12 +275,14 @@ class TierCache(CacheFacts):
         batch has samples of two passes. ``len`` is the number of batches that are left, ``current_pass`` the pass of
         the newest batch, ``state_dict`` names the last commit. If your loop takes the last batch and asks for no more,
         the last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
-        trained, nothing more is committed.
+        trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
 
-        Raises ValueError for a size below 1 or a wrong number of epochs, and DatasetError if the cache's dataset has
-        neither samples nor, with ``dataset``, what was recorded of it; iterations raise what the others raise.
+        Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, and DatasetError if the
+        cache's dataset has neither samples nor, with ``dataset``, what was recorded of it; iterations raise what the
+        others raise.
         """
-        return TrainingBatches(self, self._loop, size, epochs=epochs, shuffle=shuffle, dataset=dataset, **options)
+        options |= {"shuffle": shuffle, "per_step": batches_per_step}
+        return TrainingBatches(self, self._loop, size, epochs=epochs, dataset=dataset, **options)
 
     def restore(self) -> None:
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.

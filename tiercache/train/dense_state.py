@@ -392,7 +392,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _refuse_unstorable(value: Any, path: str) -> None:
-    """Name the first value in a state that is neither a tensor nor plain."""
+    """Name the first value in a state that is neither a tensor with values nor plain."""
     if isinstance(value, dict):
         for key, item in value.items():
             _refuse_unstorable(key, f"{path}[{key!r}]")
@@ -400,6 +400,11 @@ def _refuse_unstorable(value: Any, path: str) -> None:
     elif isinstance(value, (list, tuple, set)):
         for place, item in enumerate(value):
             _refuse_unstorable(item, f"{path}[{place}]")
+    elif isinstance(value, torch.Tensor) and value.is_meta:
+        raise StateError(
+            f'the state at {path} is on "meta" and has no values: call model.to_empty(device=...) and initialize the '
+            "model (init_weights() of transformers does) before you make its optimizer and give it to a cache"
+        )
     elif not isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value) not in _PLAIN:
         raise StateError(
             f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.data.recorded_batches import lookup_digest
@@ -37,19 +38,22 @@ class LoadedBatch(NamedTuple):
 class LoadedBatches:
     """Assigns lookups of plain keys to batches: batches are trained in the order in which they are taken.
 
-    A loop may take one batch ahead of its training. It does so from the first batch on, or never.
+    A loop may take one batch ahead of its training. It does so from the first batch on, or never. Or it takes all
+    batches of a step at once, of which it accumulates gradients: their lookups count for all of them.
     """
 
     def __init__(self, owner: Pass, recorded: RecordedBatches, previous: LoadedBatches | None) -> None:
         """previous: the batches of the pass before, if some of them are not trained yet."""
         self._owner, self._recorded, self._previous = weakref.ref(owner), recorded, previous
+        self.per_step = 1
+        """Batches of a step."""
         self.checked = True
         """True if recorded batches have to make their recorded lookups."""
         self._taken: deque[LoadedBatch] = deque()
         """Those not trained yet; the first one is that of the last lookup."""
         self._due = 0
         """Batches taken since the last lookup, or the loader's end."""
-        self._has_begun = False
+        self._has_begun = self._is_over = False
         self._seen: set[int] = set()
         """Digests of the lookups of the first batch."""
 
@@ -63,6 +67,10 @@ class LoadedBatches:
         """Count a batch that is handed out."""
         self._pass.rows.check_open()
         self._pass.before_batch()
+        if 1 < self.per_step == len(self._taken):
+            self.check()
+            self._taken.clear()
+            self._seen.clear()
         if self._previous is not None and self._taken:  # before the first one, the end of the other loader counted
             self._previous._due += 1
         self._taken.append(batch)
@@ -73,18 +81,23 @@ class LoadedBatches:
     def exhaust(self) -> None:
         """Note the end of the loader."""
         self._due += 1
+        self._is_over = True
         self._pass.ledger.exhaust()
 
     @property
     def has_more(self) -> bool:
         """True if a lookup that is made now is of one of these batches, and not of the pass after."""
+        if self.per_step > 1:
+            return not self._is_over and bool(self._taken)
         return self._due < len(self._taken) if self._has_begun else bool(self._taken)
 
     @property
     def current(self) -> LoadedBatch | None:
-        """The batch of a lookup that is made now; None before the first batch."""
+        """The batch of a lookup that is made now, the last one of a step; None before the first batch."""
         if not self._taken:
             return None
+        if self.per_step > 1:
+            return self._taken[-1]
         return self._taken[min(self._due if self._has_begun else 0, len(self._taken) - 1)]
 
     def look_up(self, table: Table, keys: NDArray[np.int64], *, trains: bool) -> None:
@@ -92,10 +105,21 @@ class LoadedBatches:
 
         Raises DatasetError if the batch before lacked recorded lookups, StateError if too many batches were taken.
         """
+        if self.per_step == 1:
+            self._move_on()
+        if self._is_checked:
+            self._seen.add(lookup_digest(keys, table.table_id))
+        if not trains or self.per_step > 1:
+            for batch in self._looked_up:
+                self._pass.ledger.look_up(batch.last, gradients=True, trains=trains)
+
+    def _move_on(self) -> None:
+        """Drop the batches that were trained before the one of this lookup."""
         if not self._has_begun and self._due > _MOST_TAKEN:
             raise StateError(
                 f"{self._due:,} batches of pass {self._pass.index} were taken before one was trained: take at most one "
-                "batch ahead, so that lookups are counted for the right batch"
+                "batch ahead, so that lookups are counted for the right batch, or give cache.batches(batches_per_step="
+                f"{self._due}) if your loop takes the batches of a step at once"
             )
         due, self._due = self._due if self._has_begun else 0, 0
         self._has_begun = True
@@ -103,18 +127,18 @@ class LoadedBatches:
             self.check()
             self._taken.popleft()
             self._seen.clear()
-        if self._is_checked:
-            self._seen.add(lookup_digest(keys, table.table_id))
-        if not trains and self._taken:
-            self._pass.ledger.look_up(self._taken[0].last, gradients=True, trains=False)
+
+    @property
+    def _looked_up(self) -> list[LoadedBatch]:
+        """The batches of a lookup that is made now."""
+        return [*self._taken] if self.per_step > 1 else [*islice(self._taken, 1)]
 
     def check(self) -> None:
         """Raise DatasetError if the last batch that was looked up lacked lookups that were recorded for it."""
         if not self._is_checked or not self._seen:
             return
-        block = self._taken[0].block
-        assert block is not None
-        recorded = set(self._recorded.digests(block).tolist())
+        blocks = [one.block for one in self._looked_up if one.block is not None]
+        recorded = {digest for block in blocks for digest in self._recorded.digests(block).tolist()}
         if missing := len(recorded - self._seen):
             raise DatasetError(
                 f"{self.name_of(self._taken[0])} did not make {missing} of the {len(recorded)} lookups that were "
@@ -130,4 +154,5 @@ class LoadedBatches:
 
     @property
     def _is_checked(self) -> bool:
-        return self.checked and bool(self._taken) and self._taken[0].block is not None
+        found = self._looked_up
+        return self.checked and bool(found) and all(one.block is not None for one in found)

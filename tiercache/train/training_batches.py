@@ -10,7 +10,7 @@ from tiercache.errors import StateError
 from tiercache.train.batches import check_epochs, check_size
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from tiercache.train.cache import TierCache
     from tiercache.train.pass_loop import PassLoop
@@ -24,18 +24,19 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, cache: TierCache, loop: PassLoop, size: int, *, epochs: int, dataset: Any = None, **options: Any
+        self, cache: TierCache, loop: PassLoop, size: int, *, epochs: int, dataset: Any, per_step: int, **options: Any
     ) -> None:
         """options: the arguments of ``Pass.batches``, or of ``Pass.loader`` if there is a ``dataset``."""
         check_epochs(epochs)
         check_size(size)
+        _check_steps([one.samples for one in cache.dataset.passes], size, epochs, per_step)
         for one in cache.dataset.passes:  # a trainer would take a loader of length 0 for one that has ended
             if dataset is not None:
                 _ = one.recorded
             elif not one.has_samples:
                 one.check_samples()
         self._cache, self._loop, self._size, self._epochs = cache, loop, size, epochs
-        self._dataset, self._options = dataset, options
+        self._dataset, self._per_step, self._options = dataset, per_step, options
         self.current_pass: Pass | None = None
         """The pass of the newest batch, for ``skip``, ``stop`` and ``log_loss``; None before the first."""
         self._total: int | None = None
@@ -95,7 +96,10 @@ class TrainingBatches:
         """Return the batches of a pass, with a length."""
         if self._dataset is None:
             return current.batches(self._size, **self._options)
-        return current.loader(self._dataset, self._size, **self._options)
+        made = current.loader(self._dataset, self._size, **self._options)
+        assert current.loaders.loaded is not None
+        current.loaders.loaded.per_step = self._per_step
+        return made
 
     def _iterate(self) -> Generator[Any, None, None]:
         """Yield the batches. No name here is a batch's: while the next is made, it is the caller's alone.
@@ -124,3 +128,21 @@ class TrainingBatches:
                 self._loop.finish(current)
         finally:
             self._total, self._before = None, 0
+
+
+def _check_steps(samples: Sequence[int], size: int, epochs: int, per_step: int) -> None:
+    """Raise ValueError if the batches of a step would be of two passes: all but the last one must have whole steps."""
+    if isinstance(per_step, bool) or not isinstance(per_step, int) or per_step < 1:
+        raise ValueError(f"invalid batches_per_step {per_step!r}: expected a whole number, at least 1")
+    for index, count in enumerate(samples[:-1] if epochs == 1 else samples):
+        if rest := -(-count // size) % per_step:
+            remedy = (
+                f"leave out the last {rest * size:,} samples or fewer"
+                if index == len(samples) - 1
+                else f"cut passes at multiples of {size * per_step:,} samples (batch_multiple, or a recorded loader "
+                "with such batches)"
+            )
+            raise ValueError(
+                f"pass {index} has {-(-count // size):,} batches of {size:,} samples, and a step of {per_step} batches "
+                f"would have {rest} of this pass and others of the next one: choose another batch size, or {remedy}"
+            )
