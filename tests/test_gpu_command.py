@@ -93,12 +93,12 @@ def test_a_gpu_that_cannot_be_used_is_no_machine_without_one(
     """The command fails with the message, and the dry form does not replace it."""
 
     def unusable(_: int) -> Any:
-        raise CudaError("the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2.")
+        raise CudaError("the NVIDIA driver supports CUDA 12.4, but CuPy was built for CUDA 13.2.")
 
     monkeypatch.setattr(gpu, "open_runtime", unusable)
     assert run(monkeypatch) == 1
     assert commands.run == []
-    assert "CUDA 12.4, and CuPy was built for CUDA 13.2. Nothing was run" in capsys.readouterr().out
+    assert "CUDA 12.4, but CuPy was built for CUDA 13.2. Nothing was run" in capsys.readouterr().out
 
 
 def test_every_test_of_training_runs_on_a_gpu_or_it_is_said_why_not() -> None:

@@ -26,7 +26,7 @@ KILLED_AFTER = 0.55
 
 
 def without_tiercache(name: str) -> tuple[str, int]:
-    """Return the script of a model as it was before, and how many lines were added to it: those that name our parts."""
+    """Return a model's script without the lines that use tiercache, and the number of these."""
     text = (HERE / name / "train.py").read_text()
     ours = {"tiercache", "tc", "cache", "data"}
     kept = text.splitlines(keepends=True)
@@ -41,7 +41,7 @@ def without_tiercache(name: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_few_lines_are_the_whole_change(name: str) -> None:
-    """They are statements of their own before the loop, which stays; the model and its data know nothing of us."""
+    """They are separate statements before the loop, which stays; the model and its data do not know tiercache."""
     plain, added = without_tiercache(name)
     assert 0 < added <= LINES[name]
     for text in (plain, (HERE / name / "model.py").read_text()):
@@ -91,7 +91,7 @@ def numbers(lines: list[list[str]], word: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", LINES)
 def test_losses_are_those_of_torch_also_after_a_kill(name: str, tmp_path: Path) -> None:
-    """Every batch's, and those of the validation after each epoch; the second run goes on from the last commit."""
+    """Losses of every batch, and of the validation after each epoch; the second run resumes from the last commit."""
     for folder in ("plain", "adopted"):
         (tmp_path / folder).mkdir()
     expected = losses(name, "plain", tmp_path / "plain")
@@ -99,7 +99,7 @@ def test_losses_are_those_of_torch_also_after_a_kill(name: str, tmp_path: Path) 
     before = killed_losses(name, tmp_path / "adopted", int(len(theirs) * KILLED_AFTER))
     after = losses(name, "adopted", tmp_path / "adopted")
     mine, resumed = numbers(before, "loss"), numbers(after, "loss")
-    assert 0 < len(resumed) < len(theirs) <= len(mine) + len(resumed), "the second run goes on from a commit"
+    assert 0 < len(resumed) < len(theirs) <= len(mine) + len(resumed), "the second run resumes from a commit"
     torch.testing.assert_close(mine, theirs[: len(mine)], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(resumed, theirs[-len(resumed) :], rtol=1e-5, atol=1e-5)
     tests = numbers(expected, "test")
@@ -120,7 +120,7 @@ def test_losses_are_those_of_torch_also_after_a_kill(name: str, tmp_path: Path) 
 
 
 def test_a_penalty_that_captured_weights_when_the_model_was_made_is_refused() -> None:
-    """The published DeepFM keeps them so; the error names the place. A penalty on outputs is one line of the loss."""
+    """The published DeepFM keeps them; the error names the place. A penalty on outputs is one line of the loss."""
     with pytest.raises(
         ValueError, match=r"is also regularization_weight\[0\]\[0\]\[0\], which would keep its old values"
     ):

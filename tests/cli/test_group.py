@@ -276,9 +276,9 @@ EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device
             "no file matches 'no-*.csv': give files, folders or",
         ),
         ((*EXTRACT, "new", "part-0.parquet", "--schema", "none.toml"), "the schema none.toml cannot be read"),
-        ((*EXTRACT_ALL, "new", "--split-by", "day"), "split_by is 'day': one of budget"),
+        ((*EXTRACT_ALL, "new", "--split-by", "day"), "invalid split_by 'day': expected one of budget"),
         ((*EXTRACT_ALL, "new", "--memory-limit", "much"), "invalid size 'much'"),
-        ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is no directory"),
+        ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is not a directory"),
     ],
 )
 def test_an_option_of_the_other_kind_or_of_no_sense_is_refused(

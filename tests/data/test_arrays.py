@@ -128,7 +128,7 @@ def test_an_unknown_version_of_numpys_format_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"format version 4\.0; versions 1\.0 to 3\.0 are known"):
         column(tmp_path / "x.npy")
     (tmp_path / "x.npy").write_bytes(good.replace("键".encode(), b"\xff\xff\xff"))
-    with pytest.raises(SourceError, match=r"x\.npy is no \.npy file that can be read \('utf-8' codec"):
+    with pytest.raises(SourceError, match=r"x\.npy is not a readable \.npy file \('utf-8' codec"):
         column(tmp_path / "x.npy")
 
 
@@ -171,7 +171,7 @@ def test_lists_of_any_length_come_in_many_forms(value: Any, expected: list[Any])
 def test_offsets_that_fit_two_numbers_of_samples_are_refused() -> None:
     """If offsets end at the number of values, the last one may be missing; another column decides."""
     pair = np.array([1, 2, 3]), np.array([0, 2, 3])
-    with pytest.raises(SourceError, match=r"batch 0: offsets of 'a' end .* how many samples there are: 2, or 3 if"):
+    with pytest.raises(SourceError, match=r"batch 0: offsets of 'a' end .* the number of samples: 2, or 3 if"):
         column([{"a": pair}], RAGGED, label=None)
     assert one(pair, feature=RAGGED, samples=2) == [[1, 2], [3]]
     assert one(pair, feature=RAGGED, samples=3) == [[1, 2], [3], []]

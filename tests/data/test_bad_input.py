@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, where: str) -> Non
     """Below a file, with too long a name, through a link to itself."""
     pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ExtractionError, match="may not be written to") as caught:
+    with pytest.raises(ExtractionError, match="is not writable") as caught:
         extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / where)
     assert str(tmp_path / where) in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """An empty shell variable does not mean the current folder."""
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table(GOOD), "x.parquet")
-    refuse(tmp_path, "", "'' is no name of a file")
+    refuse(tmp_path, "", "'' is not a file name")
 
 
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_data_without_rows_is_refused(tmp_path: Path) -> None:
         ("notes.txt", "notes.txt has no known suffix: .arrow"),
         ("x.parquet.gz", "x.parquet.gz has no known suffix"),
         ("texts", "the folder .*texts has no files of a known suffix"),
-        ("pipe.csv", "pipe.csv is no regular file"),
-        ("a\0b", "'.*a.x00b' is no name of a file"),
+        ("pipe.csv", "pipe.csv is not a regular file"),
+        ("a\0b", "'.*a.x00b' is not a file name"),
     ],
 )
 def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any, message: str) -> None:
@@ -242,7 +242,7 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
     try:
-        with pytest.raises(ExtractionError, match=r"out cannot take more \(.*\): free space there") as caught:
+        with pytest.raises(ExtractionError, match=r"out has no space left \(.*\): free space there") as caught:
             extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

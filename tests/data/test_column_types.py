@@ -206,8 +206,8 @@ LISTS: dict[str, Any] = {"hotness": "ragged"}
         (pa.array([[1]]), {}, r'it holds list<.*>, but .*: say hotness = "ragged" for the feature'),
         (pa.array([["x"]]), {}, r"it holds list<.*>, but .*: give the column one value in each row"),
         (pa.array([1]), LISTS, r'it holds int64, but .* needs lists of integers: say hotness = "one_hot"'),
-        (pa.array([[[1]]]), LISTS, r"it holds list<.*list<.*: put the values to read in a column of their own"),
-        (pa.array([{"id": 1}]), {}, r"it holds struct<id: int64>, but .*: put the values to read in a column of"),
+        (pa.array([[[1]]]), LISTS, r"it holds list<.*list<.*: put the values to read in a separate column"),
+        (pa.array([{"id": 1}]), {}, r"it holds struct<id: int64>, but .*: put the values to read in a separate column"),
         (pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())), LISTS, r"it holds map<string, int64>, but .*: "),
     ],
 )  # fmt: skip

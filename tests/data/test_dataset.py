@@ -135,7 +135,7 @@ def test_an_id_outside_its_key_set_is_named(small: PassDataset, array: str, at: 
     rows = small.passes[0].rows(name)
     for bad in (-1, rows, (1 << 31) - 1):
         one = forged(small, array, at, bad).passes[0]
-        said = f"sub-dataset 0: feature '{feature}' has the id {bad} in {one.path}, and table '{name}' has ids 0 to "
+        said = f"sub-dataset 0: feature '{feature}' has the id {bad} in {one.path}, but table '{name}' has ids 0 to "
         with pytest.raises(DatasetError, match=f"{said}{rows - 1}: delete"):
             one.read(np.arange(100))
         others = {f.name for f in small.schema.features} - {feature}
@@ -149,7 +149,7 @@ def test_a_list_outside_its_values_is_named(small: PassDataset) -> None:
     offsets, size = samples.offsets.copy(), samples.num_ids
     for bad in (-1, int(offsets[9]) + size, 1 << 62, -(1 << 63)):
         one = forged(small, "offsets.tags", 10, bad).passes[0]
-        said = f"feature 'tags' of sample 9 in {one.path} has the values {offsets[9]} to {bad}, and there are {size}: "
+        said = f"feature 'tags' of sample 9 in {one.path} has the values {offsets[9]} to {bad}, but there are {size}: "
         with pytest.raises(DatasetError, match=f"{said}delete"):
             one.read(np.array([3, 9, 4]))
         with pytest.raises(DatasetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
@@ -176,7 +176,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
     (tmp_path / "old" / "passes.json").touch()
     with pytest.raises(DatasetError, match="has the format of an older tiercache: delete it and extract it again"):
         PassDataset.open(tmp_path / "old")
-    with pytest.raises(DatasetError, match=r"there is no dataset in .*: extract it first"):
+    with pytest.raises(DatasetError, match=r"no dataset found in .*: extract it first"):
         PassDataset.open(tmp_path)
     (tmp_path / "half" / "unfinished").mkdir(parents=True)
     with pytest.raises(DatasetError, match=r"is unfinished: run the same extraction again"):
@@ -214,7 +214,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
         (replace(schema, label="z"), "other label"),
         (replace(schema, features=schema.features[:2]), "other features"),
         (replace(schema, tables=(*schema.tables, table("new"))), "other tables"),
-        (replace(schema, features=otherwise), "feature 'a' is described otherwise"),
+        (replace(schema, features=otherwise), "feature 'a' is described differently"),
     ):
         with pytest.raises(DatasetError, match=f"another schema \\({what}\\)"):
             small.check_schema(other)

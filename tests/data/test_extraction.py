@@ -157,7 +157,7 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) 
         ({"split_by": "file"}, 'split_by was "budget" and is "file" now'),
         ({"min_count": 2}, "min_count was 1 and is 2 now"),
         ({"schema": plain_schema(label=None)}, "the schema has other columns, features or tables now"),
-        ({"schema": plain_schema(tables=(table("a", dim=9),))}, "a row of table 'a' took 44 bytes on the device and"),
+        ({"schema": plain_schema(tables=(table("a", dim=9),))}, "a row of table 'a' took 44 bytes on the device but"),
     ],
 )
 def test_a_finished_set_of_other_options_is_refused(
@@ -181,9 +181,9 @@ def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Pat
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path, paths: list[Path]) -> None:
     """A dataset is never mixed with what is not its own."""
-    with pytest.raises(ExtractionError, match="holds other files and no dataset"):
+    with pytest.raises(ExtractionError, match="holds other files but no dataset"):
         extract(paths, out=tmp_path, **SMALL)
-    with pytest.raises(ExtractionError, match="is no directory"):
+    with pytest.raises(ExtractionError, match="is not a directory"):
         extract(paths, out=paths[0], **SMALL)
 
 
@@ -238,10 +238,14 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ),
         ({"device_budget": 150 * ROW_BYTES, "split_by": "file"}, BudgetError, "device_budget or cut smaller passes"),
         ({"memory_limit": "1MiB"}, BudgetError, "the memory limit is 1 MiB, but extraction"),
-        ({"split_by": "rows=150", "batch_multiple": 100}, ExtractionError, "take rows=200"),
+        ({"split_by": "rows=150", "batch_multiple": 100}, ExtractionError, "use rows=200"),
         ({"split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
         ({"split_by": "column="}, ExtractionError, "one of budget, rows=N"),
-        ({"split_by": None}, TierCacheError, "split_by is None: one of budget, rows=N, file, column=NAME"),
+        (
+            {"split_by": None},
+            TierCacheError,
+            "invalid split_by None: expected one of budget, rows=N, file, column=NAME",
+        ),
         ({"batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
         ({"batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
         ({"devices": 0}, ExtractionError, "devices is 0"),

@@ -153,7 +153,7 @@ def test_several_tables_have_ngrams_of_their_own(tmp_path: Path) -> None:
     data = tc.record_ngrams(tokens, grams, tmp_path / "keys", **OPTIONS | {"tables": tables, "device_budget": "1MiB"})
     for name, one in grams.items():
         assert set(data.passes[0].keys(name)) == set(one(tokens.read(0, len(tokens))).reshape(-1).tolist())
-    with pytest.raises(ValueError, match="n-grams were given for layer1, and tables layer1, layer4: give a dict"):
+    with pytest.raises(ValueError, match="n-grams were given for layer1, but the tables are layer1, layer4"):
         tc.record_ngrams(tokens, {"layer1": grams["layer1"]}, tmp_path / "x", **OPTIONS | {"tables": tables})
 
 

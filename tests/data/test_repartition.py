@@ -181,11 +181,11 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
         tc.TierCacheError, match=r"a part of sub-dataset 0 of 40 samples .* has \d+ keys, but a part may have 9"
     ):
         tc.repartition(old, tmp_path / "new", rows=9)
-    with pytest.raises(tc.TierCacheError, match="the device budget is 9 bytes: give more, or lower batch_multiple"):
+    with pytest.raises(tc.TierCacheError, match="the device budget is 9 bytes: raise it, or lower batch_multiple"):
         tc.repartition(old, tmp_path / "new", device_budget=9)
     for limits in ({"rows": 5, "devices": 2}, {"device_budget": 5, "devices": 0}):
         with pytest.raises(
-            ValueError, match=r"devices is \d: it is a whole number, at least 1, and goes with device_b"
+            ValueError, match=r"invalid devices \d: expected a whole number, at least 1, and only with device_b"
         ):
             tc.repartition(old, tmp_path / "new", **limits)
     for limits in ({}, {"rows": 5, "device_budget": 5}):
@@ -193,12 +193,12 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
             tc.repartition(old, tmp_path / "new", **limits)
     with pytest.raises(ValueError, match="at least 1"):
         tc.repartition(old, tmp_path / "new", rows=5, batch_multiple=0)
-    with pytest.raises(tc.TierCacheError, match="there is no dataset"):
+    with pytest.raises(tc.TierCacheError, match="no dataset found"):
         tc.PassDataset.open(tmp_path / "new")
     with pytest.raises(tc.TierCacheError, match="another dataset already: choose another"):
         tc.repartition(old, tmp_path / "old", rows=50)
     keys = write_key_sets(tmp_path / "keys", plain_schema(), [{"a": [1, 2]}])
-    with pytest.raises(tc.TierCacheError, match="has a key set and no samples"):
+    with pytest.raises(tc.TierCacheError, match="has a key set but no samples"):
         tc.repartition(keys, tmp_path / "new", rows=1)
 
 
@@ -262,7 +262,7 @@ def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) ->
             assert cursor[1] < new.passes[cursor[0] % len(new)].samples or sample == old.passes[pass_index % 3].samples
     assert split_cursor(new, (4, 0)) == split_cursor(new, (4, 0), order=plain)
     for order in (None, {"seed": 0, "shuffle": True}, {"raw_batches": 2}):
-        with pytest.raises(tc.TierCacheError, match="stands 4 samples inside pass 1, whose samples are shuffled or"):
+        with pytest.raises(tc.TierCacheError, match="is 4 samples inside pass 1, whose samples are shuffled or"):
             split_cursor(new, (1, 4), order=order)
     assert split_cursor(new, (6, 0), order_seed=3) == (2 * len(new), 0)
     with pytest.raises(tc.TierCacheError, match="pass 7, inside epoch 2 of a seeded order"):

@@ -307,7 +307,7 @@ def test_split_binary_data_is_read_by_its_spec(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("train/cat_1.bin", "0" * 4001, "4,001 bytes, which are no whole rows of 4"),
+        ("train/cat_1.bin", "0" * 4001, "4,001 bytes, not a multiple of 4"),
         ("train/cat_1.bin", "0" * 400, "different numbers of rows .*cat_1.bin: 100"),
         ("train/cat_1.bin", None, "cat_1.bin cannot be read: No such file"),
         ("feature_spec.yaml", "a: [", "feature_spec.yaml cannot be read"),
@@ -359,7 +359,7 @@ def test_numpy_arrays_are_columns(tmp_path: Path, form: str) -> None:
         (lambda f: np.save(f / "a.npy", np.array([{}])), "a.npy holds object of shape"),
         (lambda f: np.save(f / "a.npy", np.arange(2)), r"different numbers of rows \(a: 2, y: 3\)"),
         (lambda f: np.save(f / "a.npy", np.ones((3, 2)).T), "in Fortran order"),
-        (lambda f: (f / "a.npy").write_bytes(b"no"), "a.npy is no .npy file"),
+        (lambda f: (f / "a.npy").write_bytes(b"no"), "a.npy is not a readable .npy file"),
         (lambda f: (f / "a.npy").write_bytes((f / "a.npy").read_bytes()[:-8]), "a.npy is cut short"),
     ],
 )

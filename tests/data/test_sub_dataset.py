@@ -269,7 +269,7 @@ def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
         ({"user": [1, -(1 << 63) + 1]}, "INT64_MIN"),
         ({"usr": [1]}, "unknown table 'usr' .did you mean 'user'"),
         ({"user": [0.5]}, "are float64: keys are int64"),
-        ({"user": ["bob"]}, r"are texts or objects: keys are int64, that of a text is tiercache.key_of\(text\)"),
+        ({"user": ["bob"]}, r"are texts or objects: keys are int64, use tiercache.key_of\(text\) for texts"),
         ({"user": np.array([1], np.uint64)}, "are uint64: keys are int64"),
         ({"user": [True]}, "are bool"),
     ],
@@ -292,5 +292,5 @@ def test_a_set_has_at_least_one_pass_and_no_samples_to_read(tmp_path: Path) -> N
     written = tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1]}])
     passes = tc.InMemoryCache(written).passes(epochs=1)
     p = next(passes)
-    with pytest.raises(DatasetError, match=r"no samples: give the keys of each batch to Pass\.batch"):
+    with pytest.raises(DatasetError, match=r"no samples: pass the keys of each batch to Pass\.batch"):
         list(p.batches(4))

@@ -221,7 +221,7 @@ def test_a_lone_quote_that_swallows_lines_is_refused(tmp_path: Path, lines: int,
     text = "u,y\na,0\n" + '"Oh,0\n' + "b,1\n" * lines + f"{end}\nc,1\n"
     path = written(tmp_path, text)
     with pytest.raises(
-        SourceError, match=r"x.csv, line 3: a quoted field goes on to line .*say quote = \"\" in \[csv\]"
+        SourceError, match=r"x.csv, line 3: a quoted field continues to line .*say quote = \"\" in \[csv\]"
     ):
         keys_of(path, feature("string"))
     if '"z' not in end:

@@ -1,1 +1,1 @@
-"""What must not change: trainings whose rows, optimizer state and dense weights are held to committed digests."""
+"""Results that must not change: trainings whose rows, optimizer state and dense weights match committed digests."""

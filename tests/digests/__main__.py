@@ -1,6 +1,6 @@
-"""Compares trainings with the committed digests: ``python -m tests.digests``; ``--write`` commits to what they are now.
+"""Compares trainings with the committed digests: ``python -m tests.digests``; ``--write`` updates them.
 
-Write them anew only with a change that is meant to change bits, and say why in its commit.
+Update them only in a change that is meant to change bits, and say why in its commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def now(given: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Say which digests differ."""
+    """Print the digests that differ."""
     found = {given: now(given) for given in TRAININGS}
     before = json.loads(PATH.read_text()) if PATH.exists() else {}
     changed = [

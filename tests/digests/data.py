@@ -1,7 +1,7 @@
 """The tables, features and samples of the digests: all drawn from a hash of integers, so the same everywhere.
 
-A gradient that reaches rows is a small integer times a power of two, and stays one wherever it is scaled: ids that are
-averaged are 1, 2 or 4, weights of ids powers of two, and so is the number of samples of every batch on every rank.
+A gradient that reaches rows is a small integer times a power of two, also after every scaling: ids that are averaged
+are 1, 2 or 4, weights of ids powers of two, and so is the number of samples of every batch on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PASSES, PASS_SAMPLES, BATCH = 4, 40, 16
 """A pass has batches of 16, 16 and 8 samples."""
 SAMPLES = PASSES * PASS_SAMPLES
 KEYS = 240
-"""Of a table."""
+"""Keys of a table."""
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1, decay=0.01),
     "adagrad": tc.optim.Adagrad(learning_rate=0.1),
@@ -36,7 +36,7 @@ OPTIMIZERS = {
 
 
 def table(name: str, dim: int) -> tc.Table:
-    """Return a table by a name that begins with its optimizer's and ends with its dtype's where that is not float32."""
+    """Return a table by a name that begins with its optimizer and ends with its dtype if that is not float32."""
     return tc.Table(
         name=name,
         dim=dim,
@@ -56,7 +56,7 @@ TABLES = (
 
 @dataclass(frozen=True)
 class Spec:
-    """A feature: how many keys a sample has (0: 0, 1, 2 or 4 of them) and how they are pooled (None: not at all)."""
+    """A feature: keys per sample (0: 0, 1, 2 or 4 of them) and pooling (None: not pooled)."""
 
     name: str
     table: str
@@ -66,7 +66,7 @@ class Spec:
 
     @property
     def feature(self) -> tc.Feature:
-        """What the schema says of it."""
+        """Return its description for the schema."""
         hotness = {0: "ragged", 1: "one_hot"}.get(self.length, "multi_hot")
         return tc.Feature(
             name=self.name, table=self.table, hotness=hotness, length=self.length if hotness == "multi_hot" else None,
@@ -99,7 +99,7 @@ SCHEMA = tc.Schema(
 
 
 def draw(what: str, count: int, below: int = 2**32) -> NDArray[np.int64]:
-    """Return numbers in [0, below) that the name and their place alone decide, by splitmix64's finalizer."""
+    """Return numbers in [0, below) determined by the name and their position, by splitmix64's finalizer."""
     x = (np.uint64(zlib.crc32(what.encode())) << np.uint64(32)) + np.arange(count, dtype=np.uint64)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -137,7 +137,7 @@ class Column:
         return found
 
     def taken(self, places: NDArray[np.int64]) -> tuple[Any, NDArray[np.float32]]:
-        """Return keys as ``Pass.batch`` takes them of some samples, and their weights."""
+        """Return the keys of some samples in the form of ``Pass.batch``, and their weights."""
         lists = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in places]
         entries = np.concatenate(lists) if lists else np.empty(0, np.int64)
         keys, weights = self.keys[entries], self.weights[entries]
@@ -148,13 +148,13 @@ class Column:
 
 COLUMNS = tuple(Column.of(spec) for spec in SPECS)
 FACTORS = np.array([0.1, 0.3, 0.7, 0.9, 1.1, 1.3, 1.7, 1.9, 2.3], np.float32)
-"""By label, of gradients whose sums shall depend on their order."""
+"""Factors by label, for gradients whose sums depend on their order."""
 LABELS = (draw("label", SAMPLES, 9) - 4).astype(np.float32)
 DENSE = (draw("x", SAMPLES, 9) - 4).astype(np.float32)
 
 
 def keys_of(table_name: str, first: int = 0, last: int = SAMPLES) -> NDArray[np.int64]:
-    """Return the keys of a table that some samples have, ascending."""
+    """Return the keys of a table in some samples, ascending."""
     mine = [c.keys[c.offsets[first] : c.offsets[last]] for c in COLUMNS if c.spec.table == table_name]
     return np.unique(np.concatenate(mine))
 
@@ -170,14 +170,14 @@ def extract(folder: Path) -> tc.PassDataset:
 
 
 def write_keys(folder: Path) -> tc.PassDataset:
-    """Write the key sets of the same passes alone."""
+    """Write only the key sets of the same passes."""
     firsts = range(0, SAMPLES, PASS_SAMPLES)
     keys = ({t.name: keys_of(t.name, first, first + PASS_SAMPLES) for t in TABLES} for first in firsts)
     return tc.write_key_sets(folder / "passes", SCHEMA, keys)
 
 
 def raw_batches(epoch: int, sub_dataset: int, start: int, rank: int, ranks: int) -> Any:
-    """Yield what ``Pass.batch`` takes of a rank's part of each batch, in an order of the loader's own."""
+    """Yield the arguments of ``Pass.batch`` for a rank's part of each batch, in the loader's own order."""
     order = np.argsort(draw(f"order of pass {sub_dataset} in epoch {epoch}", PASS_SAMPLES), kind="stable")
     for first in range(start, PASS_SAMPLES, BATCH):
         whole = order[first : first + BATCH] + sub_dataset * PASS_SAMPLES

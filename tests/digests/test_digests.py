@@ -1,6 +1,6 @@
-"""Trainings end with the bits that are committed, whatever moves, keeps and shares out their rows.
+"""Trainings end with the committed bits, however their rows are moved, kept and sharded.
 
-A test that fails after a change that is meant to change bits: ``python -m tests.digests --write``.
+If a test fails after a change that is meant to change bits: ``python -m tests.digests --write``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENGINES = ("lmdb", "zarr")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("given", TRAININGS)
 def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, engine: str) -> None:
-    """Of every optimizer in float32 and bfloat16; rows stay at switches, leave, and come back from the store."""
+    """For every optimizer in float32 and bfloat16; rows stay at switches, leave, and return from the store."""
     prepare(tmp_path, given)
 
     dense, moved = train(tmp_path, given, engine)
@@ -41,7 +41,7 @@ def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, 
 def test_any_number_of_ranks_ends_with_the_same_digests(
     ranks_pool: RanksPool, tmp_path: Path, given: str, engine: str, size: int
 ) -> None:
-    """However tables are divided: gradients that are exact in float32 have one sum, whoever adds them."""
+    """For any sharding of tables: gradients that are exact in float32 have one sum, in any order."""
     prepare(tmp_path, given)
 
     told = ranks_pool.run(size, "tests.digests.trainings:train_rank", folder=str(tmp_path), given=given, engine=engine)
@@ -60,7 +60,7 @@ def test_any_number_of_ranks_ends_with_the_same_digests(
 def test_a_killed_training_that_goes_on_ends_with_the_same_digests(
     tmp_path: Path, given: str, engine: str, at: tuple[int, int], commits: bool
 ) -> None:
-    """From the last commit between passes, or from one inside a pass, wherever reader and writer were at the kill."""
+    """From the last commit between passes, or from one inside a pass, at any position of reader and writer."""
     prepare(tmp_path, given)
     process = multiprocessing.get_context("forkserver").Process(
         target=train_and_die, args=(tmp_path, given, engine, at, commits)

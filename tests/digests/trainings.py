@@ -1,11 +1,11 @@
 """The trainings whose results must not change, and their digests: all that these tests use of the library's training.
 
 Nothing here depends on the machine. Rows are summed and stepped by kernels that define the order of every addition. The
-dense part computes with small integers times powers of two, which float32 holds exactly whatever the order: what rows
-are pooled to, and the weights that multiply it, are rounded to a grid first, and the gradient passes the rounding by
-(Bengio, Leonard and Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So all numbers
-of ranks end with the same digests, too. One training, of one process, has gradients of rows that are no such numbers,
-so that the order in which they are added is held as well.
+dense part computes with small integers times powers of two, which float32 holds exactly in any order: pooled rows, and
+the weights that multiply them, are rounded to a grid first, and the gradient skips the rounding (Bengio, Leonard and
+Courville, "Estimating or propagating gradients through stochastic neurons", 2013). So any number of ranks ends with the
+same digests, too. One training, of one process, has gradients of rows that are not on the grid, so that the order in
+which they are added is checked as well.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
 
 PATH = Path(__file__).with_name("digests.json")
-"""What is committed: digests by training."""
+"""The committed digests, by training."""
 GIVEN = ("batches", "raw")
-"""How samples are given: as batches of passes that were extracted, or as keys that a loader of one's own has."""
+"""The forms of samples: batches of extracted passes, or keys from a user's own loader."""
 TRAININGS = (*GIVEN, "ordered")
-"""And batches again, with gradients whose sums depend on the order that one process adds them in (docs/format)."""
+"""And batches again, with gradients whose sums depend on the order of addition in one process (docs/format)."""
 EPOCHS = 2
 HOST_BUDGETS = {1: "1360KiB", 2: "1120KiB", 4: "1056KiB"}
-"""Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""
+"""Per rank, by number of ranks: little more than the least, so that rows come from the store. Digests do not change."""
 SHARDING = {
     "sgd": "row_wise", "sgd_too": "row_wise", "adagrad": "table_wise", "rowwise": "row_wise", "adam": "column_wise",
     "sgd_bf16": "row_wise", "adagrad_bf16": "data_parallel", "rowwise_bf16": "table_wise", "adam_bf16": "row_wise",
 }  # fmt: skip
-"""How several ranks divide the tables: in each way. Slices of columns are of float32, as others round by other bits."""
+"""The sharding over several ranks: each kind. Column slices are float32, because others round by different bits."""
 MOVES = ("kept", "generated", "read", "written")
 
 
 class Grid(torch.autograd.Function):
-    """Rounds to multiples of 1/8 within [-1, 1]; its gradient is what comes back, times a factor of each sample."""
+    """Rounds to multiples of 1/8 within [-1, 1]; its gradient is the output's, times a factor of each sample."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Grid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pass it on."""
+        """Pass the gradient on."""
         (grad,) = grads
         return grad if ctx.factor is None else grad * ctx.factor.view(-1, *[1] * (grad.ndim - 1)), None
 
@@ -77,7 +77,7 @@ class Net(nn.Module):
         self.weight = nn.Parameter((torch.from_numpy(data.draw("weight", width, 17)).float() - 8) / 8)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return one number a sample."""
+        """Return one number per sample."""
         factor = torch.from_numpy(data.FACTORS)[batch.label.long() + 4] if self.ordered else None
         singles = [Grid.apply(out, factor) for out in self.rows(batch).values()]
         singles = [out.sum(dim=1) if out.ndim == 3 else out for out in singles]
@@ -97,10 +97,10 @@ def train(
     ranks: AnyCommunicator | None = None,
     each_step: Callable[[Any, int, int], None] = lambda cache, pass_index, step: None,
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, int]]:
-    """Train from where ``folder / "model.tc"`` stands to the end, in one process or as one rank of several.
+    """Train from the position of ``folder / "model.tc"`` to the end, in one process or as one rank of several.
 
-    Returns the dense weights, and how many rows this process kept at switches, made anew, read from the store and
-    wrote. ``each_step(cache, pass_index, step)`` is called behind every step.
+    Returns the dense weights, and the numbers of rows that this process kept at switches, created, read from the store
+    and wrote. ``each_step(cache, pass_index, step)`` is called after every step.
     """
     passes, host_budget = tc.PassDataset.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
     with tc.TierCache(
@@ -124,7 +124,7 @@ def train(
 
 
 def raw_batches(p: Any, ranks: AnyCommunicator | None) -> Iterator[Any]:
-    """Yield the batches of a pass from where it stands, of keys that a loader gives."""
+    """Yield the batches of a pass from its position, with keys from a loader."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for keys, others in data.raw_batches(p.epoch, p.sub_dataset, p.start_sample, rank, size):
         yield p.batch(keys, **others)
@@ -136,7 +136,7 @@ def train_rank(ranks: AnyCommunicator, folder: str, given: str, engine: str) -> 
 
 
 def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], commits: bool) -> None:
-    """Train on one thread and be killed behind a step (pass, number), right after a commit there where said."""
+    """Train on one thread and be killed after a step (pass, number), optionally right after a commit there."""
     torch.set_num_threads(1)
 
     def each_step(cache: Any, pass_index: int, step: int) -> None:
@@ -149,9 +149,9 @@ def train_and_die(folder: Path, given: str, engine: str, at: tuple[int, int], co
 
 
 def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, str]:
-    """Return digests of all rows that a training left, by table of vectors and of optimizer state, and of ``dense``.
+    """Return digests of all rows after a training, by table of vectors and of optimizer state, and of ``dense``.
 
-    Rows are looked up in the order of their keys, so neither files nor the order of rows in them matter.
+    Rows are looked up in key order, so neither files nor the order of rows in them matter.
     """
     found = {}
     with tc.Store.open(folder / "model.tc", mode="r") as store:

@@ -215,7 +215,7 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
 
     for kind, more in (
         ("row_wise", "devices=2"),
-        ("table_wise", "that counts with tables that are all sharded row_wise"),
+        ("table_wise", "this assumes that all tables are sharded row_wise"),
     ):
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)

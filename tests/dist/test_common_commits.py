@@ -309,7 +309,7 @@ def test_a_store_with_a_pinned_commit_is_not_divided_anew(tmp_path: Path, num_ra
         store.pin("best", 2)
     bodies = [None] * num_ranks
     errors = meet(num_ranks, lambda ranks: divide_anew(path, ranks, sharding_on(num_ranks, 1)))
-    assert "has the pinned commits 'best', which other ranks would give up: unpin them first" in sentences(errors)
+    assert "has the pinned commits 'best', which resharding would drop: unpin them first" in sentences(errors)
     assert kept(path) == [2, 4]
     assert train_shards(path, 2, 0) == [None] * 2
     assert kept_by_ranks(path) == [[2, 3]] * 2  # a pin lists the same rows

@@ -72,7 +72,7 @@ def test_dense_layers_in_ddp_train_beside_the_ranks(ranks_pool: RanksPool, size:
 def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> None:
     """Ranks count within the group; a process outside gets an error."""
     outside, *inside = ranks_pool.run(3, BODIES + "joins_a_part")
-    assert outside == ["this process is not in the process group that was given: give a group that it is in"]
+    assert outside == ["this process is not in the given process group: pass a group that includes it"]
     told = [[1, 2], [1, 2], [1, 2], [2, 3]]
     assert inside == [[0, 2, told], [1, 2, told]]
 
@@ -100,7 +100,7 @@ def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_
     told = ranks_pool.run(3, BODIES + "gives_back_too_early")
 
     sentence = "collected vectors have no gradient: run the pipeline's step with them before give_back"
-    other = f"RankError: rank 0 failed while giving gradients of collected vectors back: ValueError: {sentence}"
+    other = f"RankError: rank 0 failed while returning gradients of collected vectors: ValueError: {sentence}"
     assert [one[0] for one in told] == [f"ValueError: {sentence}", other, other]
     assert [one[1] for one in told] == pytest.approx([2 * 3 * size / 9 for size in (2, 3, 4)])
 
@@ -125,13 +125,13 @@ def test_a_rank_that_leaves_on_its_own_ends_the_others(ranks_pool: RanksPool) ->
         kind, sentence = got[rank] or ("", "")
         assert kind == "RankError"
         assert sentence.startswith(f"a rank ended or did not answer while rank {rank} was waiting for rank 0 (")
-        assert sentence.endswith("): training goes on from the last commit: start all ranks again")
+        assert sentence.endswith("): restart all ranks to resume from the last commit")
 
 
 def test_a_closed_communicator_says_so(ranks_pool: RanksPool) -> None:
     """Closing twice is nothing; talking after it is an error."""
     got = ranks_pool.errors(2, BODIES + "talks_after_leaving")
-    assert all(one is not None and "on a communicator that is closed" in one[1] for one in got)
+    assert all(one is not None and "on a closed communicator" in one[1] for one in got)
 
 
 def test_ranks_that_exchange_splits_for_different_things_say_so(ranks_pool: RanksPool) -> None:
@@ -203,7 +203,7 @@ def test_torch_distributed_is_called_in_one_module() -> None:
 # -- facts that must agree on all ranks ------------------------------------------------------------------------
 
 COMPARE = "tests.dist.bodies:compare"
-END = ": give all ranks the same, then start them again"
+END = ": give all ranks the same values and restart them"
 
 
 @pytest.mark.parametrize("size", [1, 3])

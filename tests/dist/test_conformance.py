@@ -170,7 +170,7 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     for rank, part in enumerate(parts):
         kind, sentence = part["said"]
         assert kind == ("IndexError" if rank == bad_rank else "RankError")
-        assert f"feature 'f0' has local id {number} at entry 0 of the batch, and table 't0' has local ids" in sentence
+        assert f"feature 'f0' has local id {number} at entry 0 of the batch, but table 't0' has local ids" in sentence
         assert "\n" not in sentence
     assert_as_alone(parts, tmp_path, alone("row slices"))
 
@@ -181,7 +181,7 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
         ("a table that there is not", "a sharding is asked for the unknown table 't9'"),
         ("a kind that there is not", "table 't0' is to be sharded by 'replicate': it must be one of"),
         ("another number of ranks", "the sharding is for 3 ranks and there are 2"),
-        ("a wire dtype", "comm_dtype 'int8' is unknown"),
+        ("a wire dtype", "unknown comm_dtype 'int8'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_every_rank(

@@ -37,6 +37,6 @@ def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
         for key in (key for key in plain[0] if key.startswith("dense")):
             np.testing.assert_array_equal(again[0][key], plain[0][key], err_msg=key)
     failed = ranks_pool.errors(3, "tests.dist.trainings:train", at="last", **options)
-    assert any("has the rows of 2 ranks, divided in another way than the tables of this training" in str(one)
+    assert any("has the rows of 2 ranks, sharded differently from the tables of this training" in str(one)
                for one in failed)  # fmt: skip
     assert different(stored(tmp_path), rows) == []

@@ -131,7 +131,7 @@ LOOPS: dict[str, tuple[Callable[[Training], object], str, int]] = {
     "a metric": (every_batch(lambda t, batch: t.model(batch)), "pass 0 ended with 3 batches looked up", 0),
     "two rounds": (two_rounds, "pass 0 was iterated again", 0),
     "another optimizer": (other_optimizer, "no optimizer of this cache has stepped", 0),
-    "stopped on one rank": (lambda t: stop(t, ranks=(1,)), "called on some ranks and not on others in pass 1", 1),
+    "stopped on one rank": (lambda t: stop(t, ranks=(1,)), "called on some ranks but not on others in pass 1", 1),
     "skipped": (skip, "", 2),
     "stopped": (stop, "", 1),
     "dropped": (every_batch(lambda t, batch: (t.backward(batch), t.optimizer.zero_grad())), "", 2),

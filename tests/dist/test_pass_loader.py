@@ -37,5 +37,5 @@ def test_ranks_share_each_batch_and_end_as_one_process(ranks_pool: RanksPool, pl
 
 def test_a_batch_without_a_sample_for_each_rank_is_refused(ranks_pool: RanksPool, place: Path) -> None:
     """Before the first batch, on all ranks."""
-    with pytest.raises(RunFailedError, match="a batch of 1 samples, which gives some of 3 ranks none"):
+    with pytest.raises(RunFailedError, match="a batch of 1 samples, which leaves some of 3 ranks without"):
         ranks_pool.run(3, BODY, folder=str(place), store="other.tc", batch_size=1)

@@ -329,7 +329,7 @@ def test_a_feature_that_gets_weights_keeps_its_rows(ranks_pool: RanksPool, tmp_p
     assert all(one[2] > 0 for one in told)
 
     errors = ranks_pool.errors(2, BODIES + "weigh", folder=str(tmp_path), announced=False)
-    assert all(error is not None and "make the module with weighted=['title']" in error[1] for error in errors), errors
+    assert all(error is not None and "the module with weighted=['title']" in error[1] for error in errors), errors
 
 
 def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, tmp_path: Path) -> None:
@@ -338,11 +338,11 @@ def test_ids_that_a_batch_does_not_have_are_one_sentence(ranks_pool: RanksPool, 
 
     for told in ranks_pool.run(2, BODIES + "ask_for_ids", folder=str(tmp_path), names=["more", "tag", "mor"]):
         assert told["said"] == [
-            "feature 'more' is pooled by sum where the rows of its table are, so the batch has no ids of it: make the "
-            "module that looks it up with weighted=['more'] to have them, or look for its vectors in batch.pooled",
-            "no module of this cache looks up feature 'tag', so the batch was made without its ids: make one that "
-            "does, before the batch is made",
-            "there is no feature 'mor': the data have user, friend, word, title, tag, place, item, more",
+            "feature 'more' is pooled by sum on the rank that owns its table, so the batch has no ids of it: create "
+            "the module that looks it up with weighted=['more'] to have them, or use its vectors in batch.pooled",
+            "no module of this cache looks up feature 'tag', so the batch was made without its ids: create a module "
+            "that does, before the batch is made",
+            "unknown feature 'mor': the data has user, friend, word, title, tag, place, item, more",
         ]
         assert (told["iterated"], told["in"], told["got"], told["ids"]) == (["user"], [False] * 3, [None] * 3, 4)
 

@@ -228,7 +228,7 @@ def test_a_sharding_that_the_lists_of_ranks_do_not_fit_is_refused(tmp_path: Path
     assert train_shards(path, 3, 4, engine=engine) == [None] * 3
     planted(path, engine, put("sharding", "tables", "word", to={"kind": "row_wise"}))
     held = blobs_of(path)
-    assert "has another sharding than was given" in sentences(train_shards(path, 3, 1))
+    assert "has a different sharding" in sentences(train_shards(path, 3, 1))
     with pytest.raises(CorruptStoreError) as caught, Store.open(path, mode="r") as store:
         list(store.scan("word"))
     assert_sentence(caught.value)

@@ -149,8 +149,8 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
     told = ranks_pool.run(3, BODIES + "missing_on_one_rank", folder=str(place))
 
     sentence = (
-        "batch 2 of pass 0 has the key 77777 of table 'items' at entry 0 of feature 'item', and the key set of its "
-        "pass lacks it: give samples of this pass, write key sets that have all keys, or choose missing='load', 'init' "
+        "batch 2 of pass 0 has the key 77777 of table 'items' at entry 0 of feature 'item', but the key set of its "
+        "pass lacks it: use samples of this pass, write key sets with all keys, or choose missing='load', 'init' "
         "or 'zero', which train no row for it"
     )
     other = ["RankError", f"rank 1 failed while making batch 2 of pass 0: {sentence}", None, None]

@@ -25,9 +25,9 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
             logits = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(32)]
         planned = [(plan.rows_read, plan.rows_from_host) for plan in cache.plan(passes=3)]
         if given:
-            with pytest.raises(StateError, match="is open for reading: to train, give a path"):
+            with pytest.raises(StateError, match="is open read-only: to train, give a path"):
                 next(cache.passes(epochs=9))
-            with pytest.raises(ValueError, match=r"was opened with the rows of 2 ranks: give it to as many ranks"):
+            with pytest.raises(ValueError, match=r"was opened with the rows of 2 ranks: use as many ranks"):
                 tc.TierCache(store, passes, sharding="row_wise", **OPTIONS)
             assert store.commit is not None
             store.close()

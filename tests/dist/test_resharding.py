@@ -213,18 +213,18 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
 
     refused(DatasetError, "is not the one that the store at .* was trained with, nor split from it", others)
     refused(DatasetError, "is not the one that the store at .* was trained with", order=3)
-    refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
+    refused(DatasetError, "is 16 samples inside pass 3, whose samples are shuffled", split)
     refused(BudgetError, r"store_budget is 100 bytes, but rank \d would have [\d.]+ KiB", store_budget=100)
     with tc.Store.open(path) as store:
         store.pin("best")
-    refused(StateError, "has the pinned commits 'best', which other ranks would give up: unpin them first")
+    refused(StateError, "has the pinned commits 'best', which resharding would drop: unpin them first")
     with tc.Store.open(path) as store:
         store.unpin("best")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.dist.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
-        refused(BudgetError, r"the ranks on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
+        refused(BudgetError, r"the ranks on the disk of .* need [\d.]+ KiB while they are written, .* 4 KiB are free")
 
-    refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
+    refused(DatasetError, "is inside pass 3: train to the end of a pass", others, reorganized=True)
     with ShardWriter.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
         train_to_cursor(shards.store, ShardView(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
 
@@ -358,7 +358,7 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
             shard.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
             if not joins:
-                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
+                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* but had 0.25 and 0.5: set one"):
                     copy_shard(one_store(alike, old, shards), store, new, 0)
             else:
                 commit = copy_shard(one_store(alike, old, shards), store, new, 0)

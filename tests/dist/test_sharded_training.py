@@ -225,7 +225,7 @@ class Counter:
         ("no step", "ended between backward and step"),
         ("another batch", "looks up another batch than rank"),
         ("a step of one", "did something else while rank"),
-        ("size", "the size must be at least 1"),
+        ("size", "invalid batch size"),
         ("sizes", "makes another batch than rank"),
         ("one rank's micro-batch", "the disk of rank 1 is gone"),
         ("one rank's samples", "the disk of rank 1 is gone"),

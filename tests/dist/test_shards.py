@@ -206,7 +206,7 @@ def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> No
 
     errors = meet(2, other)
     assert all(isinstance(error, StateError) for error in errors)
-    assert "rank 1 commits at pass 2 and rank 0 at pass 1" in str(errors[0])
+    assert "rank 1 commits at pass 2 but rank 0 at pass 1" in str(errors[0])
     check_shards(path, Cursor(0))
 
     def missing(ranks: Any) -> None:
@@ -216,7 +216,7 @@ def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> No
                 advance(shards.store, world, Cursor(0))
             shards.publish(Cursor(1))
 
-    assert "has prepared no commit and pass 1 is to be published" in sentences(meet(2, missing))
+    assert "has prepared no commit, but pass 1 is to be published" in sentences(meet(2, missing))
     check_shards(path, Cursor(0))
 
     def elsewhere(ranks: Any) -> None:
@@ -225,7 +225,7 @@ def test_nothing_is_published_unless_all_ranks_prepared_it(tmp_path: Path) -> No
             advance(shards.store, world, Cursor(0))
             shards.publish(Cursor(2))
 
-    assert "is at pass 1 and pass 2 is to be published" in sentences(meet(2, elsewhere))
+    assert "is at pass 1, but pass 2 is to be published" in sentences(meet(2, elsewhere))
     check_shards(path, Cursor(0))
 
     def twice(ranks: Any) -> None:

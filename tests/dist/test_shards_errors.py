@@ -255,7 +255,7 @@ def test_a_pinned_commit_stops_a_division(tmp_path: Path, engine: str) -> None:
         store.pin("best")
     assert train_shards(path, 2, 2) == [None] * 2
     errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1)))
-    assert "has the pinned commits 'best', which other ranks would give up: unpin them first" in sentences(errors)
+    assert "has the pinned commits 'best', which resharding would drop: unpin them first" in sentences(errors)
     assert {entry.name for entry in path.glob("rank-*")} == {"rank-1"}
     check_shards(path, Cursor(2))
     with Store.open(path) as store:
@@ -271,11 +271,11 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert train_shards(path, 2, 2) == [None] * 2
     for num_ranks, options, kind, words in (
-        (3, {}, StateError, "has the rows of 2 ranks and 3 were started: start 2, or divide it among 3 first"),
-        (1, {}, StateError, "has the rows of 2 ranks and 1 were started: start 2, or divide it among 1 first"),
-        (2, {"turn": 1}, StateError, "has another sharding than was given: give its own, or divide it"),
-        (2, {"engine": "tape"}, ValueError, "engine 'tape' is unknown: it must be"),
-        (2, {"retention": 0}, ValueError, "retention is 0: at least"),
+        (3, {}, StateError, "has the rows of 2 ranks, but 3 were started: start 2, or reshard it for 3 first"),
+        (1, {}, StateError, "has the rows of 2 ranks, but 1 were started: start 2, or reshard it for 1 first"),
+        (2, {"turn": 1}, StateError, "has a different sharding: pass its own sharding, or reshard it first"),
+        (2, {"engine": "tape"}, ValueError, "unknown engine 'tape': expected"),
+        (2, {"retention": 0}, ValueError, "invalid retention 0: expected at least"),
     ):
         for error in train_shards(path, num_ranks, 0, **options):
             assert isinstance(error, kind)

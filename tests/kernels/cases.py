@@ -41,7 +41,7 @@ def use_threads(num_threads: int) -> Iterator[None]:
 
 @contextmanager
 def machine(kind: str, turn: int = 0) -> Iterator[Any]:
-    """Give a machine: the CPU with one thread or two, a device with its threads in one order or another."""
+    """Yield a machine: the CPU with one thread or two, a device with its threads in one order or another."""
     if kind == "cpu":
         with use_threads(1 + turn % 2):
             yield Cpu()
@@ -54,14 +54,14 @@ def machine(kind: str, turn: int = 0) -> Iterator[Any]:
 
 
 def machines(kind: str) -> Iterator[Any]:
-    """Give a machine of a kind for each number, or order, of threads."""
+    """Yield a machine of a kind for each number, or order, of threads."""
     for turn in range(2 if kind == "cpu" else len(ORDERS)):
         with machine(kind, turn) as one:
             yield one
 
 
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
-    """Tell whether two float32 arrays agree bit for bit."""
+    """Return True if two float32 arrays agree bit for bit."""
     return bool(np.array_equal(a.view(np.int32), b.view(np.int32)))
 
 
@@ -72,7 +72,7 @@ class Bags:
     num_samples: int
     dim: int
     table_rows: list[int]
-    """Rows of the table of each feature; every feature has a table of its own here."""
+    """Rows of the table of each feature; every feature has a separate table here."""
     modes: NDArray[np.int8]
     offsets: NDArray[np.int64]
     ids: NDArray[np.int32]
@@ -84,12 +84,12 @@ class Bags:
 
     @property
     def num_features(self) -> int:
-        """How many features."""
+        """The number of features."""
         return len(self.table_rows)
 
     @property
     def bases(self) -> NDArray[np.int64]:
-        """Where each feature's table begins among the local positions."""
+        """The start of each feature's table among the local positions."""
         return np.cumsum([0, *self.table_rows[:-1]]).astype(np.int64)
 
     @property
@@ -103,7 +103,7 @@ class Bags:
         return self.distance + self.num_features * (self.dim + self.distance)
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
-        """Give (feature, sample, first entry, entry behind the last) of every bag."""
+        """Yield (feature, sample, first entry, end of entries) of every bag."""
         for f in range(self.num_features):
             for n in range(self.num_samples):
                 bag = f * self.num_samples + n
@@ -121,7 +121,7 @@ class Bags:
         return self.weights[entry] if self.weights.size else np.float32(1)
 
     def pooled(self) -> NDArray[np.float32]:
-        """Pool in float32 in the order of the entries; columns of no feature are zero."""
+        """Pool in float32 in the order of the entries; columns without a feature are zero."""
         out, slots = np.zeros((self.num_samples, self.width), np.float32), self.slots()
         for f, n, first, last in self.entries():
             row = np.zeros(self.dim, np.float32)

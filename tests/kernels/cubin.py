@@ -1,4 +1,4 @@
-"""What a cubin says of its kernels: the registers of a thread, and the bytes of its stack, where registers spill."""
+"""Resources of a cubin's kernels: registers per thread, and stack bytes, to which registers spill."""
 
 from __future__ import annotations
 

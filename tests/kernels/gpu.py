@@ -1,4 +1,4 @@
-"""A GPU for the tests of parity, with the calls that the shim has beside those of a device."""
+"""A GPU for the parity tests, with the shim's calls in addition to a device's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _opened() -> CudaDevice:
 
 
 class GpuDevice:
-    """GPU 0. Without guards: compute-sanitizer finds what leaves an array here, as torch pools no memory then."""
+    """GPU 0. Without guards: compute-sanitizer finds out-of-bounds accesses here, as torch pools no memory then."""
 
     def __init__(self) -> None:
         self._device = _opened()
@@ -43,13 +43,13 @@ class GpuDevice:
         return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> torch.Tensor:
-        """Return an array of rubbish on the GPU."""
+        """Return an array of garbage on the GPU."""
         rubbish: NDArray[Any] = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return self.place(rubbish)
 
     def large(self, rows: int, width: int) -> torch.Tensor:
-        """Return zeros of float32 that take memory; skips the test where the GPU has too little."""
+        """Return zeros of float32 that take memory; skips the test if the GPU has too little."""
         free, needed = torch.cuda.mem_get_info()[0], 4 * rows * width
         if needed + _SPARE_BYTES > free:
             pytest.skip(f"the array takes {needed:,} bytes, and {free:,} are free on the GPU")
@@ -61,4 +61,4 @@ class GpuDevice:
         self._device.launch(kernel, blocks, arguments)
 
     def close(self) -> None:
-        """Nothing to give back: torch has the memory."""
+        """Do nothing: torch owns the memory."""

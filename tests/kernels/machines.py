@@ -1,4 +1,4 @@
-"""What runs the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
+"""Machines that run the kernels: the CPU, or the CUDA sources on a device, with the same calls and arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F4 = np.float32
 
 
 def narrow(values: NDArray[np.float32], dtype: str) -> Vectors:
-    """Return numbers (S, D), rounded to the nearest, as kernels hold those of 16 bits: rows begin at a word."""
+    """Return numbers (S, D), rounded to the nearest, as kernels hold 16-bit numbers: rows begin at a word."""
     slots, dim = values.shape
     bits = np.zeros((slots, dim + dim % 2), np.uint16)
     bits[:, :dim] = to_bits(values, dtype)
@@ -36,14 +36,14 @@ def narrow(values: NDArray[np.float32], dtype: str) -> Vectors:
 
 
 def numbers(held: Vectors, dtype: str) -> NDArray[np.float32]:
-    """Return what vectors hold, as float32."""
+    """Return the contents of vectors, as float32."""
     if dtype == "float32":
         return np.array(held.values)
     return np.array(from_bits(np.ascontiguousarray(held.values[:, : held.dim]), dtype))
 
 
 class Machine:
-    """What tests make of both."""
+    """The interface of both machines for tests."""
 
     def place(self, array: Any) -> Any:
         """Return a copy of an array where the kernels want it."""
@@ -87,7 +87,7 @@ class Cpu(Machine):
         return array.copy()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array of rubbish."""
+        """Return an array of garbage."""
         rubbish = np.empty(shape, dtype)
         rubbish.reshape(-1).view(np.uint8)[...] = 0xA5
         return rubbish
@@ -137,7 +137,7 @@ class Cuda(Machine):
         return self.device.read(array)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array of rubbish on the device."""
+        """Return an array of garbage on the device."""
         return self.device.array(shape, dtype)
 
     def ids(self, ids: NDArray[np.int32], dtype: type) -> Any:
@@ -155,7 +155,7 @@ class Cuda(Machine):
         cuda_gathering.gather(self.device, [cuda_gathering.Gathered(none, slots, None, mapped)])
 
     def pool(self, groups: list[tuple[Features, Ids]], out: Any) -> None:
-        """Pool groups by a plan of their own."""
+        """Pool groups with a new plan."""
         plan = PoolPlan(self.device, [features for features, _ in groups], out.shape[1])
         plan.pool([ids for _, ids in groups], out)
 
@@ -175,7 +175,7 @@ class Cuda(Machine):
         self, vectors: Vectors, slots: Any, offsets: Any, modes: Any, cols: Any, gradient: Any, out: Any
     ) -> None:
         """Write the gradient of each entry's weight."""
-        bases, local = np.zeros(cols.size, np.int64), self.device.empty(1, np.int32)  # which nobody reads
+        bases, local = np.zeros(cols.size, np.int64), self.device.empty(1, np.int32)  # not read
         features = Features(vectors, local, bases, cols, modes)
         plan = PoolPlan(self.device, [features], gradient.shape[1])
         plan.weight_gradient(slots, offsets, gradient, out)
@@ -186,7 +186,7 @@ class Cuda(Machine):
         return runs
 
     def pairs(self, runs: Runs) -> NDArray[np.uint64]:
-        """Return runs as pairs: slot << 32 | entry, after a look at what else they say."""
+        """Return runs as pairs: slot << 32 | entry, after checking their other data."""
         words = self.read(runs.memory).view(np.uint32)
         begin = (runs.address - self.device.describe(runs.memory).address) // 4
         places = np.split(words[begin:], np.cumsum([2 * (runs.size + 1), runs.size, -(-runs.size // STRETCH) + 1]))
@@ -208,7 +208,7 @@ class Cuda(Machine):
         update_many(self.device, steps)
 
     def pieces(self, row_floats: int) -> Pieces:
-        """Return no pieces yet: they come in arrays of the device, or where a `View` says."""
+        """Return no pieces yet: they are in arrays of the device, or at a `View`."""
 
         def locate(data: Any) -> View:
             if isinstance(data, View):

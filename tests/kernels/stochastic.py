@@ -76,7 +76,7 @@ def row_words(key: int, table_id: int, seed: int, dim: int) -> list[int]:
 
 
 def sample_at(place: int, count: int, state: int) -> int:
-    """Return the sample at a place of the order of ``count`` samples that a state decides."""
+    """Return the sample at a position of the order of ``count`` samples given by a state."""
     bits = next(b for b in range(8, 65) if 2**b >= count)
     high_size, low_size = 2 ** (bits // 2), 2 ** ((bits + 1) // 2)
     keys = [mix(state + j * 0x9E3779B97F4A7C15) for j in range(1, 7)]

@@ -1,4 +1,4 @@
-"""CRC32C: published values, and those of the library that the store uses where there is no kernel."""
+"""CRC32C: published values, and those of the library that the store uses without a kernel."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_the_published_vectors(data: bytes, expected: int) -> None:
 def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
     sizes: list[list[int]], first: int, seed: int
 ) -> None:
-    """Four at a time or one, empty ones too, from any address on; the store's own way gives the same."""
+    """Four at a time or one, empty ones too, from any address; the store's own function returns the same."""
     rng, parts, expected = np.random.default_rng(seed), [], []
     for lengths in sizes:
         bounds = np.cumsum([first, *lengths]).astype(np.int64)
@@ -54,7 +54,7 @@ def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
 @needs_crc32c
 @pytest.mark.parametrize(("bounds", "wrong"), [([-1, 4], -1), ([0, 11], 11), ([4, 2], 2), ([5, 20, 9], 20)])
 def test_bounds_outside_the_data_are_refused(bounds: list[int], wrong: int) -> None:
-    """Nothing beyond an array is read, whichever part it is."""
+    """Nothing beyond an array is read, in any part."""
     fine = np.zeros(20, np.uint8), np.array([20])
     with pytest.raises(ValueError, match=f"bound {wrong} in part 1, which has 10 bytes: bounds must rise"):
         crc32c([fine, (np.zeros(10, np.uint8), np.array(bounds, np.int64)), fine])

@@ -1,4 +1,4 @@
-"""Compilation: shown, cached, one set of types."""
+"""Compilation: progress, cache, one set of types."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(code: str, **environment: str) -> str:
 
 
 def test_prepare_compiles_every_kernel_and_tells_how_far_it_is() -> None:
-    """No kernel of any module is left for the first batch; those for 16-bit dtypes come where they are asked for."""
+    """No kernel of any module is left for the first batch; kernels for 16-bit dtypes are compiled on request."""
     told: list[tuple[str, int, int]] = []
     prepare(lambda *arguments: told.append(arguments))
     prepare(narrow=True)
@@ -59,7 +59,7 @@ def test_importing_kernels_loads_no_numba() -> None:
 
 
 def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
-    """is_cached is false in an empty cache; what one process compiled, the next one loads."""
+    """is_cached is false in an empty cache; the next process loads the code that one has compiled."""
     code = (
         "from tiercache.kernels.cpu import compile, hashing; import numpy as np;"
         "hashing.hash_keys(np.arange(3), 5);"
@@ -71,7 +71,7 @@ def test_a_new_process_finds_the_compiled_code(tmp_path: Path) -> None:
 
 
 def test_compiled_code_lies_in_one_folder_and_the_cache_of_other_functions_stays(tmp_path: Path) -> None:
-    """NUMBA_CACHE_DIR is the parent of the folder, and numba finds its own value again after a kernel is compiled."""
+    """NUMBA_CACHE_DIR is the parent of the folder, and numba's own value is restored after a kernel is compiled."""
     code = (
         "from tiercache.kernels.cpu import compile, hashing; import numba, numpy as np;"
         "hashing.hash_keys(np.arange(3), 5);"
@@ -95,7 +95,7 @@ def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
 
 
 def test_an_edited_source_has_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code holds copies of the functions that it calls, and these may be in other modules."""
+    """Compiled code contains copies of the functions that it calls, which may be in other modules."""
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "hashing.py"))
     edited = compiling.cache_folder.__wrapped__()
@@ -106,6 +106,6 @@ def test_an_edited_source_has_another_folder(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parallel_kernels_run_on_threads_that_sleep() -> None:
-    """OpenMP's spin, and those of the last resort abort when two threads of a process run parallel kernels at once."""
+    """OpenMP's threads spin, and those of the last resort abort if two threads run parallel kernels at once."""
     code = "from tiercache.kernels.cpu.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
     assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "tbb"

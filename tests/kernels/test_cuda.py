@@ -1,4 +1,4 @@
-"""The CUDA device without a GPU: code for every architecture, what is kept of it, and what is missing in a sentence."""
+"""The CUDA device without a GPU: code for every architecture, its cache, and clear errors for missing parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
 HOST: Any = None
-"""Nothing is asked of torch before a device is there."""
+"""Torch is not used before a device exists."""
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 
@@ -35,7 +35,7 @@ def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
 @needs_cupy
 @pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
 def test_no_step_spills_registers(architecture: str) -> None:
-    """So many as docs/design/0034 says: a kernel that holds rows in flight is at the roof of memory only without."""
+    """Numbers as in docs/design/0034: a kernel with rows in flight reaches the memory roof only without spills."""
     found = kernels_of(cuda.compile_source("update", architecture)) | kernels_of(
         cuda.compile_source("sorting", architecture)
     )
@@ -66,7 +66,7 @@ def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypat
 
 
 def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening a device is the first thing that needs CuPy."""
+    """Opening a device is the first step that needs CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
         cuda.open_device(0, HOST)
@@ -75,10 +75,10 @@ def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 class Runtime:
-    """CuPy's runtime where CUDA 13 was built in and the driver is another."""
+    """CuPy's runtime, built with CUDA 13, over another driver."""
 
     class CUDARuntimeError(Exception):
-        """As CuPy's."""
+        """A stand-in for CuPy's error."""
 
         status: int
 
@@ -86,15 +86,15 @@ class Runtime:
         self.driver, self.devices = driver, devices
 
     def runtimeGetVersion(self) -> int:  # noqa: N802 - CuPy's name
-        """13.2."""
+        """Return 13.2."""
         return 13020
 
     def driverGetVersion(self) -> int:  # noqa: N802 - CuPy's name
-        """What the driver supports, 0 without one."""
+        """Return the CUDA version that the driver supports, 0 without one."""
         return self.driver
 
     def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
-        """Fails where the driver cannot serve this runtime, or has no device."""
+        """Fails if the driver cannot serve this runtime, or has no device."""
         if isinstance(self.devices, int):
             return self.devices
         error = self.CUDARuntimeError(self.devices)
@@ -111,18 +111,18 @@ STATUS = {"cudaErrorInsufficientDriver": 35, "cudaErrorNoDevice": 100, "cudaErro
         (0, "cudaErrorInsufficientDriver", 0, cuda.NoGpuError,
          "no NVIDIA driver was found: install one that supports CUDA 13"),
         (12040, "cudaErrorInsufficientDriver", 0, cuda.CudaError,
-         "the NVIDIA driver supports CUDA 12.4, and CuPy was built for CUDA 13.2"),
+         "the NVIDIA driver supports CUDA 12.4, but CuPy was built for CUDA 13.2"),
         (13000, "cudaErrorSystemDriverMismatch", 0, cuda.CudaError,
-         r"of CUDA 13.0, could not be asked for GPUs \(cudaErrorSystemDriverMismatch\): see nvidia-smi"),
+         r"of CUDA 13.0, could not list GPUs \(cudaErrorSystemDriverMismatch\): see nvidia-smi"),
         (13000, "cudaErrorNoDevice", 0, cuda.NoGpuError, "shows no GPU"),
         (13000, 0, 0, cuda.NoGpuError, "shows no GPU"),
-        (13000, 2, 2, cuda.CudaError, "there is no GPU 2: the driver shows 2"),
+        (13000, 2, 2, cuda.CudaError, "unknown GPU 2: the driver shows 2"),
     ],
 )  # fmt: skip
 def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch, driver: int, devices: int | str, index: int, kind: type, said: str
 ) -> None:
-    """No driver, one that is too old, one that fails, no GPU, another index: a sentence each, and a kind for no GPU."""
+    """No driver, an old one, a failing one, no GPU, another index: an error each, and a separate type for no GPU."""
 
     class Cupy:
         class cuda:  # noqa: N801 - CuPy's name
@@ -135,7 +135,7 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 
 
 def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
-    """CuPy is imported when a device is asked for."""
+    """CuPy is imported when a device is opened."""
     code = (
         "import sys, tiercache, tiercache.kernels.cuda.cupy_device, tiercache.kernels.cuda.gathering;"
         "print([name for name in sys.modules if name.startswith('cupy')])"
@@ -154,7 +154,7 @@ def test_a_source_is_one_text_with_its_headers_in_place() -> None:
 
 
 class Compiler:
-    """Counts what it makes."""
+    """Counts its compilations."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -167,19 +167,19 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Begin with nothing in memory."""
+    """Begin with an empty memory cache."""
     monkeypatch.setattr(cuda, "_IN_MEMORY", {})
     return Compiler()
 
 
 def in_a_new_process(folder: Path | None, inputs: str, make: Compiler) -> bytes:
-    """Ask where memory is empty."""
+    """Look up with an empty memory cache."""
     cuda._IN_MEMORY.clear()
     return cuda.cached_code(folder, "sorting.sm_90.cuda", inputs, make)
 
 
 def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler) -> None:
-    """Of one folder; and once for each process where there is none."""
+    """In one folder; and once per process without one."""
     assert {in_a_new_process(tmp_path, "source", compiler) for _ in range(3)} == {b"code 1"}
     assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]
     assert in_a_new_process(None, "source", compiler) == b"code 2"
@@ -187,7 +187,7 @@ def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler)
 
 
 def test_code_of_anything_else_is_made_anew_and_takes_its_place(tmp_path: Path, compiler: Compiler) -> None:
-    """Another source, another option, another compiler: whatever it was made from."""
+    """Another source, another option, another compiler: all inputs count."""
     in_a_new_process(tmp_path, "source", compiler)
     assert in_a_new_process(tmp_path, "edited", compiler) == b"code 2"
     assert in_a_new_process(tmp_path, "edited", compiler) == b"code 2"
@@ -196,7 +196,7 @@ def test_code_of_anything_else_is_made_anew_and_takes_its_place(tmp_path: Path, 
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path, compiler: Compiler) -> None:
-    """Cut anywhere, or with any byte changed."""
+    """Truncated anywhere, or with any byte changed."""
     in_a_new_process(tmp_path, "source", compiler)
     path = tmp_path / "sorting.sm_90.cuda"
     whole = path.read_bytes()
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, compiler: Compiler) -> None
 
 
 def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, compiler: Compiler) -> None:
-    """The code is there all the same; an error of the compiler is no file either."""
+    """The code is returned all the same; an error of the compiler leaves no file either."""
     (tmp_path / "sorting.sm_90.cuda").mkdir()
     assert in_a_new_process(tmp_path, "source", compiler) == b"code 1"
     assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]

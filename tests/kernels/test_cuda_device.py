@@ -1,4 +1,4 @@
-"""What the device asks of CuPy: a stand-in for CuPy runs the launches on the shim."""
+"""The calls of the device to CuPy: a stand-in for CuPy runs the launches on the shim."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STREAM = 0x5EA
 
 
 class OnDevice(np.ndarray):
-    """An array that tells its address as CuPy's and torch's do."""
+    """An array that exposes its address as CuPy's and torch's do."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Nvrtc:
     """The part of NVRTC that is used: a compiled program is its options and its text."""
 
     class NVRTCError(RuntimeError):
-        """As CuPy's."""
+        """A stand-in for CuPy's error."""
 
     def __init__(self) -> None:
         self.known: tuple[int, ...] = (80, 90, 100)
@@ -51,11 +51,11 @@ class Nvrtc:
         self.destroyed, self.fails = 0, ""
 
     def getVersion(self) -> tuple[int, int]:  # noqa: N802 - CuPy's names, here and below
-        """Of no real one."""
+        """Return an imaginary version."""
         return 99, 1
 
     def getSupportedArchs(self) -> tuple[int, ...]:  # noqa: N802
-        """Architectures by number."""
+        """Return architectures by number."""
         return self.known
 
     def createProgram(self, text: str, name: str, *_headers: object) -> int:  # noqa: N802
@@ -64,33 +64,33 @@ class Nvrtc:
         return len(self.programs) - 1
 
     def compileProgram(self, program: int, options: tuple[str, ...]) -> None:  # noqa: N802
-        """Fail where it has the name that a test says."""
+        """Fail for the name that a test sets."""
         text, (name,) = self.programs[program]
         self.programs[program] = text, options
         if name == self.fails:
             raise self.NVRTCError("of no use")
 
     def getProgramLog(self, _program: int) -> str:  # noqa: N802
-        """What the compiler says."""
+        """Return the compiler's log."""
         return "no such word"
 
     def getCUBIN(self, program: int) -> bytes:  # noqa: N802
-        """Machine code."""
+        """Return machine code."""
         text, options = self.programs[program]
         return "\0".join(("cubin", *options, text)).encode()
 
     def getPTX(self, program: int) -> bytes:  # noqa: N802
-        """Code for any newer GPU."""
+        """Return code for any newer GPU."""
         text, options = self.programs[program]
         return "\0".join(("// ptx", *options, text)).encode()
 
     def destroyProgram(self, _program: int) -> None:  # noqa: N802
-        """Count."""
+        """Count it."""
         self.destroyed += 1
 
 
 class DriverError(RuntimeError):
-    """As CuPy's CUDADriverError."""
+    """A stand-in for CuPy's CUDADriverError."""
 
 
 class Cupy:
@@ -123,7 +123,7 @@ class Torch:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Note it."""
+        """Record it."""
         self.inside += 1
         yield
         self.inside -= 1
@@ -150,7 +150,7 @@ class Torch:
 
 
 class Module:
-    """A module of CuPy: what it loaded runs on the shim."""
+    """A stand-in for a module of CuPy, which runs on the shim."""
 
     def __init__(self, cupy: Cupy) -> None:
         self.cupy, self.name = cupy, ""
@@ -164,7 +164,7 @@ class Module:
         self.name = next(name for name in cuda.sources() if code.endswith(b"\0" + launch.source(name).encode()))
 
     def get_function(self, kernel: str) -> Any:
-        """Return what launches."""
+        """Return a launcher."""
 
         def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, stream: tuple[int, int]) -> None:
             assert stream == (0, STREAM)
@@ -178,7 +178,7 @@ class Module:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Cupy:
-    """Stand in for CuPy and NVRTC, and keep no compiled code on disk."""
+    """Replace CuPy and NVRTC by stand-ins, and keep no compiled code on disk."""
     fake = Cupy(capability)
     monkeypatch.setattr(cuda, "_import_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nvrtc", lambda: fake.nvrtc)
@@ -189,14 +189,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
-    """Stand in for CuPy and NVRTC."""
+    """Replace CuPy and NVRTC by stand-ins."""
     fake = stand_in(monkeypatch)
     yield fake
     fake.shim.close()
 
 
 def opened(cupy: Cupy) -> tuple[cuda.CudaDevice, Torch]:
-    """Open a device, and return what it takes from torch too."""
+    """Open a device, and return it with its part of torch."""
     host = Torch(cupy.shim)
     return cuda.open_device(0, host), host
 
@@ -234,7 +234,7 @@ def test_parts_travel_with_their_launch(cupy: Cupy) -> None:
 
 
 def test_an_array_on_the_device_travels_as_its_address(cupy: Cupy) -> None:
-    """Nobody makes a number of it: torch refuses that of a tensor on a GPU."""
+    """It is never converted to a number: torch refuses that for a tensor on a GPU."""
 
     class Away:
         def __init__(self, array: NDArray[Any]) -> None:
@@ -264,7 +264,7 @@ def test_an_array_on_the_device_travels_as_its_address(cupy: Cupy) -> None:
 
 
 def test_a_gpu_loads_what_is_compiled_without_one(cupy: Cupy) -> None:
-    """The same options for both, no other ones: the bits of the CPU's kernels, also those of numbers below 2^-126."""
+    """The same options for both, and no others: the bits of the CPU's kernels, also for numbers below 2^-126."""
     cuda.open_device(0, Torch(cupy.shim)).prepare()
     assert cupy.loaded == list(cuda.compile_all("sm_90").values())
     options = cupy.loaded[0].decode().split("\0")[1:-1]
@@ -299,7 +299,7 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_code_that_its_driver_compile
 def test_a_gpu_that_kernels_are_not_compiled_for_is_refused(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], known: tuple[int, ...], said: str
 ) -> None:
-    """One that NVRTC of a later CUDA no longer knows, and one older than 8.0."""
+    """One that NVRTC of a later CUDA no longer supports, and one older than 8.0."""
     cupy = stand_in(monkeypatch, capability)
     cupy.nvrtc.known = known
     with pytest.raises(cuda.CudaError, match=said):
@@ -307,7 +307,7 @@ def test_a_gpu_that_kernels_are_not_compiled_for_is_refused(
 
 
 def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None:
-    """A source that does not compile; code that the driver does not take."""
+    """A source that does not compile; code that the driver rejects."""
     device = cuda.open_device(0, Torch(cupy.shim))
     cupy.nvrtc.fails = "nothing.cu"
     with pytest.raises(cuda.CudaError, match=r"NVRTC, CUDA's compiler, cannot compile .* \(of no use\): install"):
@@ -322,7 +322,7 @@ def test_what_fails_while_kernels_are_prepared_is_a_sentence(cupy: Cupy) -> None
 
 
 def test_large_tables_are_not_kept(cupy: Cupy) -> None:
-    """Those of a switch's pieces differ each time, and would fill the GPU."""
+    """Tables of a switch's pieces differ each time, and would fill the GPU."""
     device, host = opened(cupy)
     for size, uploads in ((64 << 10, 1), ((64 << 10) + 1, 3)):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Hashes and random words whose bits must not drift: those of docs/format/bits.md, and published ones."""
+"""Hashes and random words whose bits must not drift: values of docs/format/bits.md, and published ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ITEM, SEED = xxh64(b"item"), 7
 
 
 def rows_below(header: str) -> list[list[str]]:
-    """Return the cells of a table of the page, without their backquotes' marks."""
+    """Return the cells of a table of the page, without backquotes."""
     assert PAGE.count(f"{header}\n") == 1
     lines = PAGE.partition(f"{header}\n")[2].splitlines()[1:]
     table = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
@@ -93,7 +93,7 @@ def test_initial_rows_have_the_bits_of_the_page(name: str, kind: int, a: float, 
 
 
 def test_random_bits_of_steps_are_those_of_the_page() -> None:
-    """By what a kernel does to a row of zeros, against the slow definition."""
+    """From a kernel's step of a row of zeros, against the slow definition."""
     for key, step, bits in rows_below("| key | step | random bits of elements 0 to 7 |"):
         wanted = [int(x, 16) for x in re.findall(r"0x\w+", bits)]
         assert random_bits(ITEM, SEED, int(key), int(step), 8).tolist() == wanted
@@ -107,7 +107,7 @@ def test_random_bits_of_steps_are_those_of_the_page() -> None:
 
 
 def test_numbers_are_rounded_as_on_the_page() -> None:
-    """To the nearest by the store, stochastically by the slow definition that the kernels are held to."""
+    """To the nearest by the store, stochastically by the slow definition that the kernels are compared with."""
     header = "| float32 | nearest bfloat16 | nearest float16 | random bits | bfloat16 | float16 |"
     for cells in rows_below(header):
         bits, *nearest, noise, brain, half = (int(cell, 16) for cell in cells)
@@ -117,7 +117,7 @@ def test_numbers_are_rounded_as_on_the_page() -> None:
 
 
 def test_passes_and_samples_have_the_orders_of_the_page() -> None:
-    """The schedule's orders and the shuffle of a pass, against the page and its own words run as they stand."""
+    """The schedule's orders and the shuffle of a pass, against the page and its own code, run verbatim."""
     for seed, epoch, order in rows_below("| order seed | epoch | order of 6 passes |"):
         schedule = Schedule(num_passes=6, dataset_digest="", order=int(seed))
         salt = mix(mix(int(seed)) ^ int(epoch))
@@ -242,7 +242,7 @@ def test_xxh64_of_words_is_that_of_their_little_endian_bytes(rows: int, width: i
 
 
 def test_offsets_that_leave_the_data_are_refused() -> None:
-    """Neither decreasing, nor negative, nor beyond the bytes, nor missing."""
+    """Decreasing, negative, too large, or missing."""
     data = np.zeros(5, np.uint8)
     for offsets in ([0, 6], [3, 2], [-1, 2], []):
         with pytest.raises(ValueError, match="offsets"):
@@ -258,7 +258,7 @@ def test_mix_gives_splitmix64s_published_stream() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.integers(0, BITS))
 def test_a_keys_hash_is_mix_of_key_and_table(keys: list[int], table_id: int) -> None:
-    """Keys are taken as unsigned; read-only arrays are fine."""
+    """Keys are treated as unsigned; read-only arrays are fine."""
     array = np.array(keys, np.int64)
     array.flags.writeable = False
     assert hash_keys(array, table_id).tolist() == [mix((key & BITS) ^ table_id) for key in keys]

@@ -36,7 +36,7 @@ KNOWN = [
 def test_philox_gives_the_published_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], wanted: tuple[int, ...]
 ) -> None:
-    """The slow definition, to which the words of rows are held."""
+    """The slow definition, which rows' words are compared with."""
     assert philox(counter, key) == wanted
 
 
@@ -80,7 +80,7 @@ def test_a_row_depends_on_table_seed_and_key_only(kind: int) -> None:
 
 
 def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
-    """A sentence, and nothing written."""
+    """An error, and nothing is written."""
     out = np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match="kind 4"):
         initial_rows(np.arange(2), 0, 0, 4, 0.0, 0.0, out)
@@ -107,7 +107,7 @@ def test_rows_follow_their_definition_bit_for_bit(
 ) -> None:  # fmt: skip
     """Low + (word >> 8) * 2^-24 * (high - low) in float32, each operation rounded: nothing fused.
 
-    On a device also of 16 bits, rounded to the nearest, and straight into slots, where other rows stay as they are.
+    On a device also for 16 bits, rounded to the nearest, and straight into slots, with other rows unchanged.
     """
     f4, size = np.float32, len(keys)
     wanted = np.full((size, dim), low if kind_of_row == CONSTANT else 0, f4)
@@ -143,7 +143,7 @@ def test_nothing_to_write_launches_nothing_on_cuda(shape: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("dim", [1, 3, 64])
 def test_states_of_new_rows_begin_with_their_value_on_cuda(dim: int) -> None:
-    """In the slots that were named and no other."""
+    """Only in the given slots."""
     wanted = np.zeros((9, dim), np.float32)
     wanted[[3, 0, 7]] = np.float32(0.1)
     for m in machines("cuda"):
@@ -171,11 +171,11 @@ def test_the_nearest_is_that_of_numpy_on_cuda(dtype: str) -> None:
 
 
 def test_rows_that_do_not_fit_are_refused_on_cuda() -> None:
-    """An unknown kind, another number of rows or slots: a sentence, and nothing is launched."""
+    """An unknown kind, another number of rows or slots: an error, and nothing is launched."""
     m, out = Cuda(ShimDevice()), Vectors(np.zeros((2, 3), np.float32), 3)
     for keys, kind_of_row, slots, said in (
-        (2, NORMAL, None, "kind 3 is not made on a device"),
-        (2, 4, None, "kind 4 is not made on a device"),
+        (2, NORMAL, None, "unsupported initializer kind 3 on a device"),
+        (2, 4, None, "unsupported initializer kind 4 on a device"),
         (3, UNIFORM, None, "2 rows for 3 keys"),
         (2, UNIFORM, np.zeros(1, np.int32), "2 keys have 1 slots"),
     ):

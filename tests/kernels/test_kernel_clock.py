@@ -1,4 +1,4 @@
-"""The kernel benchmark's times on a GPU that is stood in for: a line of work, and a clock that only work moves."""
+"""The kernel benchmark's times on a simulated GPU: a queue of work, and a clock that only work advances."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COPY, LAUNCH_OF_COPY = 120e-6, 5e-6
 
 
 class Gpu:
-    """Python's clock, and when the GPU has done all that was launched."""
+    """Python's clock, and the time when the GPU has finished all launches."""
 
     def __init__(self) -> None:
         self.now = self.free_at = 0.0
 
     def launch(self, host_seconds: float, seconds: float) -> None:
-        """Python takes a while, then the GPU does when it is free."""
+        """Python takes some time, then the GPU when it is free."""
         self.now += host_seconds
         self.free_at = max(self.free_at, self.now) + seconds
 
@@ -43,18 +43,18 @@ class Gpu:
 
 
 class Event:
-    """Of CUDA."""
+    """A stand-in for a CUDA event."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.at = gpu, 0.0
 
     def record(self) -> None:
-        """Behind what was launched."""
+        """Record it after the launches so far."""
         self.at = max(self.gpu.now, self.gpu.free_at)
 
     @property
     def done(self) -> bool:
-        """Whether the GPU came so far."""
+        """True if the GPU has reached it."""
         return self.gpu.now >= self.at
 
     def synchronize(self) -> None:
@@ -71,7 +71,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def clock_of(gpu: Gpu) -> GpuClock:
-    """Return a clock over the part of CuPy that it uses, which compiles nothing."""
+    """Return a clock over its part of CuPy, which compiles nothing."""
     cuda = SimpleNamespace(
         Event=lambda: Event(gpu), Device=lambda: SimpleNamespace(synchronize=gpu.wait),
         get_elapsed_time=lambda begin, end: 1e3 * (end.at - begin.at),
@@ -82,14 +82,14 @@ def clock_of(gpu: Gpu) -> GpuClock:
 
 @pytest.mark.parametrize("host_seconds", [1e-6, 36e-6, 151e-6, 900e-6])
 def test_a_kernel_has_the_gpus_time_however_slow_python_is(gpu: Gpu, host_seconds: float) -> None:
-    """And what Python takes beside it: neither is in the other."""
+    """And Python's extra time: neither includes the other."""
     found = clock_of(gpu).times(gpu.call(host_seconds, 60e-6), 5)
     assert found.seconds == pytest.approx(60e-6)
     assert found.host_seconds == pytest.approx(host_seconds)
 
 
 def test_a_call_that_is_slower_behind_work_than_alone_is_hidden_too(gpu: Gpu) -> None:
-    """The first calls say too little: more copies are queued until the last launch is behind them."""
+    """The first calls do not show it: more copies are queued until they outlast the last launch."""
     calls = iter([1e-6] * 2 + [400e-6] * 1000)
     found = clock_of(gpu).times(lambda: gpu.launch(next(calls), 60e-6), 3)
     assert found.seconds == pytest.approx(60e-6)
@@ -97,7 +97,7 @@ def test_a_call_that_is_slower_behind_work_than_alone_is_hidden_too(gpu: Gpu) ->
 
 
 def test_a_call_that_waits_for_the_gpu_ends_and_says_so_by_its_host_time(gpu: Gpu) -> None:
-    """Nothing can be queued behind it."""
+    """Nothing can be queued after it."""
     found = clock_of(gpu).times(gpu.call(20e-6, 60e-6, waits=True), 3)
     assert found.seconds == pytest.approx(80e-6, rel=0.5)
     assert found.host_seconds == pytest.approx(80e-6, rel=0.1)

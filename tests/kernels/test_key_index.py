@@ -47,26 +47,26 @@ SETS = st.lists(st.tuples(st.integers(0, 2), st.lists(KEYS, max_size=20, unique=
 
 
 class Index:
-    """An index on a machine, and the dict to which its answers are held."""
+    """An index on a machine, and the dict that its answers are compared with."""
 
     def __init__(self, m: Any, room: int) -> None:
         self.m, self.held = m, m.index(room, TABLE_IDS)
         self.known: dict[tuple[int, int], int] = {}
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Remove all keys."""
         self.held.clear()
         self.known.clear()
 
     def extend(self, *key_sets: KeySet) -> None:
-        """Take in key sets."""
+        """Add key sets."""
         self.held.extend([KeySet(table, self.m.place(keys), first) for table, keys, first in key_sets])
         for table, keys, first in key_sets:
             self.known |= {(table, key): i for i, key in enumerate(keys.tolist(), first)}
         assert self.held.count == len(self.known)
 
     def find(self, keys: np.ndarray, starts: np.ndarray, tables: np.ndarray) -> tuple[list[int], Missing]:
-        """Return the position of each key, and what is missing."""
+        """Return the position of each key, and the missing ones."""
         if self.m.kind == "cpu":
             positions = np.full(keys.size, 99, np.int32)
             missing = self.held.find(keys, starts, tables, positions)
@@ -76,7 +76,7 @@ class Index:
         return self.m.read(out).tolist(), counted.read()
 
     def check(self, *asked: tuple[int, list[int]]) -> None:
-        """Ask for keys of tables, some of them missing, and compare with the dict."""
+        """Look up keys of tables, some of them missing, and compare with the dict."""
         keys = np.array([key for _, batch in asked for key in batch], np.int64)
         starts = np.cumsum([0, *(len(batch) for _, batch in asked)])
         wanted = [self.known.get((table, key), -1) for table, batch in asked for key in batch]
@@ -86,7 +86,7 @@ class Index:
 
 
 def indexes(kind: str, room: int) -> Iterator[Index]:
-    """Give an empty index for each number, or order, of threads."""
+    """Yield an empty index for each number, or order, of threads."""
     for m in machines(kind):
         yield Index(m, room)
 
@@ -110,7 +110,7 @@ def test_an_index_answers_as_a_dict(
 @every_machine
 @pytest.mark.parametrize("size", [0, 1, 12, 13, 819, 3276])
 def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
-    """Two tables with the same keys fill it to its last place allowed; one more key is refused, and nothing is lost."""
+    """Two tables with the same keys fill it to its last allowed place; one more key is refused, and nothing is lost."""
     rng = np.random.default_rng(size)
     keys = np.concatenate([[MIN, MIN + 1], rng.integers(-(2**62), 2**62, max(0, size // 2 - 2))])[: size // 2]
     others = np.concatenate([keys, [77]])[: size - keys.size]
@@ -119,7 +119,7 @@ def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
         more = np.arange(index.held.capacity * 4 // 5 - size) * 3 + 2**62
         index.extend(KeySet(2, more, 2 * size))
         one = np.array([5])
-        with pytest.raises(ValueError, match=r"room for .* make one with more room. Nothing was changed"):
+        with pytest.raises(ValueError, match=r"room for .* create one with more room. Nothing was changed"):
             index.extend(KeySet(2, one, 5))
         index.check((0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62]))
         index.clear()
@@ -129,7 +129,7 @@ def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
 
 @every_machine
 def test_keys_of_one_home_are_found_round_the_end_of_the_index(kind: str) -> None:
-    """A thousand keys whose search begins at the last place, in two tables; as many that are not there are missing."""
+    """A thousand keys whose search begins at the last place, in two tables; as many absent keys are missing."""
     size = 1000
     hashes = [(i << 30) + 0xFFFF for i in range(2 * size)]
     first, second = (keys_of_hashes(hashes, int(table_id)) for table_id in TABLE_IDS[:2])
@@ -141,7 +141,7 @@ def test_keys_of_one_home_are_found_round_the_end_of_the_index(kind: str) -> Non
 @every_machine
 @pytest.mark.parametrize("step", [1, 7, 300, 2000])
 def test_an_index_is_extended_by_stretches(kind: str, step: int) -> None:
-    """Of two tables with the same keys, INT64_MIN among them; it has the bytes that were promised."""
+    """With two tables that have the same keys, INT64_MIN among them; it has the promised number of bytes."""
     keys = np.concatenate([[MIN], np.random.default_rng(0).integers(-(2**62), 2**62, 300 if step > 1 else 20)])
     for index in indexes(kind, 2 * keys.size):
         for t in (0, 1):
@@ -188,14 +188,14 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
 
 @every_machine
 def test_a_batch_without_entries_and_an_index_without_keys_are_nothing_special(kind: str) -> None:
-    """Features without entries, no features at all, an index with room for none."""
+    """Features without entries, no features at all, an index without capacity."""
     for index in indexes(kind, 0):
         index.check((0, []), (1, [3, MIN]), (2, []))
         index.check()
 
 
 def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
-    """Two searches of a batch make one count, and the least entry of both."""
+    """Two searches of a batch add to one count, and the least entry of both."""
     device = device_for("forward")
     there, missing = cuda_key_index.KeyIndex(device, 4, TABLE_IDS), cuda_key_index.MissingKeys(device)
     there.extend([KeySet(0, device.place(np.array([8])), 0)])
@@ -209,7 +209,7 @@ def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
 
 
 def test_an_index_is_no_larger_than_promised() -> None:
-    """20 to 40 bytes a key, and capacity is a power of two."""
+    """20 to 40 bytes per key, and capacity is a power of two."""
     for room in (13, 100, 1638, 1639, 50_000, 52_428, 52_429):
         index = KeyIndex(room, TABLE_IDS)
         assert index.capacity.bit_count() == 1
@@ -218,22 +218,22 @@ def test_an_index_is_no_larger_than_promised() -> None:
 
 
 def test_what_an_index_cannot_hold_is_refused() -> None:
-    """Positions that are no int32, tables it has not, arrays that do not fit: a sentence, and nothing changes."""
+    """Positions beyond int32, unknown tables, arrays that do not fit: an error, and nothing changes."""
     device, keys, where = ShimDevice(), np.arange(3), np.zeros(3, np.int32)
     with pytest.raises(ValueError, match="at most 2,147,483,647 fit"):
         KeyIndex(2**31, TABLE_IDS)
     for some in (KeyIndex(10, TABLE_IDS), cuda_key_index.KeyIndex(device, 10, TABLE_IDS)):
         for key_set, said in (
-            (KeySet(0, keys, 2**31 - 2), r"positions 2,147,483,646 to 2,147,483,648 must lie"),
+            (KeySet(0, keys, 2**31 - 2), r"positions 2,147,483,646 to 2,147,483,648 must be"),
             (KeySet(0, keys, -1), "positions -1 to 1"),
-            (KeySet(3, keys, 0), "no table 3: the index has 3"),
+            (KeySet(3, keys, 0), "unknown table 3: the index has 3"),
             (KeySet(0, np.arange(13), 0), "13 more were given"),
         ):
             with pytest.raises(ValueError, match=said):
                 some.extend([key_set])
         for starts, tables, said in (
             (np.array([0, 2]), np.zeros(1, np.int64), "do not fit entry starts"),
-            (np.array([0, 3]), np.array([-1]), "no table -1"),
+            (np.array([0, 3]), np.array([-1]), "unknown table -1"),
         ):
             with pytest.raises(ValueError, match=said):
                 some.find(keys, starts, tables, where)

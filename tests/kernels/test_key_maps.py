@@ -23,7 +23,7 @@ from tiercache.store import key_map as by_numpy
 def test_entries_are_those_of_numpy(
     seed: int, rows: list[int], sizes: tuple[int, int, int, int], distinct: int
 ) -> None:
-    """Whatever the ranges and bits, also where nearly all keys have the same hash."""
+    """For any ranges and bits, also if nearly all keys have the same hash."""
     first_rows = np.append(0, np.cumsum(rows))
     lows = np.random.default_rng(seed).integers(0, distinct, int(first_rows[-1]), np.uint64).astype(np.uint32)
     if not lows.size:
@@ -46,12 +46,12 @@ def test_entries_of_parts_are_those_of_numpy() -> None:
 
 
 def test_hashes_of_runs_are_those_of_each_table() -> None:
-    """An empty run is one, and counts that are not of the keys are refused."""
+    """Including an empty run; counts that do not add up to the keys are refused."""
     keys = np.random.default_rng(2).integers(-(1 << 63), (1 << 63) - 1, 1000)
     ids, counts = np.array([7, 1 << 63, 9], np.uint64), np.array([400, 0, 600])
     found = hash_runs(keys, ids, counts)
     assert np.array_equal(found, bits.hash_runs(keys, ids, counts))
     assert np.array_equal(found[:400], bits.hash_keys(keys[:400], 7))
     assert np.array_equal(found[400:], bits.hash_keys(keys[400:], 9))
-    with pytest.raises(ValueError, match=r"runs of keys have 999 keys: 1000 were given"):
+    with pytest.raises(ValueError, match=r"counts add up to 999 keys, but 1000 were given"):
         hash_runs(keys, ids, np.array([399, 0, 600]))

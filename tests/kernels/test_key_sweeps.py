@@ -44,7 +44,7 @@ def test_gaps_are_the_passes_to_the_next_and_since_the_last_use(
     upper=st.integers(0, 2**64),
 )
 def test_a_hash_range_ends_before_the_first_hash_above_it(seed: int, size: int, table_id: int, upper: int) -> None:
-    """The bound is the number of keys whose hash is below it; 2^64 takes all."""
+    """The bound is the number of keys with a hash below it; 2^64 counts all."""
     keys = np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, size))
     hashes = hash_keys(keys, table_id)
     keys = keys[np.argsort(hashes)]
@@ -55,7 +55,7 @@ def test_a_hash_range_ends_before_the_first_hash_above_it(seed: int, size: int, 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([0, 1, 2, 3, 100, 20_000]), table_id=st.integers(0, 2**64 - 1))
 def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, table_id: int) -> None:
-    """-1 for keys that are not there, below the first hash and above the last one too."""
+    """-1 for absent keys, also below the first hash and above the last one."""
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**62), 2**62, size))
     keys = keys[np.argsort(hash_keys(keys, table_id))]
@@ -68,7 +68,7 @@ def test_a_key_is_found_at_its_place_and_others_are_not(seed: int, size: int, ta
 
 
 def test_keys_whose_hashes_crowd_are_found_too() -> None:
-    """Keys made so that interpolation is misled: the search falls back to halving."""
+    """Adversarial keys that mislead interpolation: the search falls back to bisection."""
     hashes = [*range(0, 9000, 3), *range(2**63, 2**63 + 900, 3), *range(2**64 - 3000, 2**64, 3)]
     keys, absent = keys_of_hashes(hashes, 0), keys_of_hashes([h + 1 for h in hashes], 0)
     out = np.empty(2 * keys.size, np.int64)
@@ -90,7 +90,7 @@ def owner_by_definition(hashed: int, num_owners: int) -> int:
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 5, 7, 64, 100, 1000, 1023, 1024])
 def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> None:
-    """At every bound, one before and one behind, and at both ends of the hashes: as whole numbers of any size say."""
+    """At every bound, one below and one above, and at both ends of the hashes, compared with exact whole numbers."""
     bounds = [r * 2**64 // num_owners for r in range(1, num_owners)]
     some = bounds[:: max(1, num_owners // 25)]
     hashes = [0, 1, 2**64 - 1, 2**63, *(bound + step for bound in some for step in (-1, 0, 1))]
@@ -102,10 +102,10 @@ def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> 
 
 
 def test_owners_that_cannot_be_are_refused() -> None:
-    """Too few, too many, and room for fewer."""
+    """Too few, too many, and a short output."""
     keys, owners = np.arange(3), np.zeros(3, np.int16)
     for num_owners in (0, 1025):
-        with pytest.raises(ValueError, match=f"{num_owners} owners: from 1 to 1024"):
+        with pytest.raises(ValueError, match=f"invalid number of owners {num_owners}: expected 1 to 1024"):
             key_owners(keys, 0, num_owners, owners)
     with pytest.raises(ValueError, match="one length"):
         key_owners(keys, 0, 2, owners[:2])
@@ -116,7 +116,7 @@ LONGEST = 4
 
 @st.composite
 def next_pass(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
-    """Return slots and next gaps of a pass, previous gaps of the next one, and slots in no use."""
+    """Return slots and next gaps of a pass, previous gaps of the next one, and unused slots."""
     next_distance = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
     cached_code = int((next_distance == 1).sum())
     others = draw(st.lists(st.integers(2, LONGEST), max_size=30))
@@ -137,7 +137,7 @@ def by_gap(distances: np.ndarray) -> np.ndarray:
 def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_their_dump(
     given: tuple[np.ndarray, ...],
 ) -> None:
-    """Kept rows stay where they are, in the order in which both sides meet them; what nobody has is spare again."""
+    """Kept rows stay in place, in the order of both sides; unused slots become spare again."""
     old_slots, next_distance, prev_distance, spare = given
     stack = np.full(old_slots.size + spare.size + 1, -1, np.int32)
     stack[: spare.size], stack[-1] = spare, spare.size

@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements: without a GPU space is reserved, and only what is used takes memory."""
+"""Arrays of more than 2^31 elements: without a GPU space is reserved, and only used pages take memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def large(m: Any, rows: int = NUM_SLOTS, width: int = DIM) -> Any:
 
 
 def fill(m: Any, field: Any, slot: int, value: float) -> None:
-    """Write a number to a row, by a kernel of ours: CuPy compiles one to assign a number, and lacks headers."""
+    """Write a number to a row with our own kernel: CuPy would compile one, and lacks headers."""
     if m.kind == "cpu":
         field[slot] = value
     else:
@@ -88,7 +88,7 @@ def test_rows_beyond_two_billion_numbers_of_16_bits_are_the_right_ones(kind: str
 
 @every_machine
 def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right_ones(kind: str) -> None:
-    """The last sample of a wide output: pooled by bags, and its gradient taken."""
+    """The last sample of a wide output: pooling by bags, and its gradient."""
     num_samples, width, dim = 33, (1 << 31) // 32, 4
     col, none, mode = width - 4, np.empty(0, F4), np.zeros(1, np.int8)
     with machine(kind) as m:
@@ -109,7 +109,7 @@ def test_places_beyond_two_billion_elements_of_output_and_gradient_are_the_right
 
 @every_machine
 def test_a_piece_that_begins_behind_two_billion_floats_is_the_right_one(kind: str) -> None:
-    """Places in pieces are counted in 64 bits, as are rows in the order of moving."""
+    """Places in pieces are counted in 64 bits, as are rows in moving order."""
     far = (1 << 31) + 12
     with machine(kind) as m:
         memory, pieces = large(m).reshape(-1), m.pieces(4)
@@ -133,7 +133,7 @@ def test_initial_rows_beyond_two_billion_elements_are_the_right_ones(kind_of_row
 
 @pytest.mark.parametrize("kind_of_row", [UNIFORM, CONSTANT, ZEROS])
 def test_initial_rows_go_to_slots_beyond_two_billion_elements_on_cuda(kind_of_row: int) -> None:
-    """The first and the last slots, over what stood there, and no other: float32, then 16 bits in as many bytes."""
+    """The first and the last slots are overwritten, and no other: float32, then 16 bits in as many bytes."""
     with machine("cuda", 1) as m:
         words, slots = large(m), m.place(LAST)
         keys, wanted = np.array([1 << 40, -1, 0, 7]), np.empty((4, 2 * DIM), F4)
@@ -156,7 +156,7 @@ def test_initial_rows_go_to_slots_beyond_two_billion_elements_on_cuda(kind_of_ro
 @every_machine
 @pytest.mark.parametrize("mode", [SUM, MEAN])
 def test_gradients_of_weights_beyond_two_billion_elements_are_the_right_ones(kind: str, mode: int) -> None:
-    """Of the last sample of a wide output, whose bag has the last row of a large table and the first."""
+    """For the last sample of a wide output, whose bag has the last row of a large table and the first."""
     num_samples, width, col = 33, (1 << 31) // 32, (1 << 31) // 32 - DIM
     with machine(kind, 2) as m:
         vectors, gradient = large(m), large(m, num_samples, width)

@@ -49,7 +49,7 @@ def written(m: Any, case: Bags, *, scaled: bool = True) -> dict[str, Any]:
 def pool(
     m: Any, case: Bags, dtype: str = "float32", *, ids_dtype: type = np.int32, scaled: bool = True
 ) -> dict[str, Any]:
-    """Call ``pool_bags`` on a case and return what it wrote, where it lies."""
+    """Call ``pool_bags`` on a case and return its outputs, in place."""
     done = written(m, case, scaled=scaled)
     m.pool_bags(
         m.vectors(case.vectors, dtype), m.place(case.slot_of_local), m.ids(case.ids, ids_dtype), case.bases,
@@ -62,7 +62,7 @@ def pool(
 @settings(max_examples=60, deadline=None)
 @given(case=bags(one_id=True, modes=(SUM,)), dtype=ALL_DTYPES, turn=TURNS, ids_dtype=ID_DTYPES)
 def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type) -> None:
-    """pool_one writes each id's row to its columns, and its slot, and nothing else; so does spread_one of the CPU."""
+    """pool_one writes only each id's row to its columns, and its slot; so does spread_one of the CPU."""
     with machine(kind, turn) as m:
         held, wanted = m.vectors(case.vectors, dtype), as_held(case, dtype).pooled()
         done = written(m, case)
@@ -82,9 +82,9 @@ def test_one_id_per_sample_copies_its_row(kind: str, case: Bags, dtype: str, tur
 def test_bags_pool_like_the_obvious_loop_bit_for_bit(
     kind: str, case: Bags, dtype: str, turn: int, ids_dtype: type
 ) -> None:
-    """Sum, mean and max, weights, empty bags: the sums go over the entries in order, so bits agree.
+    """Sum, mean and max, weights, empty bags: sums are in the order of entries, so bits agree.
 
-    entry_offset, entry_scale and argmax say where gradients come from.
+    entry_offset, entry_scale and argmax give the location of gradients.
     """
     with machine(kind, turn) as m:
         done = {name: m.read(array) for name, array in pool(m, case, dtype, ids_dtype=ids_dtype).items()}
@@ -160,7 +160,7 @@ def test_gather_copies_rows(kind: str, dim: int) -> None:
 def test_every_number_of_16_bits_is_read_exactly(kind: str, dtype: str, dim: int) -> None:
     """All 65,536 bit patterns, in whole accesses and in parts of them: subnormals, infinities and NaN too.
 
-    Reading does not depend on subnormal numbers of float32: a GPU that takes them for zero reads the same.
+    Reading does not depend on subnormal float32 numbers: a GPU that treats them as zero reads the same.
     """
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // dim), dim))
     padded = np.zeros((bits.shape[0], dim + dim % 2), np.uint16)
@@ -188,7 +188,7 @@ def test_map_slots_follows_each_features_table(kind: str) -> None:
 
 
 def test_groups_of_all_dims_and_dtypes_pool_in_a_launch_for_each_width_on_cuda() -> None:
-    """One id per sample and bags, each into columns of its own, as the CPU pools each; 16-bit dtypes share a launch."""
+    """One id per sample and bags, each into its own columns, as the CPU pools each; 16-bit dtypes share a launch."""
     rng, cpu = np.random.default_rng(0), Cpu()
     with machine("cuda", 2) as m:
         groups, col, wanted = [], 0, np.zeros((70, 110), F4)
@@ -218,7 +218,7 @@ def test_groups_of_all_dims_and_dtypes_pool_in_a_launch_for_each_width_on_cuda()
 
 
 def test_a_table_of_one_number_leaves_four_elements_an_access_to_the_others_on_cuda() -> None:
-    """Rows are read so wherever their columns lie; the output decides sample by sample."""
+    """Rows are read so wherever their columns are; the output decides sample by sample."""
 
     class Noting(ShimDevice):
         def put(self, table: Any) -> Any:
@@ -239,7 +239,7 @@ def test_a_table_of_one_number_leaves_four_elements_an_access_to_the_others_on_c
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize(("bad", "where"), [(-1, 1), (10, 3), (2**31 - 1, 2), (-(2**31), 0), (2**32 + 1, 2)])
 def test_an_id_outside_its_table_reads_as_zeros_on_cuda(bad: int, where: int, dtype: type) -> None:
-    """A lookup goes on without that row; one beyond 32 bits is bad though its low half alone would be good."""
+    """A lookup skips that row; an id beyond 32 bits is bad even if its low half alone would be good."""
     if dtype == np.int32 and bad >= 2**31 + 1:
         return
     ids = np.array([0, 6, 6, 0, 3], dtype)
@@ -256,7 +256,7 @@ def test_an_id_outside_its_table_reads_as_zeros_on_cuda(bad: int, where: int, dt
 
 
 def test_a_large_output_is_the_same_past_the_caches() -> None:
-    """Outputs above 4 MiB are streamed where lines are whole, and ordinary where they are not: the same values."""
+    """Outputs above 4 MiB are streamed for whole lines, and written normally otherwise: the same values."""
     rng = np.random.default_rng(0)
     num_samples, features = 8200, 5
     for dim, distance in ((64, 0), (32, 16), (48, 3), (130, 0)):
@@ -283,7 +283,7 @@ def test_a_large_output_is_the_same_past_the_caches() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_many_slots_are_mapped_by_several_threads(num_threads: int) -> None:
-    """The same where threads share the entries in the middle of a feature; none before the first feature is touched."""
+    """The same if threads share the entries in the middle of a feature; nothing before the first feature is touched."""
     rng = np.random.default_rng(num_threads)
     starts = np.array([3, 20_000, 20_000, 51_000, 90_001])
     bases, slot_of_local = np.array([0, 7, 30, 1000]), rng.permutation(2000).astype(np.int32)
@@ -297,7 +297,7 @@ def test_many_slots_are_mapped_by_several_threads(num_threads: int) -> None:
 
 @pytest.mark.parametrize(("bad", "where"), [(-1, 1), (7, 3), (2**31 - 1, 2), (-(2**31), 0)])
 def test_an_id_outside_its_table_is_found(bad: int, where: int) -> None:
-    """check_ids names the first bad entry: negative, at the limit of its own feature's table, and far beyond."""
+    """check_ids returns the first bad entry: negative, at the limit of its own feature's table, and far beyond."""
     ids = np.array([0, 6, 6, 0, 2], np.int32)
     starts, limits = np.array([0, 4, 5]), np.array([7, 3])
     assert check_ids(ids, starts, limits) == -1
@@ -311,7 +311,7 @@ def test_an_id_outside_its_table_is_found(bad: int, where: int) -> None:
 
 @every_machine
 def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
-    """A wrong dtype, order, length, column or table is a sentence, never memory of someone else."""
+    """A wrong dtype, order, length, column or table raises an error and never touches other memory."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     vectors, slots, out = np.zeros((5, 4), F4), np.zeros(3, np.int32), np.zeros((3, 4), F4)
     odd, read_only = np.zeros(81, np.uint8)[1:].view(F4).reshape(5, 4), out.copy()
@@ -326,16 +326,16 @@ def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             m.gather(Vectors(values, 4), at, into)
-    with pytest.raises(ValueError, match="of dim 5 stand 6 numbers apart, not 5"):
+    with pytest.raises(ValueError, match="of dim 5 are 6 numbers apart, expected 5"):
         m.gather(Vectors(np.zeros((2, 6), F4), 5), slots, np.zeros((3, 5), F4))
-    with pytest.raises(ValueError, match="of dim 5 stand 4 numbers apart, not 6"):
+    with pytest.raises(ValueError, match="of dim 5 are 4 numbers apart, expected 6"):
         m.gather(Vectors.of(np.zeros((3, 2), F4), 5, "bfloat16"), slots, np.zeros((3, 5), F4))
     given_one: dict[str, Any] = {
         "vectors": Vectors(vectors, 4), "local": np.zeros(5, np.int32), "ids": slots, "bases": np.zeros(1, np.int64),
         "cols": np.zeros(1, np.int64), "out": out, "slots": slots.copy(),
     }  # fmt: skip
     for changed, said in (
-        ({"cols": np.array([1])}, "cols must lie in"),
+        ({"cols": np.array([1])}, "cols must be in"),
         ({"ids": slots[:2]}, "2 ids"),
         ({"bases": np.array([0, 0]), "cols": np.array([0, 0])}, "one id for each of 3 samples and 2"),
     ):
@@ -352,7 +352,7 @@ def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
     for some, col, samples, said in (
         (pairs, 0, 2, "3 entries do not make"),
         (pairs, 0, 3, "slot 5: there are 5"),
-        (pairs[:2], 1, 2, "cols must lie in"),
+        (pairs[:2], 1, 2, "cols must be in"),
     ):
         with pytest.raises(ValueError, match=said):
             spread_one(Vectors(vectors, 4), some, np.array([col]), np.zeros((samples, 4), F4))

@@ -1,4 +1,4 @@
-"""Steps of 16-bit rows: rounded stochastically, float32 in everything between; and numbers below 2^-126, which stay."""
+"""Steps of 16-bit rows: stochastic rounding with float32 intermediates; and numbers below 2^-126, which are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED, TABLE_ID = 7, 0x5FE193BB4B6B9CD0
 
 
 def test_cpus_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no instruction for it, integer arithmetic gives the same numbers."""
+    """Without an instruction for it, integer arithmetic gives the same numbers."""
 
     @numba.njit
     def read_all(held: Vectors, out: Any) -> None:
@@ -61,9 +61,9 @@ def test_cpus_without_float16_read_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_step_is_that_of_float32_rounded_by_the_bits_of_seed_table_key_and_step(
     kind: str, dtype: str, optimizer: str, dim: int, seed: int, applied: int, scale: float, turn: int, *, hot: bool
 ) -> None:
-    """State has the bits of float32 training; vectors are its vectors, rounded as NumPy does; other rows stay.
+    """State has the bits of float32 training; vectors are its vectors, rounded as NumPy does; other rows do not change.
 
-    Whatever the slot of a key; runs longer than a device's stretches, too.
+    For any slot of a key; also for runs longer than a device's stretches.
     """
     rng, num_slots = np.random.default_rng(seed), 20
     keys, order = rng.integers(-(2**62), 2**62, num_slots), rng.permutation(num_slots).astype(np.int32)
@@ -92,7 +92,7 @@ def test_a_step_is_that_of_float32_rounded_by_the_bits_of_seed_table_key_and_ste
 
 
 def rounded_once(m: Any, values: Any, dtype: str, applied: int = 1, *, rows: int = 1) -> Any:
-    """Return the bits of numbers (D,), or (S, D), in each of ``rows`` rows after a step from 0 that gives them."""
+    """Return the bits of numbers (D,), or (S, D), in each of ``rows`` rows after a step from 0 to them."""
     values = np.atleast_2d(values) if values.ndim == 2 else np.tile(values, (rows, 1))
     slots, zeros = np.arange(len(values), dtype=np.int32), np.zeros_like(values, F4)
     streams = np.zeros(len(values), np.uint64)
@@ -111,7 +111,7 @@ def rounded_once(m: Any, values: Any, dtype: str, applied: int = 1, *, rows: int
     applied=st.integers(1, 1000),
 )
 def test_a_number_becomes_one_of_its_two_neighbors(kind: str, values: list[float], dtype: str, applied: int) -> None:
-    """What the dtype has stays; infinity and NaN stay; beyond the largest number the neighbor is infinity."""
+    """Representable numbers stay; infinity and NaN stay; beyond the largest number the neighbor is infinity."""
     given_numbers = np.array(values, F4)
     with machine(kind) as m:
         bits = rounded_once(m, given_numbers, dtype, applied)[0]
@@ -151,7 +151,7 @@ def test_any_float32_is_rounded_on_cuda_as_on_the_cpu(dtype: str, dim: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
-    """100,000 rows, one number each: the mean is off by less than five deviations of such a mean; seed and step fixed.
+    """100,000 rows, one number each: the mean is off by less than five standard errors; seed and step fixed.
 
     Rounding to the nearest would be off by hundreds of them.
     """
@@ -169,7 +169,7 @@ def test_the_mean_of_many_roundings_is_the_number(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_far_below_a_unit_in_the_last_place_add_up(dtype: str) -> None:
-    """A thousand numbers of 1 take 64 steps of 2^-14: on the mean they go 2^-8 far; rounded to the nearest, nowhere."""
+    """A thousand numbers of 1 take 64 steps of 2^-14: their mean moves by 2^-8; if rounded to the nearest, not."""
     dim, slots, m = 1000, np.zeros(1, np.int32), Cpu()
     held, streams = m.vectors(np.ones((1, dim), F4), dtype), np.zeros(1, np.uint64)
     set_streams(streams, slots, np.array([5]), TABLE_ID, SEED)
@@ -184,7 +184,7 @@ def test_steps_far_below_a_unit_in_the_last_place_add_up(dtype: str) -> None:
 
 
 def test_another_seed_table_key_or_step_has_other_random_bits() -> None:
-    """And none has those of initial rows."""
+    """None has those of initial rows."""
     bits = {
         tuple(random_bits(table, seed, key, step, 16).tolist())
         for table, seed, key, step in [
@@ -197,7 +197,7 @@ def test_another_seed_table_key_or_step_has_other_random_bits() -> None:
 @every_machine
 @pytest.mark.parametrize("dim", DIMS)
 def test_streams_go_to_the_slots_of_their_keys(kind: str, dim: int) -> None:
-    """In the slots that were named, of which a device passes over -1; without slots side by side."""
+    """Only in the given slots, of which a device skips -1; without slots, side by side."""
     rng, size = np.random.default_rng(dim), 3 * dim
     keys, slots = rng.integers(-(2**63), 2**63 - 1, size), rng.permutation(size + 4)[:size].astype(np.int32)
     of_keys = keys.view(np.uint64) ^ np.uint64(mix(SEED ^ TABLE_ID))
@@ -235,7 +235,7 @@ def results(m: Any, dtype: str) -> list[Any]:
 
 
 def agrees(m: Any, dtype: str) -> bool:
-    """Tell whether a machine has the CPU's bits, none of which is 0."""
+    """Return True if a machine has the CPU's bits, none of which is 0."""
     (out, rows), (wanted, stepped_rows) = results(m, dtype), results(Cpu(), dtype)
     before = SUBNORMAL if dtype == "float32" else narrow(SUBNORMAL, dtype).values
     assert not np.array_equal(stepped_rows, before), "the step changed nothing"
@@ -251,6 +251,6 @@ def test_subnormal_rows_and_gradients_are_kept_on_cuda(dtype: str) -> None:
 
 @pytest.mark.skipif(bool(os.environ.get("TIERCACHE_TEST_GPU")), reason="shows what a GPU must not do")
 def test_a_device_that_takes_them_for_zero_is_found_on_cuda() -> None:
-    """What -ftz=true would do, on the shim."""
+    """The effect of -ftz=true, on the shim."""
     assert agrees(Cuda(ShimDevice("random")), "float32")
     assert not agrees(Cuda(ShimDevice("random", flush=True)), "float32")

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay pieces out one behind the other, `distance` floats apart."""
+    """Lay pieces out one after another, `distance` floats apart."""
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     offset = (first[:-1] * width + distance * np.arange(len(sizes))).astype(np.int64)
     return first, offset, int(first[-1]) * width + distance * len(sizes)
 
 
 def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
-    """Give an array to a device by its address, as pinned host memory is given."""
+    """Pass an array to a device by its address, like pinned host memory."""
     if m.kind != "cuda":
         return array
     return m.device.describe(array)._replace(writable=writable)
 
 
 def frozen(m: Any, array: Any) -> Any:
-    """Give an array that nobody may write to."""
+    """Return a read-only array."""
     if m.kind == "cuda":
         return mapped(m, array, writable=False)
     seen = array.view()
@@ -62,10 +62,10 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
     kind: str, seed: int, widths: list[int], arrays: list[list[int]], distance: int, others: int, turn: int, *,
     any_bits: bool,
 ) -> None:  # fmt: skip
-    """A piece holds all vectors, then all of each state, at any float of whatever array; what lies between stays.
+    """A piece holds all vectors, then all of each state, at any float of any array; memory in between does not change.
 
-    Whether it has the rows of most slots or of few. Rows move as words, those that are NaN as float32 too: two numbers
-    of 16 bits may be a word.
+    Whether it has the rows of most slots or of few. Rows move as words, which may be NaN as float32: two 16-bit numbers
+    may be a word.
     """
     rng = np.random.default_rng(seed)
     num_rows, row_floats = sum(map(sum, arrays)), sum(widths)
@@ -110,7 +110,7 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
 
 @given(st.permutations(range(4)), st.integers(0, 2))
 def test_pieces_in_any_order_with_places_left_out_are_packed(places: list[int], left_out: int) -> None:
-    """A piece is filled with the rows that stand in its places of the order, wherever it was added."""
+    """A piece gets the rows at its places of the order, whenever it was added."""
     field, rng = np.arange(40, dtype=np.float32).reshape(40, 1), np.random.default_rng(sum(places[:2]))
     slots, order = rng.permutation(40).astype(np.int32), rng.permutation(40).astype(np.int32)
     pieces, packed = Pieces(1), {}
@@ -141,7 +141,7 @@ def steps_of(call: Callable[[], None]) -> int:
 
 
 def test_python_does_as_much_for_thousands_of_pieces_as_for_ten() -> None:
-    """The pages of 32 MiB may be thousands, and a switch prepares and launches as many of them as it has."""
+    """The pages of 32 MiB may be thousands, and a switch prepares and launches all of them."""
     device = ShimDevice()
     device.launch = lambda *_: None  # type: ignore[method-assign]
     values, slots, out = np.zeros((8000, 2), np.float32), np.arange(8000, dtype=np.int32), np.zeros(16000, np.float32)
@@ -156,7 +156,7 @@ def test_python_does_as_much_for_thousands_of_pieces_as_for_ten() -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
-    """A piece of 3,000 rows, more than the blocks of a small device take at once, with a state of one float."""
+    """A piece of 3,000 rows, more than the blocks of a small device process at once, with a state of one float."""
     rng = np.random.default_rng(dim)
     fields = [rng.standard_normal((3000, width)).astype(np.float32) for width in (dim, 1)]
     slots, whole = rng.permutation(3000).astype(np.int32), np.array([3000])
@@ -172,7 +172,7 @@ def test_one_large_piece_is_shared_by_all_warps_on_cuda(dim: int) -> None:
 
 
 def test_slot_minus_one_packs_zeros_and_unpacks_nothing_on_cuda() -> None:
-    """As everywhere, -1 is no row."""
+    """As everywhere, -1 means no row."""
     slots = np.array([2, -1, 0], np.int32)
     for m in machines("cuda"):
         values = m.place(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -186,7 +186,7 @@ def test_slot_minus_one_packs_zeros_and_unpacks_nothing_on_cuda() -> None:
 
 
 def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
-    """A piece at any float, taken for one at a multiple of 16 bytes: a GPU would stop, and so does the shim."""
+    """A piece at any float, used as if it were at a multiple of 16 bytes: a GPU would stop, and so does the shim."""
 
     def changed(_: str, text: str) -> str:
         assert text.count("reinterpret_cast<uint64>(at) | ") == 1
@@ -212,17 +212,17 @@ def test_an_access_of_16_bytes_that_is_not_aligned_is_caught_on_cuda() -> None:
     ],
 )
 def test_rows_without_a_slot_of_their_own_are_refused(slots: list[int], order: list[int], place: int) -> None:
-    """A row at two places, two rows in a slot, a slot and a row that are not there: nothing is written."""
+    """A row at two places, two rows in a slot, an invalid slot and an invalid row: nothing is written."""
     pieces, out = Pieces(1), np.full(3, -1, np.float32)
     pieces.add(0, np.array([3]), np.zeros(1, np.int64), out)
-    with pytest.raises(ValueError, match=f"row at place {place} has no slot of its own"):
+    with pytest.raises(ValueError, match=f"row at place {place} has an invalid or repeated slot"):
         pack((np.zeros((3, 1), np.float32),), np.array(slots, np.int32), np.array(order, np.int32), pieces)
     assert (out == -1).all()
 
 
 @every_machine
 def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
-    """Too few floats, rows that nothing names, rows of another width, read-only arrays: a sentence, and no launch."""
+    """Too few floats, unnamed rows, rows of another width, read-only arrays: an error, and no launch."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     field, slots, of_three = (np.zeros((3, 4), np.float32),), np.arange(3, dtype=np.int32), np.array([3])
     pieces, places = m.pieces(4), np.array([0, 3])
@@ -243,7 +243,7 @@ def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
         Pieces(4, lambda _: View(1026, (99,), np.dtype(np.float32))).add(0, of_three, np.array([0]), None)
     two = [np.zeros(12, np.float32), np.zeros(11, np.float32)]
     for first, rows, cuts, said in (
-        (places, [1, 2, 3], [0, 2, 3], "piece 2 does not lie within the 11 floats"),
+        (places, [1, 2, 3], [0, 2, 3], "piece 2 is not within the 11 floats"),
         (places, [1, 1, 1], [0, 2], r"2 arrays, 2 first places and cuts .* do not fit 3 pieces"),
         (places, [1, 1, 1], [0, 4, 3], r"cuts \[0, 4, 3\] do not fit 3 pieces"),
         (places[:1], [1, 1, 1], [0, 2, 3], "2 arrays, 1 first places"),
@@ -252,9 +252,9 @@ def test_pieces_that_do_not_fit_are_refused(kind: str) -> None:
             pieces.add_each(first, np.array(rows), np.array([0, 4, 0]), two, np.array(cuts))
     assert pieces.num_rows == 0
     pieces.add(1, of_three, np.array([0]), np.zeros(12, np.float32))
-    with pytest.raises(ValueError, match="rows up to 4, and there are 3"):
+    with pytest.raises(ValueError, match="rows up to 4, but there are 3"):
         m.unpack(field, slots, pieces)
-    with pytest.raises(ValueError, match="rows of 4 floats, the fields of 8"):
+    with pytest.raises(ValueError, match="rows of 4 floats, but the fields have 8"):
         m.unpack(field * 2, slots, pieces)
     pieces = m.pieces(4)
     pieces.add(0, of_three, np.array([0]), frozen(m, np.zeros(12, np.float32)))

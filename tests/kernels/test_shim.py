@@ -1,4 +1,4 @@
-"""The shim finds what it is there to find: each error is planted, and would go unseen without it."""
+"""The shim finds the errors it is meant to find: each is planted, and would go unseen without it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(kernel: str, order: str, size: int = 256, *, flush: bool = False) -> np.
 
 
 def test_subnormal_numbers_are_zero_only_where_that_is_asked_for() -> None:
-    """And only in kernels: the process computes as before, also behind one that ended with an error."""
+    """Only in kernels: the process computes as before, also after a kernel that raised an error."""
     assert np.array_equal(run("twice", "forward"), 2 * np.arange(256))
     assert not run("twice", "forward", flush=True).any()
     with pytest.raises(KernelError):
@@ -90,9 +90,9 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     ],
 )
 def test_an_index_behind_or_before_an_array_is_caught(old: str, new: str, order: str) -> None:
-    """A row too far written or read, entries that are not there: told with block and thread.
+    """A row too far written or read, or invalid entries: the error names block and thread.
 
-    The reversed order has arrays that begin where memory begins.
+    The reversed order has arrays at the beginning of memory.
     """
     gather(planted(old, old, order))
     with pytest.raises(KernelError, match=r"gathering\.gather: block \d+, thread \d+: address 0x\w+ is outside every"):
@@ -100,13 +100,13 @@ def test_an_index_behind_or_before_an_array_is_caught(old: str, new: str, order:
 
 
 def test_a_write_beside_an_array_that_hits_no_guard_is_caught() -> None:
-    """Before an array that ends at its guard there is rubbish, and nobody may change it."""
-    with pytest.raises(AssertionError, match="wrote beside an array"):
+    """Before an array that ends at its guard there is a fill pattern, which must not change."""
+    with pytest.raises(AssertionError, match="wrote next to an array"):
         run("write_before", "forward")
 
 
 def test_an_index_outside_shared_memory_is_caught() -> None:
-    """Also where it would hit another variable."""
+    """Even if it would hit another variable."""
     with pytest.raises(KernelError, match="thread 255: an index is outside its array in shared or local memory"):
         run("outside_shared", "forward")
 
@@ -114,7 +114,7 @@ def test_an_index_outside_shared_memory_is_caught() -> None:
 @pytest.mark.parametrize("wait", ["block", "warp"])
 @pytest.mark.parametrize("step", [1, 31])
 def test_a_missing_barrier_changes_results_in_some_order(wait: str, step: int) -> None:
-    """Each thread reads its neighbor's word: without the barrier it is not there yet in some order of threads."""
+    """Each thread reads its neighbor's word: without the barrier it is not written yet in some order of threads."""
     place = np.arange(256)
     wanted = place // 32 * 32 + (place + step) % 32
     assert all(np.array_equal(run(f"turn_{step}_{wait}", order), wanted) for order in ORDERS)

@@ -1,4 +1,4 @@
-"""The order of shuffled samples: a permutation of which any stretch is made by itself, and that shuffles well."""
+"""The order of shuffled samples: a permutation whose ranges are computed independently, and that shuffles well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS = 20_000
 
 
 def orders(count: int) -> np.ndarray:
-    """Return the orders (SEEDS, count) that many states give."""
+    """Return the orders (SEEDS, count) of many states."""
     return np.stack([shuffled(mix(seed), count, 0, count) for seed in range(SEEDS)])
 
 
@@ -30,14 +30,14 @@ def assert_uniform(counts: np.ndarray) -> None:
 
 @given(st.integers(0, 3000), STATES)
 def test_every_sample_stands_at_one_place(count: int, state: int) -> None:
-    """Also of no samples, of one, of two and of three, and of powers of two and what lies beside them."""
+    """For zero to three samples, and for powers of two and their neighbors."""
     for n in {count, *(abs(2 ** (count % 12) + d) for d in (-1, 0, 1)), count % 4}:
         assert np.array_equal(np.sort(shuffled(state, n, 0, n)), np.arange(n))
 
 
 @given(st.integers(1, 2**63 - 1) | st.integers(1, 600), STATES, st.data())
 def test_a_stretch_is_what_the_slow_definition_gives_at_each_place(count: int, state: int, data: st.DataObject) -> None:
-    """Of any number of samples, wherever the stretch lies."""
+    """For any number of samples and any range."""
     first = data.draw(st.integers(0, count - 1))
     last = min(first + data.draw(st.integers(0, 9)), count)
     made = shuffled(state, count, first, last)
@@ -47,7 +47,7 @@ def test_a_stretch_is_what_the_slow_definition_gives_at_each_place(count: int, s
 
 @given(st.integers(1, 5000), STATES, st.lists(st.integers(0, 5000), max_size=5))
 def test_stretches_side_by_side_are_the_whole(count: int, state: int, cuts: list[int]) -> None:
-    """Wherever it is cut."""
+    """For any cut."""
     bounds = sorted({0, count, *(cut % count for cut in cuts)})
     pieces = [shuffled(state, count, low, high) for low, high in pairwise(bounds)]
     assert np.array_equal(np.concatenate(pieces), shuffled(state, count, 0, count))
@@ -56,7 +56,7 @@ def test_stretches_side_by_side_are_the_whole(count: int, state: int, cuts: list
 @pytest.mark.parametrize("stretch", [(-1, 2), (3, 2), (0, 6), (6, 6)])
 def test_places_that_there_are_not_are_refused(stretch: tuple[int, int]) -> None:
     """A walk from there might never end."""
-    with pytest.raises(ValueError, match="must be within 0 to 5"):
+    with pytest.raises(ValueError, match="expected it within 0 to 5"):
         shuffled(0, 5, *stretch)
 
 
@@ -70,7 +70,7 @@ def test_all_orders_of_few_samples_come_equally_often(count: int) -> None:
 
 @pytest.mark.parametrize("count", [8, 16, 33, 64, 100])
 def test_a_sample_stands_anywhere_and_beside_any_other_equally_often(count: int) -> None:
-    """Over many states: at each place, and for each pair at places side by side or far from each other."""
+    """Over many states: at each position, and for each pair at positions near or far from each other."""
     found = orders(count)
     pairs = ~np.eye(count, dtype=bool)
     for place, other in ((0, 1), (count // 2, count // 2 + 1), (count - 2, count - 1), (0, count // 2), (1, count - 1)):
@@ -81,7 +81,7 @@ def test_a_sample_stands_anywhere_and_beside_any_other_equally_often(count: int)
 
 @pytest.mark.parametrize("count", [1000, 4096, 100_000])
 def test_samples_at_places_near_each_other_have_nothing_in_common(count: int) -> None:
-    """In one order: no correlation of a sample with its place or with what stands a few places on."""
+    """In one order: no correlation of a sample with its position or with samples a few positions on."""
     for seed in range(20):
         order = shuffled(mix(seed), count, 0, count) / count - 0.5
         for distance in (1, 2, 3, 16):

@@ -35,7 +35,7 @@ ALL_SLOTS = 2**31 - 1
 def test_entries_come_by_slot_and_within_it_in_batch_order(
     kind: str, seed: int, sizes: list[int], num_slots: int, skew: int, turn: int
 ) -> None:
-    """As NumPy's stable argsort, for any number of groups, slots and threads, sizes beside a task's."""
+    """Like NumPy's stable argsort, for any number of groups, slots and threads, and sizes around a task's."""
     rng = np.random.default_rng(seed)
     slots = [(rng.random(size) ** skew * num_slots).astype(np.int32) for size in sizes]
     with machine(kind, turn) as m:
@@ -52,7 +52,7 @@ def test_entries_come_by_slot_and_within_it_in_batch_order(
 
 
 def test_buffers_are_reused_for_smaller_steps() -> None:
-    """A small step after a large one sorts right and takes no new memory."""
+    """A small step after a large one is sorted correctly and allocates no memory."""
     buffers, rng = SortBuffers(), np.random.default_rng(0)
     sort_slots(rng.integers(0, 100, 5000).astype(np.int32), 100, buffers)
     held = buffers.nbytes
@@ -63,7 +63,7 @@ def test_buffers_are_reused_for_smaller_steps() -> None:
 
 
 def test_a_slot_beyond_the_last_is_refused() -> None:
-    """A slot that no row has would become a write into someone else's memory."""
+    """A slot without a row would become an out-of-bounds write."""
     for bad in (10, -1, 2**31 - 1):
         with pytest.raises(ValueError, match="slot"):
             sort_slots(np.array([3, bad, 4], np.int32), 10, SortBuffers())
@@ -71,7 +71,7 @@ def test_a_slot_beyond_the_last_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_slots", "sorts"), [(100, 1), (2**30, 3), (ALL_SLOTS, 3)])
 def test_groups_share_a_sort_as_long_as_their_slots_are_int32_numbers_on_cuda(num_slots: int, sorts: int) -> None:
-    """Three groups: a launch before and one behind each sort."""
+    """Three groups: a launch before and one after each sort."""
     device = ShimDevice()
     slots = np.array([num_slots - 1, 0, 0], np.int32)
     found = sort_groups(device, [([device.place(slots)], num_slots)] * 3)
@@ -81,7 +81,7 @@ def test_groups_share_a_sort_as_long_as_their_slots_are_int32_numbers_on_cuda(nu
 
 
 def test_entries_without_a_row_come_last_in_their_group_on_cuda() -> None:
-    """Slot -1, and slots that no row has, in batch order behind all others, as of the slot behind the last."""
+    """Slot -1, and slots without a row, in batch order after all others, as one slot past the last."""
     slots = np.array([3, -1, 0, 10, 9, 2**31 - 1, 0, -(2**31)], np.int32)
     for device in devices():
         for runs in sort_groups(device, [([device.place(slots)], 10)] * 2):
@@ -91,7 +91,7 @@ def test_entries_without_a_row_come_last_in_their_group_on_cuda() -> None:
 
 
 def test_without_entries_nothing_is_launched_on_cuda() -> None:
-    """Groups have no entries, or there are no groups."""
+    """For groups without entries, or without groups."""
     device = ShimDevice()
     assert sort_groups(device, []) == []
     assert [runs.size for runs in sort_groups(device, [([np.empty(0, np.int32)], 5)] * 2)] == [0, 0]
@@ -99,7 +99,7 @@ def test_without_entries_nothing_is_launched_on_cuda() -> None:
 
 
 def test_more_entries_than_kernels_count_are_refused_on_cuda() -> None:
-    """Before anything is allocated or launched; one fewer would be taken."""
+    """Before anything is allocated or launched; one fewer would be accepted."""
 
     class Huge(ShimDevice):
         def describe(self, array: Any) -> View:

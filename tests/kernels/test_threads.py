@@ -1,4 +1,4 @@
-"""Threads of kernels: beside those of torch, after a fork, and done with their work when a call has ended."""
+"""Threads of kernels: next to torch's, after a fork, and idle when a call has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(torch.get_num_threads())
 
 
 def printed(code: str, **environment: str) -> str:
-    """Run code in a process of its own and return what it prints; nothing goes to standard error."""
+    """Run code in a new process and return its output; standard error must be empty."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,7 +52,7 @@ print(torch.get_num_threads(), threads())
 
 
 def test_kernels_use_the_threads_of_torch_as_far_as_numba_has_them() -> None:
-    """The variables of the environment are set for each of them, and need not agree."""
+    """Their environment variables are independent, and need not agree."""
     assert printed(SHARED, OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="1") == "2 1"
 
 
@@ -78,7 +78,7 @@ def test_a_process_that_ran_kernels_may_fork() -> None:
 
 
 class Work:
-    """A kernel that helpers are slow at: it notes who is still at it."""
+    """A kernel with slow helpers: it records the threads that still run it."""
 
     def __init__(self) -> None:
         self.caller, self.begun, self.ended = threading.get_ident(), threading.Event(), 0
@@ -86,7 +86,7 @@ class Work:
         self._entered = 0
 
     def __call__(self, what: str) -> None:
-        """Take the first thread that helps half as long again as the caller."""
+        """Make the first helper take half as long again as the caller."""
         if threading.get_ident() != self.caller:
             with self._lock:
                 self._entered += 1
@@ -102,7 +102,7 @@ class Work:
             raise ArithmeticError("of the caller")
 
     def assert_over(self) -> None:
-        """Nobody is at it any more."""
+        """Check that no thread works on it any more."""
         assert self._entered == self.ended >= 1
 
 
@@ -114,7 +114,7 @@ def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", ["all is well", "caller fails", "helper fails"])
 def test_nobody_works_on_when_the_call_has_ended(what: str) -> None:
-    """Memory that it writes to may be another's by then; what went wrong on any thread is raised."""
+    """Memory that it writes to may be reused by then; an error on any thread is raised."""
     work = Work()
     if what == "all is well":
         kernel_threads.on_all_cores(work, 3, [(what,), (what,)])
@@ -129,7 +129,7 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
     work, pool = Work(), kernel_threads._helpers(os.getpid())
 
     class OneThread:
-        """Takes one thing to do."""
+        """Accepts one task."""
 
         given = 0
 
@@ -148,9 +148,9 @@ def test_nobody_works_on_where_a_thread_could_not_be_had(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_was_forked_off_has_helpers_of_its_own() -> None:
-    """Its parent's threads are not there, and work given to them would never be done."""
+    """It does not have its parent's threads, and work given to them would never be done."""
     kernel_threads.on_all_cores(Work(), 3, [("",)])
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of forks beside threads
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about forks with threads
         child = os.fork()
     if not child:
         status = 1

@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a step read and write, against those that they must."""
+"""Bytes that the kernels of a step read and write, against the necessary ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Goal(NamedTuple):
 
 @pytest.fixture
 def goal() -> Iterator[Goal]:
-    """Draw the ids of a batch; a row's rank decides how often it is drawn."""
+    """Draw the ids of a batch; a row's rank determines its frequency."""
     rng, device = np.random.default_rng(0), ShimDevice(counted=True)
     share = np.cumsum(np.arange(1, ROWS + 1) ** -1.05)
     drawn = np.searchsorted(share, rng.random(ENTRIES) * share[-1]).astype(np.int32)
@@ -88,9 +88,9 @@ def test_a_lookup_moves_what_it_must(goal: Goal) -> None:
 @pytest.mark.parametrize("optimizer", STATES)
 @pytest.mark.parametrize("strided", [False, True])
 def test_an_update_moves_what_it_must(goal: Goal, optimizer: str, strided: bool) -> None:
-    """Each gradient is read once, each row and state read once and written once, whether a gradient is one or ten.
+    """Each gradient is read once, each row and state read once and written once, for one gradient or ten.
 
-    Lanes that have no entry left ask for a gradient that another one has asked for, which moves nothing.
+    Lanes without an entry repeat another lane's read, which moves nothing.
     """
     m, rng = goal.machine, np.random.default_rng(1)
     cols = np.arange(TABLES) * DIM

@@ -1,4 +1,4 @@
-"""What is unique: slots, the way back and the order of the wire; keys with their numbers, counts and hash order."""
+"""Uniqueness: slots, their inverse and wire order; keys with their numbers, counts and hash order."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_unique_positions_are_those_of_the_sort(batches: list[list[int]], num_po
 
 @pytest.mark.parametrize("bad", [-1, 128])
 def test_positions_outside_are_refused_before_a_bit_is_set(bad: int) -> None:
-    """Below 0, and behind the last."""
+    """Below 0, and past the last."""
     positions, bits = np.array([0, bad], np.int32), np.zeros(2, np.uint64)
-    with pytest.raises(ValueError, match=f"positions go from {min(0, bad)} to {max(0, bad)}"):
+    with pytest.raises(ValueError, match=f"positions range from {min(0, bad)} to {max(0, bad)}"):
         unique_positions(positions, 128, bits, np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32))
     assert not bits.any()
 
 
 @pytest.mark.parametrize("count", [1, 16384, 100_003])
 def test_unique_slots_are_the_same_for_any_number_of_threads(count: int) -> None:
-    """Parts end inside runs of one slot; the highest slot is the highest that an int32 has."""
+    """Parts end inside runs of one slot; the highest slot is the highest int32."""
     rng = np.random.default_rng(count)
     slots = np.floor(rng.random(count) ** 6 * 5000).astype(np.int32)
     slots[-1] = 2**31 - 1
@@ -79,7 +79,7 @@ def test_unique_slots_are_the_same_for_any_number_of_threads(count: int) -> None
 
 
 def test_stretches_are_laid_out_in_the_order_of_the_wire() -> None:
-    """Rows 0 to 2 go behind rows 3 and 4; a second stretch of rows 0 to 2 gives addresses and no slots."""
+    """Rows 0 to 2 go after rows 3 and 4; a second range of rows 0 to 2 gives addresses and no slots."""
     unique = np.array([3, 5, 8, 20, 21], np.int32)
     addresses, slots = np.full(8, -1, np.int32), np.full(5, -1, np.int32)
     one = lambda *numbers: np.array(numbers, np.int64)  # noqa: E731
@@ -92,7 +92,7 @@ def test_stretches_that_do_not_fit_are_refused() -> None:
     """Nothing is written outside the arrays."""
     unique, slots = np.arange(3, dtype=np.int32), np.empty(3, np.int32)
     one = lambda number: np.array([number], np.int64)  # noqa: E731
-    with pytest.raises(ValueError, match=r"must lie in \[0, 3\)"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 3\)"):
         lay_out(unique, one(1), one(4), one(0), one(0), one(0), np.empty(9, np.int32), slots)
     with pytest.raises(ValueError, match="reach to 4 of 3 addresses"):
         lay_out(unique, one(0), one(3), one(0), one(1), one(0), np.empty(3, np.int32), slots)
@@ -125,7 +125,7 @@ def add(unique: UniqueKeys, keys: NDArray[np.int64]) -> NDArray[np.int32]:
 def test_unique_keys_come_in_hash_order_with_their_counts(
     calls: list[list[int]], forgotten: list[int], parts: int
 ) -> None:
-    """Keys that are taken back are as if they had never come; every number has the place of its key."""
+    """Removed keys are as if they had never been added; every number has the position of its key."""
     unique, numbers, given_keys = UniqueKeys(12345, parts), [], []
     for call in calls:
         keys = np.array(call, np.int64)
@@ -152,7 +152,7 @@ def test_unique_keys_come_in_hash_order_with_their_counts(
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_many_keys_in_the_order_of_their_hashes_are_as_quick_as_others(is_sorted: bool) -> None:
-    """No call of a million keys looks at one end of the table only; the table grows on the way."""
+    """No call with a million keys uses only one end of the table; the table grows meanwhile."""
     keys = np.arange(1 << 20, dtype=np.int64)
     keys = keys[np.argsort(hash_keys(keys, 1))] if is_sorted else keys
     unique = UniqueKeys(1)
@@ -165,7 +165,7 @@ def test_many_keys_in_the_order_of_their_hashes_are_as_quick_as_others(is_sorted
 
 
 def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count that is full is carried to 64 bits; taking back takes from what was carried as well."""
+    """A full count is carried to 64 bits; removals also subtract from the carried count."""
     unique, keys = UniqueKeys(3), np.array([5, 6], np.int64)
     add(unique, keys)
     for slots in unique._slots:
@@ -186,7 +186,7 @@ def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @example(calls=[[(1, 1), (1, (1 << 32) - 1), (0, 1), (1, 1)]], parts=1)
 def test_a_key_may_be_added_many_times_at_once(calls: list[list[tuple[int, int]]], parts: int) -> None:
-    """And be removed again, also where its count went beyond 32 bits."""
+    """And be removed again, also after its count exceeded 32 bits."""
     unique, expected = UniqueKeys(7, parts), Counter[int]()
     for call in calls:
         keys, times = (np.array([pair[i] for pair in call], np.int64) for i in range(2))

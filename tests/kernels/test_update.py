@@ -58,7 +58,7 @@ def stepped(
     m: Any, optimizer: str, fields: list[NDArray[np.float32]], slots: NDArray[np.int32], gradients: Gradients,
     decay: float = 0.0, *, dtype: str = "float32", rounding: Any = NO_ROUNDING,
 ) -> list[NDArray[Any]]:  # fmt: skip
-    """Sort, step copies of the fields on a machine, and return them: vectors of 16 bits as their bits."""
+    """Sort, step copies of the fields on a machine, and return them: 16-bit vectors as their bits."""
     vectors, placed = m.vectors(fields[0], dtype), [m.place(field) for field in fields[1:]]
     pairs = m.sort(m.place(slots), len(fields[0]))
     m.step(Step(vectors, placed, pairs, gradients, rule_of(optimizer, vectors.dim, decay), rounding))
@@ -126,7 +126,7 @@ def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
 ) -> None:
     """Every optimizer, any dim, sum, mean and max mixed, weights, empty bags, with and without decay.
 
-    To the last bit it is the step of one entry a row that has the defined sum; the sum is that of the definition.
+    Bit-identical to the step of one entry per row that has the defined sum; the sum matches the definition.
     """
     rng, cpu = np.random.default_rng(0), Cpu()
     gradient = rng.standard_normal((case.num_samples, case.width)).astype(F4)
@@ -151,7 +151,7 @@ def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
 
 
 def gradients_of_entries(gradient: NDArray[np.float32], done: dict[str, Any], dim: int) -> NDArray[np.float32]:
-    """Write out the gradient of each entry of bags, (E, dim): scaled, or where a maximum was taken only what it won."""
+    """Compute the gradient of each entry of bags, (E, dim): scaled, or for a maximum only the winning elements."""
     offsets, flat = done["entry_offset"], gradient.reshape(-1)
     out = np.zeros((offsets.size, dim), F4)
     for entry, offset in enumerate(offsets.tolist()):
@@ -167,7 +167,7 @@ def gradients_of_entries(gradient: NDArray[np.float32], done: dict[str, Any], di
 def sums_by_stretches(
     kind: str, slots: NDArray[np.int32], rows: NDArray[np.float32], num_slots: int
 ) -> NDArray[np.float32]:
-    """Sum each slot's rows in float32 in batch order: more than 8192 in stretches of 4096, on a device 64 of 64."""
+    """Sum each slot's rows in float32 in batch order: above 8192 in stretches of 4096, on a device above 64 of 64."""
     stretch, most = (4096, 8192) if kind == "cpu" else (STRETCH, STRETCH)
     out = np.zeros((num_slots, rows.shape[1]), F4)
     for slot in np.unique(slots):
@@ -188,7 +188,7 @@ COUNTS = {
 @pytest.mark.parametrize("dim", [1, 3, 16, 17, 40, 64, 96, 130, 132])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_order_of_the_sum_is_defined_to_the_last_bit(kind: str, dim: int, optimizer: str) -> None:
-    """Runs shorter and longer than each multiple of a stretch: as one entry with the sum, which is nearly the exact."""
+    """Runs shorter and longer than each multiple of a stretch: like one entry with the sum, which is nearly exact."""
     if optimizer != "sgd" and (kind == "cpu" or dim not in {3, 16, 132}):
         return  # the sum knows no optimizer on the CPU
     rng, counts, cpu = np.random.default_rng(dim), COUNTS[kind], Cpu()
@@ -208,7 +208,7 @@ def test_the_order_of_the_sum_is_defined_to_the_last_bit(kind: str, dim: int, op
 @every_machine
 @pytest.mark.parametrize("optimizer", ["rowwise", "rowwise_adam", "rowwise_rmsprop"])
 def test_slices_of_columns_step_as_whole_rows_by_the_means_of_these(kind: str, optimizer: str) -> None:
-    """Each slice takes the mean of squares of the whole row, in the order of entries."""
+    """Each slice gets the mean of squares of the whole row, in the order of entries."""
     rng, slots = np.random.default_rng(0), np.array([4, 0, 2], np.int32)
     fields = [rng.standard_normal((5, 12)).astype(F4), *states(optimizer, 5, 12, rng)]
     gradient = rng.standard_normal((3, 12)).astype(F4)
@@ -227,7 +227,7 @@ def test_slices_of_columns_step_as_whole_rows_by_the_means_of_these(kind: str, o
 
 @every_machine
 def test_one_hot_row_takes_all(kind: str) -> None:
-    """3000 entries of one row, also of an only row; of 600 entries without a row a device takes nothing."""
+    """3000 entries of one row, also of an only row; 600 entries without a row are skipped on a device."""
     rng = np.random.default_rng(0)
     for num_slots, hot, size in ((5, 2, 3000), (1, 0, 3000), (5, -1, 600)):
         if kind == "cpu" and hot < 0:
@@ -287,9 +287,9 @@ def test_bits_depend_on_neither_threads_nor_slots(
 def test_a_step_of_16_bit_rows_on_cuda_has_the_cpus_bits(
     case: Bags, optimizer: str, dtype: str, decay: float, scale: float, applied: int, turn: int
 ) -> None:
-    """Every optimizer, dim and mode; numbers below float16's smallest and above its largest; rows of no entry stay.
+    """Every optimizer, dim and mode; numbers below float16's smallest and above its largest; other rows do not change.
 
-    As long as no row has more entries than a stretch: how the others are summed, the steps of float32 are tested for.
+    As long as no row has more entries than a stretch: longer sums are covered by the float32 tests.
     """
     rng, num_slots = np.random.default_rng(0), case.vectors.shape[0]
     assume(np.bincount(case.slots()).max(initial=0) <= STRETCH)
@@ -309,7 +309,7 @@ def test_a_step_of_16_bit_rows_on_cuda_has_the_cpus_bits(
 
 
 def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float32") -> bool:
-    """Tell whether all but NaN, whose sign is the CPU's, have the same bits."""
+    """Return True if all but NaN, whose sign is the CPU's, have the same bits."""
     numbers_found, numbers_wanted = (
         bits if dtype == "float32" else from_bits(np.ascontiguousarray(bits), dtype) for bits in (found, wanted)
     )
@@ -320,7 +320,7 @@ def same_but_nan(found: NDArray[Any], wanted: NDArray[Any], dtype: str = "float3
 @pytest.mark.parametrize("dim", [1, 17, 64, 130])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_sums_are_the_steps_of_rows_of_zeros(dim: int, turn: int) -> None:
-    """To the last bit, hot rows too, whatever stood there; rows without an entry stay as they are."""
+    """Bit-identical, hot rows too, whatever the memory contained; rows without an entry do not change."""
     rng = np.random.default_rng(dim)
     slots = np.minimum(rng.integers(0, 300, 30_000), 200).astype(np.int32)  # slot 200 has a third of all
     slots[slots == 7] = 8
@@ -360,7 +360,7 @@ def test_adams_first_step_moves_by_the_learning_rate(kind: str) -> None:
 
 @every_machine
 def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
-    """States of another shape, gradients of other entries, columns outside: a sentence, and nothing changes."""
+    """States of another shape, gradients of other entries, columns outside: an error, and nothing changes."""
     m: Any = Cpu() if kind == "cpu" else Cuda(ShimDevice())
     vectors, slots, gradient = np.zeros((5, 4), F4), np.array([0, 4, 2], np.int32), np.ones((3, 4), F4)
     pairs, state, good = m.sort(m.place(slots), 5), m.place(np.zeros((5, 4), F4)), m.one_id(gradient)
@@ -370,16 +370,16 @@ def test_arrays_that_do_not_belong_together_are_refused(kind: str) -> None:
     narrow_rows = right._replace(vectors=m.vectors(vectors, "bfloat16"))
     for wrong, said in (
         (adagrad._replace(states=[m.place(np.zeros((5, 1), F4))]), "first state has shape"),
-        (adagrad._replace(states=[]), "needs 1 states, and 0 were given"),
+        (adagrad._replace(states=[]), "needs 1 states, but 0 were given"),
         (adagrad._replace(states=[m.place(np.zeros((5, 4)))]), "float64"),
         (right._replace(gradients=m.one_id(gradient[:2])), "3 entries were sorted"),
-        (right._replace(gradients=good._replace(num_samples=4)), "no gradient of 4 samples of 4"),
+        (right._replace(gradients=good._replace(num_samples=4)), "not a gradient of 4 samples of 4"),
         (right._replace(gradients=bags_of(offsets=np.zeros(2, np.int64))), "describe 2 entries"),
-        (right._replace(gradients=m.one_id(gradient, np.ones(1, np.int64))), "cols must lie in"),
+        (right._replace(gradients=m.one_id(gradient, np.ones(1, np.int64))), "cols must be in"),
         (right._replace(gradients=bags_of(scales=np.ones(2, F4))), "entry_scale has 2"),
         (right._replace(gradients=bags_of(argmax=np.zeros(8, np.int32))), "argmax has shape"),
         (right._replace(means=m.place(np.ones(2, F4))), "means has 2 elements for 3 entries"),
-        (narrow_rows, "5 rows of a 16-bit dtype are rounded by 0 streams"),
+        (narrow_rows, "5 rows of a 16-bit dtype have 0 streams"),
     ):
         with pytest.raises(ValueError, match=said):
             m.step(wrong)

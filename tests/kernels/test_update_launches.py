@@ -1,4 +1,4 @@
-"""Launches of the CUDA update: of several groups, several lookups, and more than fit into one."""
+"""Launches of the CUDA update: with several groups, several lookups, and more parts than fit into one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> None:
     """And in one that sums stretches; each group as if it stepped alone; one of them has no entries.
 
-    Rows that have fewer than 16 elements, or whose elements are not read four at a time, are other kernels.
+    Rows with fewer than 16 elements, or that are not read four elements at a time, use other kernels.
     """
     rng, steps, wanted = np.random.default_rng(0), [], []
     with machine("cuda", 2) as m:
@@ -56,7 +56,7 @@ def test_groups_of_different_dims_and_widths_step_in_a_launch_each_on_cuda() -> 
 def test_gradients_between_multiples_of_16_bytes_are_read_by_the_quick_kernels_on_cuda(
     optimizer: str, kernel: str
 ) -> None:
-    """A column of another table's single number moves them there in most samples; the bits are those of the CPU."""
+    """A column from another table with a single number misaligns most samples; the bits equal the CPU's."""
     rng, dim, samples = np.random.default_rng(1), 16, 90
     slots, wide = rng.integers(0, 9, samples).astype(np.int32), rng.standard_normal((samples, dim + 1)).astype(F4)
     fields = [rng.standard_normal((9, dim)).astype(F4), *states(optimizer, 9, dim, rng)]
@@ -70,7 +70,7 @@ def test_gradients_between_multiples_of_16_bytes_are_read_by_the_quick_kernels_o
 
 
 def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
-    """A device keeps few tables by itself: that of a step's gradients must not go before it runs."""
+    """A device keeps few tables by itself: the table of a step's gradients must not be freed before it runs."""
 
     class Forgetful(ShimDevice):
         def __init__(self) -> None:
@@ -99,9 +99,9 @@ def test_what_a_launch_reads_lives_until_then_on_cuda() -> None:
 @pytest.mark.parametrize("dim", [1, 8, 16, 20, 128])
 @pytest.mark.parametrize("mode", [SUM, MEAN, MAX])
 def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> None:
-    """Gradients lie where each lookup left them: columns of one array, rows of another, bags with factors or maxima.
+    """Gradients are where each lookup left them: columns of one array, rows of another, bags with factors or maxima.
 
-    The bits are those of one array with the gradient of each entry, in the order of the lookups.
+    The bits equal those with one array of each entry's gradient, in the order of the lookups.
     """
     rng, num_slots = np.random.default_rng(dim), 40
     bags = Bags(
@@ -130,7 +130,7 @@ def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> N
 
 @pytest.mark.parametrize("dim", [3, 64])
 def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int) -> None:
-    """Ids are sorted before anybody knows in which slots their rows will be: the same bits, wherever these are."""
+    """Ids are sorted before the slots of their rows are known: the same bits, for any slots."""
     rng, size, limits = np.random.default_rng(dim), 700, np.array([30, 9, 200], np.int64)
     starts, bases = np.array([0, 300, 300 + 50, size], np.int64), np.array([200, 230, 0], np.int64)
     feature = np.repeat(np.arange(3), np.diff(starts))

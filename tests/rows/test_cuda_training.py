@@ -1,4 +1,4 @@
-"""What a training asks of a GPU, on the shim or on the GPU of `make test-gpu`: bytes, memory and the order of moves."""
+"""A training's use of a GPU, on the shim or on the GPU of `make test-gpu`: bytes, memory and the order of moves."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
     tmp_path: Path, device: str, dtype: str
 ) -> None:
-    """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused.
+    """Fields, slots, orders and keys of all groups, each aligned to a cache line; one byte less of budget is refused.
 
-    Of each row vector, state and slot maps; of 16-bit ones, two bytes a number and eight of key, which float32 rows do
-    without. Extraction plans slot maps of 28 bytes on any device; those on a GPU have 16.
+    For each row: vector, state and slot maps; for 16-bit rows, two bytes per number and eight for the key, which
+    float32 rows do not need. Extraction plans slot maps of 28 bytes on any device; on a GPU they take 16.
     """
     case = Case(tables=(table("a", 7, dtype=dtype), table("b", 3)), specs=SPECS, num_keys=500)
     passes = case.cut(tmp_path / "passes")
@@ -66,8 +66,8 @@ def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
                 assert by_name[name].streams.nbytes == rows[name] * key_bytes
             parts = [part for arrays in arrays_G for part in (*arrays.fields, *arrays[1:])]
 
-        def planned(beside: int) -> int:
-            return rows["a"] * (4 * 4 + 4 * 7 + beside + 8) + rows["b"] * (4 * 3 + 4 * 3 + beside)
+        def planned(extra: int) -> int:
+            return rows["a"] * (4 * 4 + 4 * 7 + extra + 8) + rows["b"] * (4 * 3 + 4 * 3 + extra)
 
         budget = RowBudget(case.tables, 1)
         assert budget.needed([rows[one.name] for one in passes.tables]) == planned(28)
@@ -129,7 +129,7 @@ class CountingGpu(ShimRuntime):
 
 
 def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> None:
-    """Its rows stand in the order of their positions: no order has to be there. It ends with the bits of a CPU."""
+    """Its rows are in position order, so no order has to be uploaded. It ends with the bits of a CPU."""
     passes, results = MOVED.cut(tmp_path / "passes"), []
     for gpu in (None, CountingGpu()):
         seen: list[int] = []
@@ -153,7 +153,7 @@ def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> 
 
 
 def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_path: Path) -> None:
-    """Kept rows have their random bits already: beside slots, a key and a slot for each other row, or all keys."""
+    """Kept rows already have their random bits: besides slots, a key and a slot for each other row, or all keys."""
     case = replace(MOVED, tables=(table("a", 32, dtype="bfloat16"), table("b", 32, dtype="bfloat16")), num_keys=250)
     passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
@@ -179,7 +179,7 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
 
 
 def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp_path: Path) -> None:
-    """Ids become slots group by group; vectors, and rows stepped by either table's gradient, are a CPU's."""
+    """Ids become slots group by group; vectors, and rows stepped by either table's gradient, equal a CPU's."""
     case = replace(MOVED, tables=(table("a", 32), table("b", 5)))
     passes, gpu, seen = case.cut(tmp_path / "passes"), ShimRuntime(), []
     for device in (CpuBackend(), CudaBackend(gpu)):
@@ -199,7 +199,7 @@ def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp
 
 
 def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
-    """Four bytes for each of its rows, whichever blocks are packed together; the same bytes come out."""
+    """Four bytes for each of its rows, for any blocks packed together; with the same bytes."""
     passes, gpu = MOVED.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", MOVED, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         next(loop := cache.passes(epochs=1))
@@ -224,7 +224,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
 
 @given(st.integers(1, PAGE_BYTES // 4), st.integers(1, 1 << 30), st.integers(1 << 20, 1 << 33))
 def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words: int, largest: int, total: int) -> None:
-    """So staging and dumps take each other's regions as they are; and the plan counts as many bytes as before."""
+    """So staging and dumps can reuse each other's regions; and the plan counts as many bytes as before."""
     row_bytes = 4 * words
     budget = HostBudget.plan(total, evaluation=None, largest_row=row_bytes, largest_pass=largest)
     rows = budget.block // row_bytes

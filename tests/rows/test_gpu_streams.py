@@ -1,4 +1,4 @@
-"""What a training asks of a GPU beside kernels, with stand-ins for the streams and devices of torch and of CuPy."""
+"""A training's use of a GPU besides kernels, with stand-ins for the streams and devices of torch and of CuPy."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Notes what it is asked for."""
+    """Records its calls."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
     def wait_stream(self, other: Stream) -> None:
-        """Note it."""
+        """Record it."""
         self.log.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: Any) -> None:
-        """Note it."""
+        """Record it."""
         self.log.append(f"{self.name} waits for {event}")
 
     def record_event(self) -> Any:
-        """Return one that was recorded."""
+        """Return a recorded event."""
         event: Any = torch.cuda.Event()
         event.record(self)
         return event
@@ -48,7 +48,7 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Put stand-ins for torch's streams and events in place; return what they note."""
+    """Replace torch's streams and events by stand-ins; return what they record."""
     log: list[str] = []
     training, names = Stream("training", log), iter(("dumps", "loads", "uploads", "exchanges"))
 
@@ -86,7 +86,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def kept_in(log: list[str]) -> Any:
-    """Return a tensor that notes for which streams its memory is kept."""
+    """Return a tensor that records the streams for which its memory is kept."""
     return SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
 
 
@@ -97,7 +97,7 @@ def gpu_1() -> CudaRuntime:
 
 
 def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) -> None:
-    """By events of the streams alone: the training thread does not wait, also where the work inside fails."""
+    """By events of the streams alone: the training thread does not wait, also if the work inside fails."""
     gpu = gpu_1()
     with gpu.dumping():
         log.append("pack")
@@ -123,7 +123,7 @@ def test_moves_stand_between_the_steps_before_and_behind_them(log: list[str]) ->
 
 
 def test_who_asks_for_the_end_of_the_training_sleeps_until_its_stream_is_there(log: list[str]) -> None:
-    """That of its steps, not of moves: and the thread takes no core from others."""
+    """It waits for the steps, not for moves, and occupies no core."""
     gpu = gpu_1()
     trained = CudaBackend(gpu).streams.trained()
     with gpu.dumping(), gpu.loading():
@@ -134,7 +134,7 @@ def test_who_asks_for_the_end_of_the_training_sleeps_until_its_stream_is_there(l
 
 
 def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> None:
-    """Also where the work inside fails; what is handed over stays until the steps are done with it."""
+    """Also if the work inside fails; results stay until the steps are done with them."""
     gpu = gpu_1()
     with gpu.searching():
         log.append("kernels")
@@ -159,7 +159,7 @@ def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_e
 
 
 def test_the_shim_keeps_what_a_thread_made_for_work_that_it_is_yet_to_upload() -> None:
-    """Also where another batch is received in between: a stream takes memory back behind what was begun on it."""
+    """Also if another batch is received in between: a stream reuses memory only after its earlier work."""
     gpu = ShimRuntime()
 
     def made() -> tuple[int, int]:
@@ -178,7 +178,7 @@ def test_the_shim_keeps_what_a_thread_made_for_work_that_it_is_yet_to_upload() -
 
 
 def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(log: list[str]) -> None:
-    """What a batch brings is awaited where the batch is received, and its memory stays until the steps are done."""
+    """The batch's data is awaited when the batch is received, and its memory stays until the steps are done."""
     gpu, exchange, step = gpu_1(), "exchange", "a step"
     with gpu.exchanging():
         log.append(exchange)
@@ -192,7 +192,7 @@ def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(l
 
 
 def device_with(runtime: Any) -> CudaDevice:
-    """Return a device of a CuPy that has only a runtime."""
+    """Return a device over a CuPy that has only a runtime."""
     device = CudaDevice.__new__(CudaDevice)
     device._cupy, device._device = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), nullcontext()
     device._host = SimpleNamespace(within=nullcontext)  # type: ignore[assignment]
@@ -200,7 +200,7 @@ def device_with(runtime: Any) -> CudaDevice:
 
 
 def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
-    """Registered as mapped and for all threads; a limit of the system and another address are sentences."""
+    """Registered as mapped and for all threads; a system limit and another address raise errors."""
     calls: list[tuple[Any, ...]] = []
     runtime = SimpleNamespace(
         CUDARuntimeError=OSError,
@@ -226,7 +226,7 @@ def test_host_memory_that_cannot_be_pinned_or_reached_is_told() -> None:
 
 
 class Machine:
-    """Several GPUs: which have a context, and which is current on each thread, to the runtime and to torch."""
+    """Several GPUs: those with a context, and the current one of each thread, for the runtime and for torch."""
 
     def __init__(self) -> None:
         self.contexts: set[int] = set()
@@ -234,23 +234,23 @@ class Machine:
 
     @property
     def current(self) -> int:
-        """The runtime's; a thread begins on GPU 0, without a context there."""
+        """The runtime's GPU; a thread begins on GPU 0, without a context there."""
         return getattr(self._thread, "current", 0)
 
     @property
     def torchs(self) -> int:
-        """Torch's: where it will go back to when it has a context, or is asked for."""
+        """Torch's GPU: the one it returns to, if it has a context or is requested."""
         target: int | None = getattr(self._thread, "target", None)
         return self.current if target is None else target
 
     def set_device(self, index: int) -> None:
-        """Do as ``cudaSetDevice``: it makes a context."""
+        """Like ``cudaSetDevice``, create a context."""
         self.contexts.add(index)
         self._thread.current, self._thread.target = index, None
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        """Do as ``torch.cuda.device``."""
+        """Like ``torch.cuda.device``."""
         before, self._thread.target = self.torchs, None
         if device.index != self.current:
             self.set_device(device.index)
@@ -262,7 +262,7 @@ class Machine:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Do as ``torch.cuda.stream``."""
+        """Like ``torch.cuda.stream``."""
         before = self.torchs
         if stream.device != before:
             self.set_device(stream.device)
@@ -273,7 +273,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Put stand-ins for torch's devices and streams in place."""
+    """Replace torch's devices and streams by stand-ins."""
     machine = Machine()
 
     def stream(device: torch.device, priority: int = 0) -> Any:
@@ -289,7 +289,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def kernels_of(machine: Machine, index: int) -> CudaDevice:
-    """Return what launches on a GPU, of a CuPy that has devices, memory to lock and one kernel."""
+    """Return a launcher for a GPU, over a CuPy that has devices, memory to lock and one kernel."""
     runtime = SimpleNamespace(
         CUDARuntimeError=OSError, hostRegister=lambda *_: None, hostUnregister=lambda *_: None,
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
@@ -307,7 +307,7 @@ launched: list[int] = []
 
 
 def use(gpu: CudaRuntime) -> None:
-    """Do what a training does on its streams."""
+    """Use all streams like a training."""
     launched.clear()
     gpu.kernels.launch("rows.pack", 1, ())
     for inside in (gpu.dumping, gpu.loading, gpu.searching, gpu.uploading):
@@ -318,18 +318,18 @@ def use(gpu: CudaRuntime) -> None:
     assert launched == [1] * 5
 
 
-@pytest.mark.parametrize("beside", [set(), {0}])
-def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine, beside: set[int]) -> None:
-    """The user's thread is on GPU 0 before and after, to CUDA too where the user has a context there."""
-    for index in beside:
+@pytest.mark.parametrize("others", [set(), {0}])
+def test_a_training_on_gpu_1_makes_no_context_on_gpu_0(machine: Machine, others: set[int]) -> None:
+    """The user's thread is on GPU 0 before and after, for CUDA too if the user has a context there."""
+    for index in others:
         machine.set_device(index)
     use(CudaRuntime(kernels_of(machine, 1), 1))
-    assert (machine.contexts, machine.torchs) == (beside | {1}, 0)
-    assert machine.current == (0 if beside else 1)
+    assert (machine.contexts, machine.torchs) == (others | {1}, 0)
+    assert machine.current == (0 if others else 1)
 
 
 def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
-    """The reader, the writer, who pins memory and those that make batches, before they do anything else."""
+    """The reader, the writer, the pinning thread and those that make batches, before they do anything else."""
     case = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32, prefetch=2)
     passes, gpu = case.cut(tmp_path / "passes"), ShimRuntime()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
@@ -338,13 +338,13 @@ def test_all_threads_of_a_training_enter_its_gpu(tmp_path: Path) -> None:
 
 
 class There(torch.Tensor):
-    """A tensor that says it is on GPU 2."""
+    """A tensor that claims to be on GPU 2."""
 
     device = torch.device("cuda", 2)  # type: ignore[assignment]
 
 
 def test_a_commit_waits_for_the_gpus_that_have_dense_state_and_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these, wherever in the state a tensor is, is read in a stream of its own behind what was done by then."""
+    """On each of them, a tensor anywhere in the state is read on a separate stream after the work so far."""
     done: list[Any] = []
 
     def training(device: int) -> Any:

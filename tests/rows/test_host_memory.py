@@ -1,4 +1,4 @@
-"""Host memory hands out pages that nobody else holds, keeps and locks what is held, and stays within its budget."""
+"""Host memory hands out unused pages only, keeps and locks pages in use, and stays within its budget."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ OPERATIONS = st.lists(
 
 
 class Pins(CpuBackend):
-    """Notes what is pinned, as for a GPU, and lets the system touch no page of it."""
+    """Records pinned memory, as for a GPU, and lets the system touch no page of it."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
         self.locks: list[int] = []
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Note it."""
+        """Record it."""
         assert address not in self.pinned
         self.pinned[address] = num_bytes
         self.locks.append(num_bytes)
 
     def unpin(self, address: int) -> None:
-        """Forget it."""
+        """Drop the record."""
         del self.pinned[address]
 
     def watch(self, patch: pytest.MonkeyPatch) -> list[int]:
-        """Hold every call to the system against what is pinned; the pages of each move are noted."""
+        """Check every system call against pinned memory; the pages of each move are recorded."""
         move, advise, moves = pinned_region._mremap, pinned_region._madvise, list[int]()
         assert move is not None
 
@@ -70,24 +70,24 @@ class Pins(CpuBackend):
         return moves
 
     def check(self, address: int, size: int) -> None:
-        """Hold a range against all that are pinned."""
+        """Check a range against all pinned ones."""
         for begin, pinned in self.pinned.items():
             assert address + size <= begin or begin + pinned <= address, "a GPU would read other pages than these"
 
 
 class Owner:
-    """Takes, fills, shrinks and gives back, and knows what its regions must have."""
+    """Takes, fills, shrinks and returns regions, and knows their expected contents."""
 
     def __init__(self) -> None:
         self.backend = Pins()
         self.memory = PinnedArena(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, self.backend)
         self.seen: set[PinnedRegion] = set()
         self.held: dict[PinnedRegion, tuple[int, int, int]] = {}
-        """First and last page, and the number that stands in all of them."""
+        """First and last page, and the number that all of them contain."""
         self._number = 0
 
     def run(self, operation: Operation) -> None:
-        """Do one thing, if there is room, or a region, for it."""
+        """Do one action, if there is space, or a region, for it."""
         what, a, b = operation
         if what == "take":
             pages = max(1, a)
@@ -120,7 +120,7 @@ class Owner:
         self.held[region] = region.first_page, region.last_page, number
 
     def check(self) -> None:
-        """Look at every byte that is held, and count the pages that the system has given."""
+        """Check every byte in use, and count the pages from the system."""
         assert not self.backend.pinned
         for region, (first, last, number) in self.held.items():
             assert (region.first_page, region.last_page) == (first, last)
@@ -131,7 +131,7 @@ class Owner:
 
 
 def resident_pages(region: PinnedRegion) -> int:
-    """Ask the system how many pages of a region there are."""
+    """Return the system's number of resident pages of a region."""
     found = np.zeros(REGION, dtype=np.uint8)
     mincore = ctypes.CDLL(None).mincore
     mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
@@ -141,7 +141,7 @@ def resident_pages(region: PinnedRegion) -> int:
 
 @pytest.fixture(autouse=True)
 def few_pages_are_moved() -> Iterator[None]:
-    """Runs of four already."""
+    """Move runs of four pages already."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned_arena, "_MOVED_PAGES", 4)
         yield
@@ -149,7 +149,7 @@ def few_pages_are_moved() -> Iterator[None]:
 
 @pytest.fixture(params=["by the system", "refused", "unknown"])
 def moving(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether the system moves pages: it does, it refuses in the midst of it, or it never does."""
+    """The system's moves of pages: it moves them, refuses in the middle, or never moves them."""
     if request.param == "by the system" and not pinned_region.moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +164,7 @@ def moving(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.usefixtures("moving")
 @given(OPERATIONS)
 def test_what_is_held_keeps_its_bytes_and_the_budget_is_what_the_system_gave(operations: list[Operation]) -> None:
-    """Whatever regions are taken, shrunk and given back before, with pages moved among them or fresh ones."""
+    """After any regions are taken, shrunk and returned, with pages moved between them or fresh ones."""
     owner = Owner()
     with pytest.MonkeyPatch.context() as patch:
         owner.backend.watch(patch)
@@ -179,7 +179,7 @@ def test_what_is_held_keeps_its_bytes_and_the_budget_is_what_the_system_gave(ope
 
 
 def test_pages_given_back_are_those_taken_next(moving: str) -> None:
-    """With what stood in them: the system neither frees nor zeroes a page, unless it moves none."""
+    """With their contents: the system neither frees nor zeroes a page, unless it moves none."""
     memory = PinnedArena(BUDGET * PAGE_BYTES, REGION * PAGE_BYTES, CpuBackend())
     first, second = (memory.take(REGION * PAGE_BYTES) for _ in range(2))
     first.data[:], second.data[:] = 3, 4
@@ -200,7 +200,7 @@ def test_pages_given_back_are_those_taken_next(moving: str) -> None:
 
 
 def test_a_long_run_of_passes_does_not_break_memory_into_crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short runs go back to the system, and what moves lies in one map of it, so that maps stay few."""
+    """Short runs are returned to the system, and moved runs are in one map of it, so that maps stay few."""
     if not pinned_region.moves_pages():
         pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
     owner, generator = Owner(), np.random.default_rng(3)
@@ -226,13 +226,13 @@ def test_a_long_run_of_passes_does_not_break_memory_into_crumbs(monkeypatch: pyt
 
 
 def maps() -> list[tuple[int, int]]:
-    """Return the ranges of addresses that the system has mapped for this process."""
+    """Return the address ranges that the system has mapped for this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [(int(first, 16), int(last, 16)) for first, last in (line.split()[0].split("-") for line in lines)]
 
 
 def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
-    """A GPU would take the pages that come to these addresses next for it."""
+    """A GPU would mistake later pages at these addresses for it."""
     gpu = Pins()
     memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, gpu, pinned=True)
     region = memory.take(8 * PAGE_BYTES)
@@ -243,7 +243,7 @@ def test_memory_that_nobody_closed_is_unlocked_when_it_goes() -> None:
 
 
 def test_a_process_that_was_forked_off_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it lets go of is a copy: CUDA would refuse, and the pages are its parent's."""
+    """It releases a copy: CUDA would refuse, and the pages belong to its parent."""
     gpu = Pins()
     memory = PinnedArena(64 * PAGE_BYTES, 8 * PAGE_BYTES, gpu, pinned=True)
     region = memory.take(8 * PAGE_BYTES)

@@ -41,21 +41,21 @@ REGION = 4 * PAGE_BYTES
 
 
 class PinningGpu(ShimRuntime):
-    """Notes the bytes of each pin and the number of unpins; refuses pins once it has ``most`` bytes."""
+    """Records the bytes of each pin and the number of unpins; refuses pins above ``most`` bytes."""
 
     def __init__(self, most: int = 1 << 40) -> None:
         super().__init__()
         self.pins, self.unpins, self.most = list[int](), 0, most
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Note it, or refuse."""
+        """Record it, or refuse."""
         if sum(self.pins) + num_bytes > self.most:
             raise CudaError(f"{num_bytes:,} bytes of host memory cannot be pinned for the GPU")
         super().pin(address, num_bytes)
         self.pins.append(num_bytes)
 
     def unpin(self, address: int) -> None:
-        """Note it."""
+        """Record it."""
         super().unpin(address)
         self.unpins += 1
 
@@ -64,7 +64,7 @@ class PinningGpu(ShimRuntime):
 def test_each_region_is_pinned_once_whatever_the_host_keeps(
     tmp_path: Path, share: float, order_seed: int | None
 ) -> None:
-    """From the smallest budget, which the plan holds, to one that caches all rows: with the bits of a CPU."""
+    """From the smallest budget of the plan to one that caches all rows: with the bits of a CPU."""
     case, gpu = replace(CASE, order_seed=order_seed), PinningGpu()
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "x", case, "memory") as store:
@@ -84,7 +84,7 @@ def test_each_region_is_pinned_once_whatever_the_host_keeps(
 
 
 def test_memory_that_cannot_be_pinned_is_told_by_who_needs_it(tmp_path: Path) -> None:
-    """The training ends with the error, not with a pass that never comes, and goes on once there is more."""
+    """The training ends with the error, without hanging, and resumes once there is more memory."""
     passes, gpu = CASE.cut(tmp_path / "passes"), PinningGpu(most=200_000)
     with open_store(tmp_path / "x", CASE, "memory") as store:
         budget = smallest_host_budget(store, passes, device=CudaBackend(gpu))
@@ -106,7 +106,7 @@ def test_memory_that_cannot_be_pinned_is_told_by_who_needs_it(tmp_path: Path) ->
     st.integers(0, 9),
 )
 def test_a_region_has_all_of_its_pages_until_the_end(operations: list[tuple[str, int, int]], wanted: int) -> None:
-    """Whatever is taken, shrunk and given back: shrinking frees nothing, and nothing is pinned twice."""
+    """Whatever is taken, shrunk and returned: shrinking frees nothing, and nothing is pinned twice."""
     backend, held = Pins(), list[PinnedRegion]()
     memory = PinnedArena(6 * REGION + 5, REGION, backend, pinned=True)
     memory.wanted_bytes = wanted * REGION
@@ -134,7 +134,7 @@ def test_a_region_has_all_of_its_pages_until_the_end(operations: list[tuple[str,
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9), st.data())
 def test_the_bytes_charged_are_those_of_the_blocks(rows: list[int], block_rows: int, data: st.DataObject) -> None:
-    """A block of which any page is kept stays as a whole."""
+    """A block with any kept page stays whole."""
     layout = SegmentLayout.of(
         [Range(next_use=use, table_rows=(count,)) for use, count in enumerate(rows)],
         row_bytes=16, page_rows=3, block_bytes=16 * block_rows,

@@ -1,4 +1,4 @@
-"""What is done beside the training so that a switch has but rows to move, and what happens where it fails."""
+"""Work during training that leaves only row moves to a switch, and its failures."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ CASE = Case(
 )  # fmt: skip
 NUM_PASSES = CASE.epochs * -(-CASE.num_samples // CASE.pass_rows)
 SLOW = 0.01
-"""Seconds that each call of the host tier takes, where it is slow."""
+"""Seconds that each call of the slow host tier takes."""
 STEPS = 1000.0
-"""Seconds that the steps of a pass take, where a device has still to do them."""
+"""Seconds that the steps of a pass take on a busy device."""
 
 
 @contextmanager
 def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache, pytest.MonkeyPatch]]:
-    """Give a cache to train; afterward its store stands at the beginning of a pass, and another goes on from there.
+    """Yield a cache to train; afterward its store is at the beginning of a pass, and another cache resumes there.
 
     It ends with the bits of a training in memory.
     """
@@ -69,7 +69,7 @@ def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache
 
 
 def precede(patch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[..., object]) -> None:
-    """Have something done before each call of a function or method, with its arguments."""
+    """Call an action before each call of a function or method, with its arguments."""
     right = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def precede(patch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[..
 
 
 def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Path) -> None:
-    """It is planned while the pass before the last one is trained, and it is missed when its rows are to be staged."""
+    """It is planned during the last pass but one, and its error is raised when its rows are to be staged."""
     plan_next, begun, planned = Planner.plan_next, list[int](), list[int]()
 
     def plan(planner: Planner) -> PassPlan:
@@ -94,12 +94,12 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
         patch.setattr(Planner, "plan_next", plan)
         with pytest.raises(RuntimeError, match="pass 3 cannot be planned"):
             train(cache, CASE, each_batch=lambda pass_index, _: begun.append(pass_index))
-        assert planned[-1] == 3, "a pass behind one that failed was planned"
+        assert planned[-1] == 3, "a pass after one that failed was planned"
         assert max(begun) in {1, 2}  # pass 2 begins, and ends with its first batch at the earliest
 
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
-    """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
+    """The error message reaches the training loop; a new run resumes from the last commit with the same bits."""
 
     def refuse(_packer: Any, plan: PassPlan, *_: Any) -> None:
         if plan.pass_index == 2:
@@ -115,13 +115,13 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path
 def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """A commit inside a pass needs none; what rows are now is read behind it, and the switch waits for it."""
+    """A commit inside a pass needs none; current rows are read after it, and the switch waits for it."""
     passes, allocate = CASE.cut(tmp_path / "passes"), Packer.allocate
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
     def make(packer: Packer, plan: PassPlan, *others: Any) -> Any:
-        assert wanted[plan.pass_index].wait(timeout=60), f"nobody trained a batch of pass {plan.pass_index}"
+        assert wanted[plan.pass_index].wait(timeout=60), f"no batch was trained of pass {plan.pass_index}"
         room = allocate(packer, plan, *others)
         made.append(plan.pass_index)
         return room
@@ -147,7 +147,7 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
 
 
 def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
-    """Both want the memory; and a dump behind which a load fails is written all the same."""
+    """Both need memory; and a dump followed by a failing load is written all the same."""
     unpack, loading, seen = Packer.unpack, threading.Event(), list[bool]()
 
     def slow(self: Packer, load: Any, dumped_G: Any) -> Any:
@@ -161,7 +161,7 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path
             loading.clear()
 
     def writing(*_: Any) -> None:
-        time.sleep(SLOW / 2)  # a load that would be beside it has begun
+        time.sleep(SLOW / 2)  # a concurrent load would have begun
         seen.append(loading.is_set())
 
     with goes_on(tmp_path, stands=3) as (cache, patch):
@@ -179,7 +179,7 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there
 
     def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
         if plan.pass_index:
-            assert begun[plan.pass_index - 1].wait(timeout=60), f"nobody wrote pass {plan.pass_index - 1}"
+            assert begun[plan.pass_index - 1].wait(timeout=60), f"pass {plan.pass_index - 1} was not written"
 
     with goes_on(tmp_path) as (cache, patch):
         precede(patch, RowPrefetcher, "stage", late)
@@ -188,7 +188,7 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there
 
 
 class QueueingBackend(Streams, CpuBackend):
-    """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
+    """A GPU with pending steps, on a simulated clock: they take long, and each later move a second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,11 +199,11 @@ class QueueingBackend(Streams, CpuBackend):
         self._lock = threading.Lock()
 
     def queue(self, pass_index: int, _batch: int) -> None:
-        """Have steps of a pass to do."""
+        """Give the device steps of a pass to do."""
         self.pass_index, self.queued = pass_index, True
 
     def reach(self, name: str, seconds: float) -> Any:
-        """Return an event behind the steps; to wait for it takes so much more."""
+        """Return an event after the steps; waiting for it takes `seconds` more."""
 
         def wait() -> None:
             with self._lock:
@@ -216,24 +216,24 @@ class QueueingBackend(Streams, CpuBackend):
         return SimpleNamespace(wait=wait)
 
     def dumped(self) -> Any:
-        """Return what is reached behind all steps."""
+        """Return an event after all steps."""
         return self.reach("dumped", 1.0)
 
     def loaded(self) -> Any:
-        """Return what is reached behind all steps."""
+        """Return an event after all steps."""
         return self.reach("loaded", 1.0)
 
     def trained(self) -> Any:
-        """Return what is reached with the last step."""
+        """Return an event at the last step."""
         return self.reach("trained", 0.0)
 
     def pack(self, *arguments: Any) -> None:
-        """Note it."""
+        """Record it."""
         self.log.append("pack")
         super().pack(*arguments)
 
     def unpack(self, *arguments: Any) -> None:
-        """Note it."""
+        """Record it."""
         self.log.append("unpack")
         super().unpack(*arguments)
 
@@ -242,12 +242,12 @@ class QueueingBackend(Streams, CpuBackend):
 def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
-    """Neither behind moved rows nor behind a late disk. Where all is there, the training thread waits for nothing."""
+    """Neither after moved rows nor after a late disk. If everything is ready, the training thread waits for nothing."""
     passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
 
     def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
         before = plan.pass_index - 1
-        assert before < 0 or backend.over[before].wait(timeout=60), f"nobody waited for the steps of pass {before}"
+        assert before < 0 or backend.over[before].wait(timeout=60), f"the steps of pass {before} were not awaited"
 
     def each_batch(pass_index: int, batch: int) -> None:
         backend.queue(pass_index, batch)
@@ -272,7 +272,7 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
 
 
 def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while rows are evaluated in the middle of passes, nor when a loop is left early and begun anew."""
+    """Neither while rows are evaluated in the middle of passes, nor when a loop is left early and restarted."""
     passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
     clashes = list[str]()
 
@@ -322,7 +322,7 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 def test_a_failure_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
-    """Its words reach the training loop, all regions are given back, and the same cache goes on."""
+    """Its message reaches the training loop, all regions are returned, and the same cache continues."""
     passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
     take, out = PinnedArena.take, list[int]()
 

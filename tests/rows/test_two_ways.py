@@ -1,4 +1,4 @@
-"""A switch loads rows while others are dumped: into slots that are spare, or whose rows have left."""
+"""A switch loads rows while others are dumped: into spare slots, or slots whose rows have left."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ CASE = Case(
 
 @pytest.fixture(autouse=True)
 def _many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a few rows move by each launch."""
+    """Make each launch move only a few rows."""
     monkeypatch.setattr(packing, "_TRANSFER_BYTES", 1)
 
 
 def bits(
     case: Case, folder: Path, device: Any, *, in_memory: str | None = None, device_budget: Any = "64MiB", **options: Any
 ) -> list[PassReport]:
-    """Train over tiers and in memory, and compare; ``in_memory``: where, if not on the device of the tests.
+    """Train over tiers and in memory, and compare; ``in_memory``: the device for it, by default that of the tests.
 
     device_budget: None for one that leaves no reserve. Returns the reports.
     """
@@ -84,9 +84,9 @@ def bits(
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
     tmp_path: Path, device: str, budget: str | None
 ) -> None:
-    """Where the next pass has more rows than the last, as many, and fewer; and where rows come as late as they may.
+    """If the next pass has more rows than the last, as many, or fewer; and if rows come as late as possible.
 
-    On a GPU with a reserve, rows come while the pass before trains: at once, or late.
+    On a GPU with a reserve, rows move during the previous pass: at once, or late.
     """
     there = shim(late_loads=True) if device == "late" else DEVICES[device]()
     reports = bits(
@@ -99,7 +99,7 @@ def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
 
 
 def test_a_row_that_is_loaded_into_a_slot_in_use_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of each group more than there are free slots: the rows of the pass that trains are not what they were."""
+    """One more row of each group than there are free slots: the rows of the current pass have changed."""
     load_ahead = Packer.load_ahead
 
     def load_more(packer: Packer, load: PassLoad) -> None:
@@ -165,7 +165,7 @@ def test_the_reserve_is_a_tenth_at_most_of_what_rows_and_index_leave(tmp_path: P
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(4, 2000)), min_size=1, max_size=5), st.integers(0, 1 << 26))
 def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], num_bytes: int) -> None:
-    """And has no more slots than the largest pass, which hold all that can come."""
+    """It has no more slots than the largest pass, which suffices for all arriving rows."""
     rows_G, row_bytes_G = zip(*groups, strict=True)
     reserve_G = reserved_rows(rows_G, row_bytes_G, num_bytes)
     assert all(0 <= more <= rows for more, rows in zip(reserve_G, rows_G, strict=True))
@@ -179,9 +179,9 @@ def test_the_reserve_takes_no_more_than_it_may(groups: list[tuple[int, int]], nu
 def test_who_does_not_wait_for_what_was_begun_before_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str
 ) -> None:
-    """On the shim moves are done as late as a GPU may do them, and loads before dumps where nothing holds them.
+    """On the shim moves are done as late as a GPU may do them, and loads before dumps unless they wait.
 
-    So other bytes reach the store: of a load that does not wait for rows to leave, or a writer for the pack.
+    So other bytes reach the store: if a load does not wait for rows to leave, or the writer for the pack.
     """
     monkeypatch.setattr(owner, wait, lambda *_: None)
     with pytest.raises((AssertionError, CorruptBlockError)):
@@ -189,16 +189,16 @@ def test_who_does_not_wait_for_what_was_begun_before_is_caught(
 
 
 class Early(ShimRuntime):
-    """Counts a load as held behind one dump less than it is."""
+    """Counts a load as waiting for one dump less than it does."""
 
     def wait_event(self, dumped: Any) -> None:
-        """Wait for all but the last thing."""
+        """Wait for all but the last dump."""
         dumped.end -= 1
         super().wait_event(dumped)
 
 
 def test_a_load_that_waits_for_one_part_too_few_is_caught(tmp_path: Path) -> None:
-    """So what it waits for is no more than what it must wait for."""
+    """So loads wait for no more than they must."""
     with pytest.raises((AssertionError, CorruptBlockError)):
         bits(CASE, tmp_path, CudaBackend(Early()), device_budget=None)
 
@@ -211,7 +211,7 @@ class Part(CompleteEvent):
 
 
 class NotingBackend(Streams, CpuBackend):
-    """Notes how many parts each switch dumps, and how many of them each load comes behind."""
+    """Records the number of parts that each switch dumps, and how many of them each load waits for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,35 +220,35 @@ class NotingBackend(Streams, CpuBackend):
         self.loads: list[tuple[int, int]] = []
 
     def pack(self, *arguments: Any) -> None:
-        """Count it; behind a load it is the next switch's first."""
+        """Count it; after a load it is the next switch's first."""
         self.packed, self.begun = (1 if self.begun else self.packed + 1), False
         super().pack(*arguments)
 
     def dumped(self) -> Part:
-        """Tell its number."""
+        """Return its number."""
         return Part(self.packed)
 
     def loading(self) -> AbstractContextManager[None]:
-        """Begin with nothing awaited."""
+        """Begin without anything to wait for."""
         self.begun, self.awaited = True, 0
         return super().loading()
 
     def wait_event(self, dumped: Any) -> None:
-        """Note it."""
-        assert dumped.number >= self.awaited, "it came behind more already"
+        """Record it."""
+        assert dumped.number >= self.awaited, "it already waits for more"
         self.awaited = dumped.number
 
     def unpack(self, fields: Any, *arguments: Any) -> None:
-        """Note what it comes behind, but of new rows, which have no state."""
+        """Record the number of dumps that it waits for, except for new rows, which have no state."""
         if len(fields) > 1:
             self.loads.append((self.awaited, self.packed))
         super().unpack(fields, *arguments)
 
 
 def test_loads_come_behind_one_part_of_the_dump_after_the_other(tmp_path: Path) -> None:
-    """What finds spare slots behind none, most behind some, and hardly anything behind all."""
+    """Rows with spare slots wait for none, most rows for some, and few for all."""
     case, backend = replace(CASE, tables=(table("a", 16),), specs=(Spec(name="f", table="a"),)), NotingBackend()
     bits(case, tmp_path, backend, in_memory="cpu")
-    behind = [(awaited, packed) for awaited, packed in backend.loads if packed]
-    assert sum(awaited == 0 for awaited, _ in behind) > 0
-    assert sum(0 < awaited < packed for awaited, packed in behind) > len(behind) // 2
+    waiting = [(awaited, packed) for awaited, packed in backend.loads if packed]
+    assert sum(awaited == 0 for awaited, _ in waiting) > 0
+    assert sum(0 < awaited < packed for awaited, packed in waiting) > len(waiting) // 2

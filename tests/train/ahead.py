@@ -1,4 +1,4 @@
-"""What tests of batches that are made ahead share."""
+"""Shared code of the tests of batches that are made ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE = Case(
 
 
 def threads() -> list[str]:
-    """Return the names of those that make batches."""
+    """Return the names of the threads that make batches."""
     return [t.name for t in threading.enumerate() if t.name.startswith("tiercache-batches") and t.is_alive()]
 
 
@@ -30,7 +30,7 @@ def one_pass(passes: tc.PassDataset, device: str = "cpu") -> tuple[Any, Pass]:
 
 
 def wait_for(seen: Any) -> None:
-    """Wait until ``seen()`` holds."""
+    """Wait until ``seen()`` is true."""
     for _ in range(1000):
         if seen():
             return

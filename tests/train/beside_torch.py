@@ -1,4 +1,4 @@
-"""A small model over a cache in the middle of a pass, and the same model in torch: what loops are compared with."""
+"""A small model over a cache in the middle of a pass, and the same model in torch, to compare loops with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ours(nn.Module):
 
 
 class Theirs(nn.Module):
-    """The same of torch, over places in the tables."""
+    """The same model in torch, over positions in the tables."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, top: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TheirOptimizer:
         ]
 
     def step(self) -> None:
-        """Step all."""
+        """Step both."""
         for one in self.parts:
             one.step()
 
@@ -74,7 +74,7 @@ class TheirOptimizer:
 
 
 class World:
-    """A cache amid a pass, and the same model of torch beside it."""
+    """A cache in the middle of a pass, and the same model in torch."""
 
     def __init__(self, passes: tc.PassDataset, dense: Callable[..., torch.optim.Optimizer] = torch.optim.SGD) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class World:
         return torch.from_numpy(self.cache.fields(name)[0][self.order[name]].copy())
 
     def places(self, batch: tc.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the keys of a batch are in the tables of torch."""
+        """Return the positions of a batch's keys in torch's tables."""
         found = []
         for feature, name in (("f", "a"), ("g", "b")):
             keys = self.current.source.whole.keys(name)[batch.ids[feature].ids]
@@ -119,7 +119,7 @@ class World:
 
     @property
     def waiting(self) -> int:
-        """How many gradients wait for a step."""
+        """The number of gradients that wait for a step."""
         return sum(len(anchor.pending) for anchor in self.optimizer.rows.anchors)
 
 

@@ -52,7 +52,7 @@ SPECS = (
     Spec(name="h", table="b", hotness="multi_hot", mode="mean"),
     Spec(name="i", table="a", hotness="ragged", weighted=True),
 )
-"""Of two tables a and b: features of every hotness, pooled in every way."""
+"""Features of two tables, a and b, with every hotness and every pooling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Case:
         return path
 
     def cut(self, folder: Path) -> tc.PassDataset:
-        """Cut the samples into passes without files of data: the quick way for many examples."""
+        """Cut the samples into passes without data files: fast, for many examples."""
         batch, n = self.samples(), self.num_samples
         cuts = [batch.slice(low, min(low + self.pass_rows, n)) for low in range(0, n, self.pass_rows)]
         return write_dataset(folder, self.schema, cuts)
@@ -155,23 +155,23 @@ class Net(nn.Module):
 
 
 class Kept:
-    """A state that is taken back and given as it is."""
+    """A state that is stored and returned unchanged."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
+        """Set the state."""
         self.state = state
 
 
 @dataclass
 class Result:
-    """What a training ends with."""
+    """The result of a training."""
 
     rows: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
     dense: dict[str, torch.Tensor]
@@ -192,7 +192,7 @@ def train(
 
 
 def registered(cache: Any, case: Case, seed: int = 1, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Return the model of ``case``, which a cache tracks, with ``more``, and what the loop steps."""
+    """Return the model of ``case``, registered with a cache together with ``more``, and the loop's optimizer."""
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
@@ -209,7 +209,7 @@ def run(
     epochs: int | None = None,
     each_batch: Callable[[int, int], None] = lambda p, batch: None,
 ) -> None:
-    """Run the loop of a case on a model that is tracked already."""
+    """Run the loop of a case on a registered model."""
     loss_of = nn.BCEWithLogitsLoss()
     options = {} if case.prefetch is None else {"prefetch": case.prefetch}
     for p in cache.passes(epochs=case.epochs if epochs is None else epochs):
@@ -253,7 +253,7 @@ def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
 
 
 def change_reads(patch: pytest.MonkeyPatch, change: Callable[[int, EncodedBatch], object]) -> None:
-    """Have something done with the first index and the samples of whatever is read of a sub-dataset."""
+    """Apply a function to the first index and the samples of every read of a sub-dataset."""
     read = SubDataset.read
 
     def changed(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
@@ -265,7 +265,7 @@ def change_reads(patch: pytest.MonkeyPatch, change: Callable[[int, EncodedBatch]
 
 
 def gone_from(index: int) -> Callable[[int, EncodedBatch], None]:
-    """Return a change of reads: there are no samples from an index on."""
+    """Return a change of reads that makes samples disappear from an index on."""
 
     def refuse(first: int, _: EncodedBatch) -> None:
         if first >= index:
@@ -304,7 +304,7 @@ def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
 
 
 def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> TierCache:
-    """Open a cache, of a store or at a path, with budgets that hold any small case."""
+    """Open a cache, with a store or a path, and with budgets that hold any small case."""
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
     options.setdefault("device", device_of_tests())
@@ -313,7 +313,7 @@ def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> Ti
 
 
 def resident(passes: tc.PassDataset, **options: Any) -> tc.InMemoryCache:
-    """Open a cache of all rows on the device of the tests."""
+    """Open a cache with all rows on the device of the tests."""
     options.setdefault("device", device_of_tests())
     return tc.InMemoryCache(passes, **options)
 
@@ -327,12 +327,12 @@ def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, *
 def assert_bits_of_memory(
     store: tc.Store, passes: tc.PassDataset, model: nn.Module, case: Case, *, device: Any = None
 ) -> None:
-    """Compare what a training left in a store with the same training in memory."""
+    """Compare a training's results in a store with the same training in memory."""
     assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=device))
 
 
 def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
-    """Return the host budget that the error of too small a one asks for."""
+    """Return the host budget that the error of too small a budget requests."""
     with pytest.raises(tc.TierCacheError) as caught:
         tiered(store, passes, host_budget=1, **options)
     found = re.search(r"raise host_budget to (\d+) bytes", str(caught.value))

@@ -1,4 +1,4 @@
-"""What the tests of trainings share."""
+"""Shared fixtures of the tests of trainings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def world(passes: tc.PassDataset) -> Iterator[World]:
-    """A cache in the middle of a pass, with the same model in torch. The module's case is that of `beside_torch`."""
+    """A cache in the middle of a pass, with the same model in torch. The module's case is from `beside_torch`."""
     made = World(passes)
     yield made
     made.loop.close()

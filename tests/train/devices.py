@@ -1,4 +1,4 @@
-"""Where the trainings of the tests run: TIERCACHE_TEST_DEVICE is "cpu" (as it is where not said), "shim" or "cuda"."""
+"""The device of the tests' trainings: TIERCACHE_TEST_DEVICE is "cpu" (the default), "shim" or "cuda"."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def shim(order: str = "forward", **options: Any) -> CudaBackend:
 
 
 def device_of_tests() -> Any:
-    """Return what a cache takes as its device."""
+    """Return the device argument of a cache."""
     return shim() if DEVICE == "shim" else DEVICE
 
 
 def cuda_device(order: str = "forward") -> Any:
-    """Return a GPU where the tests have one, else the shim."""
+    """Return a GPU if the tests have one, else the shim."""
     return "cuda" if DEVICE == "cuda" else shim(order)
 
 

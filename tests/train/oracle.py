@@ -38,7 +38,7 @@ def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
 
 
 class Oracle:
-    """All rows of a case in one parameter a table, looked up by torch and stepped by torch or by hand."""
+    """All rows of a case in one parameter per table, looked up by torch and stepped by torch or by hand."""
 
     def __init__(self, case: Case, passes: tc.PassDataset, device: torch.device) -> None:
         self.case, self.passes, self.device = case, passes, device
@@ -68,7 +68,7 @@ class Oracle:
         return isinstance(self.optimizers[name], torch.optim.SparseAdam)
 
     def _optimizer(self, name: str) -> Any:
-        """Return torch's optimizer for a table, None for decay of touched rows, momentum, row-wise rules."""
+        """Return torch's optimizer for a table, or None for decay of touched rows, momentum and row-wise rules."""
         match self.tables[name].optimizer:
             case tc.optim.SGD(learning_rate=rate, decay=0.0, momentum=0.0):
                 return torch.optim.SGD([self.weights[name]], lr=rate)
@@ -162,7 +162,7 @@ class Oracle:
         weight.grad = None
 
     def _step_of_torch(self, name: str, optimizer: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Step touched rows alone by an optimizer of torch, which changes their state in place; return them."""
+        """Step only touched rows with a torch optimizer, which changes their state in place; return them."""
         (group,) = optimizer.param_groups
         (rows,) = group["params"]
         group["lr"], optimizer.state[rows] = self.rates[name], state
@@ -171,7 +171,7 @@ class Oracle:
         return rows
 
     def _stepped(self, name: str, rows: Any, gradient: Any, states: list[torch.Tensor]) -> torch.Tensor:
-        """Return touched rows after a step that is written out; their states change in place."""
+        """Return touched rows after a step written by hand; their states change in place."""
         spec, rate, step = self.tables[name].optimizer, self.rates[name], self.steps[name]
         if getattr(spec, "decoupled", False):
             rows = rows * (1 - rate * spec.decay)

@@ -1,4 +1,4 @@
-"""Trainings of raw keys: the samples of a dataset, given as a loader of one's own would."""
+"""Trainings with raw keys: the samples of a dataset, as a user's own loader would give them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_passes(folder: Path) -> tc.PassDataset:
 
 
 def key_sets(folder: Path, samples: tc.PassDataset) -> tc.PassDataset:
-    """Write the key sets of passes alone, each in an order of its own."""
+    """Write only the key sets of passes, each in a different order."""
     rng = np.random.default_rng(0)
     passes = ({t.name: rng.permutation(p.keys(t.name)) for t in samples.tables} for p in samples)
     return tc.write_key_sets(folder, samples.schema, passes)
@@ -62,7 +62,7 @@ def key_sets(folder: Path, samples: tc.PassDataset) -> tc.PassDataset:
 def batch_arguments(
     samples: tc.PassDataset, sub_dataset: int, first: int, size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keys, and all else that ``Pass.batch`` takes, of some samples; as tensors where ``first`` is even."""
+    """Return keys and the other arguments of ``Pass.batch`` for some samples; as tensors if ``first`` is even."""
     source = samples.passes[sub_dataset]
     read = source.read(np.arange(first, min(first + size, source.samples)))
     keys, weights = {}, {}
@@ -91,7 +91,7 @@ def run_raw(
     change: Callable[[int, dict[str, Any]], None] = lambda p, keys: None,
     **options: Any,
 ) -> None:
-    """Run the loop of a case, which takes samples in their order, and begins where the pass says."""
+    """Run the loop of a case, which takes samples in order, from the pass's position."""
     loss_of = nn.BCEWithLogitsLoss()
     for p in cache.passes(epochs=case.epochs):
         each_pass(p)

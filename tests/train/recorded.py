@@ -24,10 +24,10 @@ TABLES = ("user", "item", "tag")
 
 
 class Clicks(Dataset[Any]):
-    """A dataset that knows nothing of tiercache: a user, four items with padding, a tag, and random noise."""
+    """A dataset that does not know tiercache: a user, four items with padding, a tag, and random noise."""
 
     def __init__(self, samples: int = SAMPLES, *, draws: bool = False) -> None:
-        """draws: whether the last two items are negatives that are drawn when a sample is read."""
+        """draws: True if the last two items are negatives drawn when a sample is read."""
         chance = np.random.default_rng(0)
         self.users = torch.from_numpy(chance.integers(0, USERS, samples))
         self.items = torch.from_numpy(chance.integers(0, ITEMS, (samples, 4)))
@@ -50,7 +50,7 @@ class Net(nn.Module):
     """Two tables of single keys and one of bags, a batch norm, and dropout."""
 
     def __init__(self, *, device: str = "cpu", more: int = 0) -> None:
-        """device: of the tables. more: rows of each table after the last key."""
+        """device: of the tables. more: extra rows of each table after the last key."""
         super().__init__()
         self.user = nn.Embedding(USERS + more, DIM, sparse=True, device=device)
         self.item = nn.Embedding(ITEMS + more, DIM, padding_idx=0, sparse=True, device=device)
@@ -69,13 +69,13 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def converted(device: str = "cpu") -> nn.Module:
-    """Return the model with tables of ours."""
+    """Return the model with our tables."""
     torch.manual_seed(3)
     return tc.convert(Net(device=device), optimizer=tc.optim.SGD(learning_rate=RATE))
 
 
 def loader(dataset: Any = None, **arguments: Any) -> DataLoader[Any]:
-    """Return a loader of torch's."""
+    """Return a torch DataLoader."""
     return DataLoader(Clicks() if dataset is None else dataset, **({"batch_size": BATCH} | arguments))
 
 
@@ -91,7 +91,7 @@ def indices(data: tc.PassDataset) -> list[np.ndarray[Any, Any]]:
 
 
 class Step:
-    """The step of a loop that knows nothing of passes."""
+    """The step of a loop that does not know passes."""
 
     def __init__(self, model: nn.Module, optimizers: list[Any]) -> None:
         self.model, self._optimizers = model, optimizers

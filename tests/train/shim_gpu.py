@@ -1,7 +1,7 @@
 """A GPU on the CPU: whole trainings run the CUDA sources through the shim.
 
-Its memory is guarded, host memory must be pinned before kernels see it, and what is done on other streams than the
-training's is done as late as a GPU might.
+Its memory is guarded, host memory must be pinned before kernels see it, and work on streams other than the training's
+is done as late as a GPU might do it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NUMPY = {there: here.type for here, there in TORCH_DTYPES.items()}
 
 
 class ShimRuntime:
-    """Give it to a `CudaBackend`."""
+    """The runtime for a `CudaBackend`."""
 
     name = "shim"
     device = torch.device("cpu")
 
     def __init__(self, order: str = "forward", free_bytes: int = 1 << 30, *, late_loads: bool = False) -> None:
-        """``late_loads``: rows are loaded when a kernel needs them; torch, which looks at some of them, does not."""
+        """``late_loads``: rows are loaded when a kernel needs them; torch, which reads some of them, does not."""
         self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
         self._late_loads = late_loads
         self.kernels.upload = self._upload
@@ -48,20 +48,20 @@ class ShimRuntime:
         self.exchanges: list[str] = []
 
     def prepare(self) -> None:
-        """Sources are compiled when they are launched."""
+        """Do nothing: sources are compiled when they are launched."""
 
     def stream(self) -> int:
-        """Return the address of no stream."""
+        """Return a dummy address."""
         return 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of rubbish in guarded memory."""
+        """Return a tensor with garbage in guarded memory."""
         array = self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype])
         self.kernels.need(array)
         return torch.from_numpy(array)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Note where it lies."""
+        """Record its address."""
         array = np.empty(tuple(shape), _NUMPY[dtype])
         self._pinned[array.ctypes.data] = array.nbytes
         weakref.finalize(array, self._pinned.pop, array.ctypes.data, None)
@@ -75,13 +75,13 @@ class ShimRuntime:
         return there
 
     def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
-        """Take what the host has now; what is lasting, when it is done."""
+        """Copy the host's current bytes; for a lasting array, when the copy is done."""
         taken = host if lasting else host.clone()
         if not self._upload(lambda: there.copy_(taken)):
             self.kernels.do(lambda: there.copy_(taken))
 
     def _upload(self, work: Callable[[], object]) -> bool:
-        """Do it later where it is an upload."""
+        """Defer it if it is an upload."""
         if not getattr(self._thread, "uploading", False):
             return False
         with self._lock:
@@ -90,7 +90,7 @@ class ShimRuntime:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Do copies inside only when somebody waits for them."""
+        """Run the copies inside only when a thread waits for them."""
         self._thread.uploading = True
         with self._lock:
             self._uploading += 1
@@ -102,7 +102,7 @@ class ShimRuntime:
                 self._uploading -= 1
 
     def uploaded(self) -> int:
-        """Return how many copies there were."""
+        """Return the number of copies so far."""
         with self._lock:
             return self._received + len(self._uploads)
 
@@ -126,7 +126,7 @@ class ShimRuntime:
         return tensor.clone().numpy()
 
     def address_of(self, array: NDArray[np.float32]) -> int:
-        """Refuse what a GPU could not reach."""
+        """Refuse an address that a GPU could not reach."""
         begin = array.ctypes.data
         assert self._reaches(begin, array.nbytes), "a kernel is given host memory that is not pinned"
         return begin
@@ -136,30 +136,30 @@ class ShimRuntime:
         return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
 
     def memory_info(self) -> tuple[int, int]:
-        """What the test says."""
+        """Return the numbers that the test sets."""
         return self.free_bytes, 1 << 31
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Refuse to pin anything twice."""
+        """Refuse to pin memory twice."""
         assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned_pages.items())
         self.pinned_pages[address] = num_bytes
 
     def unpin(self, address: int) -> None:
-        """Refuse what is not pinned, and what moves still use."""
+        """Refuse memory that is not pinned, or still used by moves."""
         last = address + self.pinned_pages.pop(address)
         assert not self.kernels.still_move(address, last), "rows still move through these pages"
 
     def dumping(self) -> AbstractContextManager[None]:
-        """Do it late."""
+        """Defer it."""
         return self.kernels.on(self.kernels.dumps, behind_training=True)
 
     def dumped(self) -> Event:
-        """Return the end of what was begun."""
+        """Return the end of the work begun so far."""
         return Event(self.kernels, self.kernels.dumps)
 
     @contextmanager
     def loading(self, *, ahead: bool = False) -> Iterator[None]:
-        """Do it late, and before dumps where it is not held behind them; what is ahead late, or at once."""
+        """Load late, and before dumps unless it must wait for them; loads ahead of time run late, or at once."""
         if ahead:
             with self.kernels.on(self.kernels.loads, behind_training=False):
                 yield
@@ -173,19 +173,19 @@ class ShimRuntime:
             self.kernels.hold_training(self.kernels.loads, self.kernels.dumps)
 
     def wait_event(self, dumped: Event) -> None:
-        """Have loads wait."""
+        """Make loads wait."""
         with self.kernels.on(self.kernels.loads, behind_training=False):
             self.kernels.do(dumped.wait)
 
     def loaded(self) -> Event:
-        """Return the end of what was begun."""
+        """Return the end of the work begun so far."""
         if not self._late_loads:
             self.kernels.finish()
         return Event(self.kernels, self.kernels.loads)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
-        """Do it late."""
+        """Defer it."""
         try:
             with self.kernels.on(self.kernels.searches, behind_training=False):
                 yield
@@ -194,32 +194,32 @@ class ShimRuntime:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Note it; what is done inside is done at once, as it travels through the CPU."""
+        """Record it; work inside is done at once, because it passes through the CPU."""
         self.exchanges.append(threading.current_thread().name)
         yield
 
     def exchanged(self) -> int:
-        """Return nothing that is received."""
+        """Return nothing, because nothing is received."""
         return 0
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Nothing: memory comes back when nobody refers to it."""
+        """Do nothing: memory is freed by its last reference."""
 
     def trained(self) -> CompleteEvent:
-        """Return a moment that is over: steps are done when they are launched."""
+        """Return a completed event: steps are done when they are launched."""
         return CompleteEvent()
 
     def synchronize(self) -> None:
-        """Do what was deferred."""
+        """Do the deferred work."""
         self.kernels.catch_up()
 
     def enter_thread(self) -> None:
-        """Note the thread."""
+        """Record the thread."""
         self.threads.add(threading.current_thread().name.split("_")[0])
 
     def random_state(self) -> torch.Tensor:
-        """It has no generator of its own."""
+        """Return None: the shim has only the CPU's generators."""
         return torch.zeros(1, dtype=torch.uint8)
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """It has none."""
+        """Do nothing, see ``random_state``."""

@@ -1,7 +1,7 @@
 """Memory and streams of a GPU on the CPU: arrays are guarded, and work is done as late as a GPU might do it.
 
-That is when somebody waits for it, or when something comes that was told to come behind it; and of two streams that
-wait for nothing of each other, the one that was begun last goes first.
+Work is done when a thread waits for it, or when other work must follow it. Of two independent streams, the one that was
+started last runs first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class LentMemory(GuardedMemory):
-    """Arrays that come back when nobody refers to them."""
+    """Arrays that are returned by their last reference."""
 
     def __init__(self, *, at_end: bool) -> None:
         super().__init__(at_end=at_end)
-        self._lock = threading.RLock()  # batches are made on threads of their own
+        self._lock = threading.RLock()  # batches are made on their own threads
         self._lost: list[tuple[int, int, int, int]] | None = None
-        """Blocks that came back during a check, which looks at all."""
+        """Blocks that were returned during a check, which reads all."""
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array full of rubbish."""
+        """Return an array full of garbage."""
         with self._lock:
             flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
             block = self._blocks[-1]
@@ -52,7 +52,7 @@ class LentMemory(GuardedMemory):
                 _LIBC.munmap(block[0], block[1])
 
     def check(self) -> None:
-        """Look at all blocks while none is unmapped."""
+        """Check all blocks while none is unmapped."""
         with self._lock:
             self._lost = lost = []
             try:
@@ -64,14 +64,14 @@ class LentMemory(GuardedMemory):
 
 
 class Late(NamedTuple):
-    """Something to do, and the host memory that it reads or writes."""
+    """A deferred action, and the host memory that it reads or writes."""
 
     work: Callable[[], object]
     host: list[int]
 
 
 class LateStream:
-    """Work in order, done when it is asked for."""
+    """Work in order, done on demand."""
 
     def __init__(self) -> None:
         self.waiting: deque[Late] = deque()
@@ -80,18 +80,18 @@ class LateStream:
 
     @property
     def end(self) -> int:
-        """How much was given to it so far."""
+        """The amount of work queued so far."""
         return self._done + len(self.waiting)
 
     def run_to(self, end: int) -> None:
-        """Do what was given to it first."""
+        """Do its work up to a position."""
         while self._done < end:
             self._done += 1
             self.waiting.popleft().work()
 
 
 class LateKernels(ShimDevice):
-    """Launches of the training as they come, others later."""
+    """Runs the training's launches at once and others later."""
 
     def __init__(self, order: str, reaches: Callable[[int], bool]) -> None:
         super().__init__(order)
@@ -100,35 +100,35 @@ class LateKernels(ShimDevice):
         self.lock = threading.RLock()
         self._current: LateStream | None = None
         self._awaited: list[tuple[LateStream, int]] = []
-        """What the training's next work comes behind."""
+        """The work that the training's next work must follow."""
         self._reaches = reaches
         self.upload: Callable[[Callable[[], object]], bool] = lambda work: False
-        """Takes work where the thread uploads; what that needs is kept until ``uploaded``."""
+        """Queues work of the uploading thread; arrays that it needs are kept until ``uploaded``."""
         self._to_upload: list[NDArray[Any]] = []
 
     def uploaded(self) -> None:
-        """Let go of what uploads needed."""
+        """Release the arrays that uploads needed."""
         self._to_upload.clear()
 
     @property
     def deferring(self) -> bool:
-        """Whether another stream than the training's is current."""
+        """True if the current stream is not the training's."""
         return self._current is not None
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Keep it for what the current stream does later."""
+        """Keep it for the current stream's later work."""
         there = super().put(table)
         self.need(there)
         return there
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of rubbish; a stream takes memory back in order, so it stays until all is done."""
+        """Return an array of garbage; a stream frees memory in order, so it stays until all work is done."""
         array = super().empty(size, dtype)
         self.need(array)
         return array
 
     def need(self, array: NDArray[Any]) -> None:
-        """Keep an array for what the current stream does with it later."""
+        """Keep an array for the current stream's later work."""
         if self.upload(lambda: None):
             self._to_upload.append(array)
         elif self._current is not None:
@@ -141,7 +141,7 @@ class LateKernels(ShimDevice):
 
     @contextmanager
     def on(self, stream: LateStream, *, behind_training: bool) -> Iterator[None]:
-        """Give what is done inside to a stream."""
+        """Queue the work inside on a stream."""
         before, self._current = self._current, stream
         if behind_training:
             awaited = list(self._awaited)  # its own work is done
@@ -152,12 +152,12 @@ class LateKernels(ShimDevice):
             self._current = before
 
     def hold_training(self, *streams: LateStream) -> None:
-        """Have the training's next work come behind what these were given."""
+        """Make the training's next work follow the queued work of these streams."""
         with self.lock:  # another thread may be running what a stream was given
             self._awaited += [(stream, stream.end) for stream in streams]
 
     def do(self, work: Callable[[], object], host: Sequence[int] = ()) -> None:
-        """Do something on the stream that is current; threads beside the training's wait for all."""
+        """Do work on the current stream; threads other than the training's wait for all work."""
         if self.upload(work):
             return
         with self.lock:
@@ -172,7 +172,7 @@ class LateKernels(ShimDevice):
                 work()
 
     def finish(self) -> None:
-        """Do what was given to the current stream, or what the training comes behind."""
+        """Do the queued work of the current stream, or the work that the training must follow."""
         with self.lock:
             if self._current is not None:
                 self._current.run_to(self._current.end)
@@ -182,7 +182,7 @@ class LateKernels(ShimDevice):
                 self._let_go()
 
     def catch_up(self) -> None:
-        """Do all that was begun."""
+        """Do all pending work."""
         with self.lock:
             self._awaited = []
             self._run([(stream, stream.end) for stream in (self.loads, self.dumps, self.searches)])
@@ -198,7 +198,7 @@ class LateKernels(ShimDevice):
                 stream.needed.clear()
 
     def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Sort what the current stream has made by then: an upload, or a step, which nobody defers."""
+        """Sort the slots that the current stream has written by then; for an upload, or a step (never deferred)."""
         ordered, order = self.empty(keys.size, np.int32), self.empty(keys.size, np.int64)
 
         def work() -> None:
@@ -211,7 +211,7 @@ class LateKernels(ShimDevice):
         return ordered, order
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
-        """Run a kernel, now or later; the host memory of rows that it moves must be there then."""
+        """Run a kernel, now or later; the host memory of rows that it moves must exist then."""
         host: list[int] = []
         if kernel in {"rows.pack", "rows.unpack"}:
             pieces = arguments[0]
@@ -225,20 +225,20 @@ class LateKernels(ShimDevice):
         self.do(work, host)
 
     def still_move(self, begin: int, last: int) -> bool:
-        """Return whether something that was begun and is not done reads or writes these host addresses."""
+        """Return True if pending work reads or writes these host addresses."""
         with self.lock:
             streams = self.loads, self.dumps, self.searches
             return any(begin <= at < last for stream in streams for late in stream.waiting for at in late.host)
 
 
 class Event:
-    """The end of a stream as it was."""
+    """The current end of a stream."""
 
     def __init__(self, kernels: LateKernels, stream: LateStream) -> None:
         with kernels.lock:
             self._kernels, self.stream, self.end = kernels, stream, stream.end
 
     def wait(self) -> None:
-        """Have it done so far."""
+        """Do the work up to it."""
         with self._kernels.lock:
             self.stream.run_to(self.end)

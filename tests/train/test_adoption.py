@@ -1,8 +1,8 @@
-"""A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to the numbers that torch gives.
+"""A plain DLRM adopts tiercache by replacing its `nn.EmbeddingBag`s, and trains to torch's numbers.
 
 Both sides run the loop that people write, and the same variants of it: loss scaling, clipping, schedulers,
 accumulation, two optimizers, batches fetched ahead. The rows are out of core: the device holds a quarter of them, and
-in the middle the process that trains is killed; another one goes on from its last commit.
+in the middle the training process is killed; another one resumes from its last commit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 TABLES, ROWS, DIM, DENSE = 8, 400, 16, 4
 PASSES, BATCHES, BATCH, EPOCHS = 8, 5, 32, 5
 SAMPLES = BATCH * BATCHES - 5
-"""Of a pass: its last batch is smaller, and is not divided by two."""
+"""Samples of a pass: its last batch is smaller, and is not divided by two."""
 STEPS = PASSES * BATCHES * EPOCHS
 GIVEN_UP = STEPS // 2 + 2
-"""The step where a training ends, to go on from its last commit."""
+"""The step at which a training ends, to be resumed from its last commit."""
 FORKED = multiprocessing.get_context("forkserver")
-"""Makes processes that have imported everything, and have no threads yet."""
+"""Creates processes that have imported everything, and have no threads yet."""
 FORKED.set_forkserver_preload(["tests.train.test_adoption"])
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
@@ -79,7 +79,7 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(1)
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Return all but the tables'."""
+        """Return all parameters but the tables."""
         return [*self.bottom.parameters(), *self.top.parameters()]
 
 
@@ -87,7 +87,7 @@ class DLRM(nn.Module):
 
 
 def schema_of(optimizer: str) -> tc.Schema:
-    """Eight tables, of which half have bags of any length."""
+    """Return a schema of eight tables, half of which have bags of any length."""
     features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one_hot") for t in range(TABLES)]
     initializer = tc.init.Uniform(low=-0.3, high=0.3)
     tables = [
@@ -120,17 +120,17 @@ def samples() -> list[RawBatch]:
 
 @dataclass
 class Side:
-    """A model with what trains it; the loops see nothing else."""
+    """A model and its optimizers; the loops see nothing else."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     clip: Callable[[float], Any]
     rate_optimizers: list[torch.optim.Optimizer]
-    """What a scheduler is made for."""
+    """The optimizers that get a scheduler."""
     register: Callable[..., None]
     losses: dict[int, float] = field(default_factory=dict)
     overflows: bool = True
-    """Whether losses are sometimes so large that scaled gradients are infinite."""
+    """True if losses are sometimes so large that scaled gradients are infinite."""
     rows: list[Any] = field(default_factory=list)
 
 
@@ -139,23 +139,23 @@ Batches = Any
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop over the batches of a pass, and what it has beside model and optimizers."""
+    """A training loop over the batches of a pass, with its state besides model and optimizers."""
 
     run: Callable[[Side, dict[str, Any], Batches], None]
     begin: Callable[[Side, dict[str, Any]], None] = lambda _side, _state: None
     fetches_ahead: bool = False
-    """Whether it takes its batches from a loader that fetches one ahead and knows no passes."""
+    """True if it takes its batches from a loader that fetches one ahead and does not know passes."""
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """Return torch's. An accumulator that begins at 0 would divide small gradients, and their noise, by themselves."""
+    """Return torch's. An accumulator that starts at 0 would divide small gradients, and their noise, by themselves."""
     if name == "Adagrad":
         return torch.optim.Adagrad(parameters, lr=DENSE_RATE, initial_accumulator_value=0.1)
     return torch.optim.SGD(parameters, lr=DENSE_RATE)
 
 
 def torch_optimizer(name: str, model: DLRM, tables: slice = slice(None), dense: list[Any] | None = None) -> Any:
-    """Return torch's optimizer, whose second group are tables."""
+    """Return torch's optimizer, with the tables as its second group."""
     groups = [
         {"params": model.dense_parameters() if dense is None else dense, "lr": DENSE_RATE},
         {"params": [p for table in model.tables[tables] for p in table.parameters()], "lr": ROW_RATE},
@@ -195,7 +195,7 @@ def train_in_memory(side: Side, loop: Loop, data: list[RawBatch]) -> None:
 
 
 def torch_batch(part: RawBatch) -> tuple[Any, ...]:
-    """Return (dense, bags, label) as torch takes them, and a weight of 1."""
+    """Return (dense, bags, label) in torch's form, and a weight of 1."""
     bags = []
     for one in part.features.values():
         offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
@@ -262,7 +262,7 @@ def ours_until(
     optimizer: str, store: tc.Store | Path, passes: tc.PassDataset, loop: Loop, losses: dict[int, float],
     stop: int | None, end: Callable[[], None] = give_up, *, gan: bool, rank: int = 0, size: int = 1,
 ) -> Side:  # fmt: skip
-    """Train up to a step, where ``end`` is called."""
+    """Train up to a step, then call ``end``."""
     torch.manual_seed(1)
     model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
     parts: list[Any] = [model.parameters()]
@@ -289,7 +289,7 @@ def row_bytes(optimizer: str) -> int:
 
 
 def numbered(p: tc.Pass, batches: Iterator[tc.Batch]) -> Batches:
-    """Give the batches of a pass with their steps, as loops take them."""
+    """Yield the batches of a pass with their steps, as loops take them."""
     return (
         (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
         for b, batch in enumerate(batches)
@@ -303,7 +303,7 @@ def by_pass(cache: tc.TierCache, stop: int | None, end: Callable[[], None]) -> I
 
 
 def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
-    """Fetch each batch before the one ahead of it is trained, as Lightning does."""
+    """Fetch each batch before the previous one is trained, as Lightning does."""
     held = next(loader)
     for following in loader:
         yield held
@@ -312,7 +312,7 @@ def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
 
 
 def checked(p: Any, stop: int | None, end: Callable[[], None]) -> Iterator[Any]:
-    """Yield batches up to the one where the process ends."""
+    """Yield batches up to the one at which the process ends."""
     for b, batch in enumerate(p.batches(BATCH)):
         if p.index * BATCHES + b == stop:
             end()
@@ -353,7 +353,7 @@ def begin_scaled(side: Side, state: dict[str, Any]) -> None:
 
 
 def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """Clipping by the norm of all gradients, over two accumulated batches where there are two."""
+    """Clip by the norm of all gradients, over two accumulated batches if there are two."""
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight * 5
         loss.backward()
@@ -366,7 +366,7 @@ def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 
 def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """Both, as the documentation of AMP has it."""
+    """Both, as in AMP's documentation."""
     scaler = state["scaler"]
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight
@@ -392,13 +392,13 @@ def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
 
 
 def begin_schedulers(side: Side, state: dict[str, Any], schedulers: list[Any]) -> None:
-    """Have them stepped, and kept by commits."""
+    """Register them, so that they are stepped and committed."""
     state["schedulers"] = schedulers
     side.register(**{f"scheduler{i}": one for i, one in enumerate(schedulers)})
 
 
 def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """A rate of its own for every step."""
+    """Set a different rate at every step."""
     for batch in batches:
         stepped_rate(side, state, [batch])
 
@@ -425,7 +425,7 @@ def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 
 def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """Two optimizers: each backward reaches the parameters of both, and each step takes its own alone."""
+    """Two optimizers: each backward reaches the parameters of both, and each step takes only its own."""
     generator, discriminator = side.optimizers
     for step, dense, bags, label, weight in batches:
         discriminator.zero_grad()
@@ -468,7 +468,7 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 @pytest.mark.parametrize("name", ["plain", "GradScaler", "clip_grad_norm", "both", "OneCycleLR", "accumulation"])
 def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str) -> None:
-    """With DistributedDataParallel and last batches that two do not share evenly; where one overflows all skip."""
+    """With DistributedDataParallel and uneven last batches; if one rank overflows all skip."""
     data = samples()
     write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=False)

@@ -1,4 +1,4 @@
-"""Every mistake on the training side gets one sentence, and the store stays at its last commit."""
+"""Every mistake in training raises one clear error, and the store stays at its last commit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(passes: tc.PassDataset) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
-    """A store after one epoch; whatever a test does wrong, it stands there still."""
+    """A store after one epoch; after any mistake of a test it is still at that commit."""
     shutil.copytree(trained, tmp_path / "model.tc")
     with tc.Store.open(tmp_path / "model.tc") as store:
         assert store.commit is not None
@@ -66,7 +66,7 @@ def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
 
 @contextlib.contextmanager
 def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
-    """Expect an error of one line that holds all of ``words``."""
+    """Expect a one-line error that contains all of ``words``."""
     with pytest.raises(kind) as caught:
         yield
     text = str(caught.value)
@@ -79,7 +79,7 @@ def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: st
 
 
 def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The error names what is needed and given, to the byte, and one byte decides."""
+    """The error names the needed and given bytes, and one byte decides."""
     with tiered(store, passes) as cache:
         needed = cache.device_bytes
     told = f"need {needed:,} bytes on", f"is {needed - 1:,} bytes:", f"--device-budget {needed - 1},"
@@ -119,7 +119,7 @@ def test_the_host_budget_that_the_error_names_is_exactly_enough(
 def test_options_that_a_store_cannot_be_trained_with_are_refused(
     store: tc.Store, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
-    """What is no size says what one looks like; the order belongs to what was trained."""
+    """The error for an invalid size shows a valid one; the order belongs to the trained schedule."""
     with one_sentence(kind, *words):
         tiered(store, passes, **options)
 
@@ -146,7 +146,7 @@ def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
 def test_an_evaluation_set_with_other_features_is_refused(
     store: tc.Store, passes: tc.PassDataset, tmp_path: Path
 ) -> None:
-    """A feature that the model looks up must be there, as it was trained."""
+    """A feature that the model looks up must exist, with its trained description."""
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
     with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
@@ -154,7 +154,7 @@ def test_an_evaluation_set_with_other_features_is_refused(
 
 
 def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
-    """A second writer, in this process or another, is told who the first one is."""
+    """A second writer, in this process or another, gets an error that names the first one."""
     with one_sentence(StoreInUseError, str(store.path)):
         tc.Store.open(store.path)
     script = f"import tiercache.store as s; s.Store.open({str(store.path)!r})"
@@ -177,7 +177,7 @@ class Holder:
         return {"inside": [{"value": self.value}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back."""
+        """Set it."""
         self.value = state["inside"][0]["value"]
 
 
@@ -191,7 +191,7 @@ UNSTORABLE: list[Callable[[], Any]] = [
 def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
     store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
-    """Functions, files, arrays and numbers of numpy, classes: their place in a state_dict, or that they have none."""
+    """Functions, files, arrays and numbers of numpy, classes: the error names their place in a state_dict."""
     with tiered(store, passes) as cache:
         with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
             cache.register(extra=Holder(make()))
@@ -227,7 +227,7 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
 def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
     store: tc.Store, passes: tc.PassDataset, name: str, outputs: int, words: list[str]
 ) -> None:
-    """The error names both sets of names, or the object and what does not fit."""
+    """The error names both sets of names, or the object and the mismatch."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         model.top = nn.Linear(model.bag.out_features + 1, outputs)
@@ -238,9 +238,9 @@ def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
 
 
 def test_a_dataset_may_be_given_by_its_path_and_nothing_else_is_one(store: tc.Store, passes: tc.PassDataset) -> None:
-    """A path is opened; None, or a folder without a dataset, is a sentence."""
+    """A path is opened; None, or a folder without a dataset, raises an error."""
     with tiered(store, passes.path) as cache:  # type: ignore[arg-type]
         assert cache.dataset.digest == passes.digest
-    for data, message in ((None, "the data are NoneType: give a PassDataset"), ("nowhere", "there is no dataset in")):
+    for data, message in ((None, "not NoneType"), ("nowhere", "no dataset found in")):
         with pytest.raises(DatasetError, match=message):
             tiered(store, data)  # type: ignore[arg-type]

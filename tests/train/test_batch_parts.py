@@ -1,4 +1,4 @@
-"""What a batch is made of: its stretch of the order of samples, and memory of a pool."""
+"""The parts of a batch: its range of the sample order, and memory from a pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.train.batches import sample_order
 from tiercache.train.passes import Pass
 
 MANY = 10**15
-"""Samples of a pass whose order no memory holds."""
+"""Samples of a pass whose order does not fit in memory."""
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -23,7 +23,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuffle: bool) -> None:
-    """Of a pass of 10^15 samples, after a commit inside it: the next batches come at once, and so does the last."""
+    """With 10^15 samples, after a commit inside the pass: the next batches come at once, and so does the last."""
     whole = SimpleNamespace(keys=nothing, schema=None)
     source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
     rows: Any = SimpleNamespace(check=nothing)
@@ -43,7 +43,7 @@ def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuf
 
 
 def test_threads_never_hold_the_same_memory() -> None:
-    """Each writes its own number all over what it takes, and finds it there until it lets go."""
+    """Each fills its memory with its own number, and finds it unchanged until it releases it."""
     pool, wrong = BufferPool(), []
 
     def take(number: int) -> None:

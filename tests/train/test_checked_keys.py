@@ -1,4 +1,4 @@
-"""p.loader: keys in training have to be those of the pass, and what a pass cannot feed is refused."""
+"""p.loader: training keys must be in the pass, and data that a pass cannot feed is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_order(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
 
 
 class Changed(Clicks):
-    """Clicks of which one has changed since they were recorded."""
+    """Clicks with one sample changed since they were recorded."""
 
     def __init__(self, user: int) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ def test_a_key_that_the_pass_lacks_names_the_batch(tmp_path: Path, in_order: tc.
 
 
 def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """Although the pass has its keys; shuffled, or if you say so, this is not checked, and the training is exact."""
+    """Even if the pass has its keys; this is not checked for shuffled batches or on request, and training is exact."""
     users = in_order.passes[0].keys("user").tolist()
     other = next(user for user in users if user != int(Clicks().users[33]))
-    told = "recorded batch 1 of pass 0", "1 of the 3 lookups", "check_keys=False", "Record key sets again"
+    told = "recorded batch 1 of pass 0", "1 of its 3 recorded lookups", "check_keys=False", "Record key sets again"
     with one_sentence(DatasetError, *told):
         train(tmp_path / "a", in_order, Changed(other))
     train(tmp_path / "b", in_order, Changed(other), shuffle=True)
@@ -105,12 +105,12 @@ def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_pa
     for name, arguments in {"a": {}, "b": {"shuffle": True, "batch_size": 11, "num_workers": 2}}.items():
         train(tmp_path / name, data, dataset, **arguments)
     new = record(tmp_path / "new", loader(dataset))
-    with one_sentence(KeyNotInPassError, "random numbers are not those that were recorded", "same_draws=True"):
+    with one_sentence(KeyNotInPassError, "random numbers differ from the recording", "same_draws=True"):
         train(tmp_path / "c", new, dataset)
 
 
 def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
-    """Losses are those of torch with one more id in place of rare ones, also of a validation under no_grad."""
+    """Losses equal torch's with one id in place of rare ones, also for a validation under no_grad."""
     dataset = Clicks()
     data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
     rare = data.rare_keys()
@@ -180,35 +180,35 @@ def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.Pass
 
 
 def again(p: tc.Pass) -> None:
-    """Ask for other batches after the first one."""
+    """Request other batches after the first one."""
     next(iter(p.loader(Clicks(), shuffle=True)))
     next(iter(p.loader(Clicks())))
 
 
 def after(p: tc.Pass) -> None:
-    """Ask for a sampler after a batch of a loader."""
+    """Request a sampler after a batch of a loader."""
     next(iter(p.loader(Clicks())))
     p.sampler()
 
 
 def both(p: tc.Pass) -> None:
-    """Ask for a loader after a sampler."""
+    """Request a loader after a sampler."""
     p.sampler()
     p.loader(Clicks())
 
 
 REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]]] = {
     "a dataset of another length": (
-        lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, and had 600 when its key sets were recorded"],
+        lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, but had 600 when its key sets were recorded"],
     ),
-    "no dataset": (lambda p: p.loader(iter([1])), TypeError, ["give the dataset of the loader"]),
+    "no dataset": (lambda p: p.loader(iter([1])), TypeError, ["pass the dataset of the loader"]),
     "a sampler": (lambda p: p.loader(Clicks(), sampler=[1]), ValueError, ["takes no sampler", "p.sampler()"]),
     "a generator": (lambda p: p.loader(Clicks(), generator=torch.Generator()), ValueError, ["takes no generator"]),
     "drop_last": (lambda p: p.loader(Clicks(), drop_last=True), ValueError, ["trains all its samples"]),
-    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["batch_size is 0"]),
-    "another order": (again, StateError, ["stands after 20 samples in the order", "ask for the same order"]),
+    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["invalid batch_size 0"]),
+    "another order": (again, StateError, ["is after 20 samples in the order", "request the same order"]),
     "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
-    "a loader after a sampler": (both, StateError, ["has samples of p.sampler()"]),
+    "a loader after a sampler": (both, StateError, ["already uses p.sampler()"]),
     "batches": (lambda p: list(p.batches(5)), DatasetError, ["take its batches from p.loader(dataset)"]),
     "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["unknown table 'person'", "user, item, tag"]),
 }  # fmt: skip
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset, what: str) -> None:
-    """With what to do."""
+    """The error says what to do."""
     ask, kind, words = REFUSED[what]
     cache, _ = opened(tmp_path / "store", data)
     loop = cache.passes(epochs=1)
@@ -228,7 +228,7 @@ def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset
 
 
 def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> None:
-    """Its samples are its own, or the user's."""
+    """Its samples are in the dataset, or the user's."""
     model = converted()
     keys = {"user": [1], "item": [1], "tag": [1]}
     written = tc.write_key_sets(tmp_path / "keys", model.user.schema, [keys])  # type: ignore[union-attr, arg-type]

@@ -1,4 +1,4 @@
-"""What a cache took is given back when it is closed or gone, and what a batch brought when nobody refers to it."""
+"""A cache frees its memory when it is closed or deleted, and a batch when its last reference is gone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASE = Case(
 
 
 class SmallGpu(ShimRuntime):
-    """A GPU whose memory is taken by what there is on it."""
+    """A GPU whose memory is used by the tensors on it."""
 
     @property
     def held(self) -> int:
@@ -50,13 +50,13 @@ class SmallGpu(ShimRuntime):
         return sum(num_bytes for *_, num_bytes in self.kernels.memory._blocks)
 
     def memory_info(self) -> tuple[int, int]:
-        """What is left of ``free_bytes``."""
+        """Return the rest of ``free_bytes``."""
         return self.free_bytes - self.held, self.free_bytes
 
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """Nothing looks for cycles but who asks for it, and what was there before is not looked at again."""
+    """Garbage is collected only on request, and older objects are not examined again."""
     importlib.import_module("torch._dynamo")  # by the first optimizer of a process, and keeps the frames that asked
     gc.collect()
     gc.freeze()
@@ -67,7 +67,7 @@ def no_collector() -> Iterator[None]:
 
 
 def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
-    """Return a cache of a kind on a GPU, with a store of its own."""
+    """Return a cache of a kind on a GPU, with a new store."""
     device = gpu if isinstance(gpu, str) else CudaBackend(gpu)
     if kind == "resident":
         return tc.InMemoryCache(passes, device=device)
@@ -75,7 +75,7 @@ def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
 
 
 def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a model that looks up in a cache and an optimizer whose steps the rows follow."""
+    """Return a model of a cache, and an optimizer with which the rows step."""
     model = Net(cache, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache.register(model=model, optimizer=optimizer)
@@ -84,7 +84,7 @@ def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def need(kind: str, passes: tc.PassDataset) -> int:
-    """Return the bytes that a cache of a kind takes of a GPU."""
+    """Return the bytes that a cache of a kind takes on a GPU."""
     gpu = SmallGpu()
     with make(kind, passes, gpu):
         return gpu.held
@@ -120,7 +120,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
         one._request[0].nbytes + one._view.vectors.values.nbytes + one.slots_R.nbytes + one._view.slot_of_local.nbytes
         for one in rows.groups._added.values()
     )
-    assert gpu.held == added, "beside what the batch brought itself"
+    assert gpu.held == added, "besides the batch's own memory"
     assert not gpu.pinned_pages
     if kind == "tiered":
         assert (cache.device_bytes, cache._rows.memory.resident_bytes, cache.scratch_bytes) == (0, 0, 0)
@@ -128,7 +128,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
 
 @KINDS
 def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.PassDataset, kind: str) -> None:
-    """Where the GPU has room for one at a time; while the first is open the second is refused."""
+    """The GPU has room for one at a time; while the first is open the second is refused."""
     gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
     first = make(kind, passes, gpu)
     with pytest.raises(BudgetError, match="on the shim, which has"):
@@ -139,7 +139,7 @@ def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.P
 
 @KINDS
 def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassDataset, kind: str) -> None:
-    """After a training, with the dense optimizer that it stepped alive: device memory, locked pages and threads."""
+    """After a training, with the dense optimizer still alive: device memory, locked pages and threads are freed."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
     model, optimizer = followed(cache)
@@ -160,7 +160,7 @@ def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: 
 
 @KINDS
 def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDataset, kind: str) -> None:
-    """A cache in somebody's cycle is there until a collector comes; whoever needs its memory calls one."""
+    """A cache in a reference cycle lives until a collection, which runs if its memory is needed."""
     gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
     first = make(kind, passes, gpu)
     cycle: list[Any] = [first]
@@ -175,7 +175,7 @@ def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDatas
 def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
     passes: tc.PassDataset, kind: str, device: str
 ) -> None:
-    """Loops, evaluations, rows, and loops and slices that were begun before."""
+    """Loops, evaluations, rows, and loops and slices that began earlier."""
     cache: Any = make(kind, passes, "cpu" if device == "cpu" else SmallGpu())
     model = train(cache, CASE, epochs=1)
     loop = cache.passes(epochs=2)
@@ -210,7 +210,7 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
 def test_a_device_that_failed_still_gives_back_what_it_can(
     passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error is raised; threads end, and rows and locked pages are let go all the same."""
+    """Its error is raised; threads end, and rows and locked pages are released all the same."""
     gpu = SmallGpu()
     with open_store(passes.path, CASE, "memory") as store:
         cache = tiered(store, passes, device=CudaBackend(gpu))
@@ -244,13 +244,13 @@ def one_pass(tmp_path: Path) -> tc.PassDataset:
 
 
 def left() -> dict[str, int]:
-    """Count all objects that the test made and that are still there, of those that a batch makes."""
+    """Count the test's live objects of the types that a batch creates."""
     kinds = [type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_BATCH]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
 class Lookups:
-    """Modules of all kinds over one cache, each looked up and gone back through."""
+    """Modules of all kinds over one cache, each with a forward and a backward."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -268,14 +268,14 @@ class Lookups:
 
 
 def bytes_of_batches(gpu: ShimRuntime, backend: Any) -> tuple[int, int]:
-    """Return the bytes of the device beside scratch, and those of pinned memory."""
+    """Return the bytes of the device besides scratch, and of pinned memory."""
     gpu.receive(gpu.uploaded(), ())  # copies of what was made ahead and dropped
     held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
     return held - backend.scratch_bytes, sum(gpu._pinned.values()) - backend.pinned_bytes
 
 
 def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
-    """Its block is used by the next one that is made, and none while an array lies in it."""
+    """The next batch reuses its block, but not while an array refers to it."""
     backend = shim()
     gpu = backend._runtime
     upload = backend.upload()
@@ -289,7 +289,7 @@ def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
     del upload
     assert gone() is None
     other = backend.upload()
-    assert other.take(400).ctypes.data != read.ctypes.data, "an array still lies in the block"
+    assert other.take(400).ctypes.data != read.ctypes.data, "an array still refers to the block"
     assert len(gpu._pinned) == 2
     del other
     at = read.ctypes.data
@@ -342,7 +342,7 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
-    """Lookups of every kind, with weights of one's own, backward and a step: while the next batch is still to come."""
+    """Lookups of every kind, with weight arguments, backward and a step, while the next batch is pending."""
     backend = DEVICES[device]()
     cache = resident(one_pass, device=backend)
     lookups, before = Lookups(cache), left()
@@ -367,7 +367,7 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str) -> None:
-    """So are the rows of its slice, though somebody keeps a batch of it."""
+    """So are the rows of its slice, even if a batch of it is kept."""
     cache, before = resident(one_pass, device=DEVICES[device]()), left()
     bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
     with (
@@ -397,7 +397,7 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
     one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any
 ) -> None:
-    """With rows of its own for missing keys, too."""
+    """Also with extra rows for missing keys."""
     cache = tc.InMemoryCache(key_sets(tmp_path / "keys", one_pass), device=DEVICES[device]())
     lookups, before = Lookups(cache), left()
     p = next(loop := cache.passes(epochs=1))
@@ -417,7 +417,7 @@ def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
 def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
     one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the error is handled: what was read and brought before is gone."""
+    """Once the error is handled, everything that was read before is freed."""
     change_reads(monkeypatch, gone_from(20))
     cache, before = resident(one_pass, device=shim()), left()
     loop = cache.passes(epochs=1)
@@ -433,7 +433,7 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str) -> None:
-    """As a ReLU with ``inplace=True`` does behind a module of ours; gradients are those of another output."""
+    """For example by a ReLU with ``inplace=True`` after our module; gradients follow the changed output."""
     cache = resident(one_pass, device=DEVICES[device]())
     bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
     loop = cache.passes(epochs=1)
@@ -455,7 +455,7 @@ def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str
 if DEVICE == "cuda":
 
     def test_memory_of_batches_on_a_gpu_stays_what_it_is(one_pass: tc.PassDataset) -> None:
-        """As torch counts it, step after step."""
+        """By torch's counters, after every step."""
         cache = resident(one_pass, device="cuda")
         lookups, seen = Lookups(cache), []
         loop = cache.passes(epochs=1)

@@ -22,7 +22,7 @@ CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, 
 
 
 class Model(nn.Module):
-    """Every module that looks up, one with weights of its own; of one collection a feature is not used."""
+    """Every kind of lookup module, one with weight arguments; one feature of a collection is unused."""
 
     def __init__(self, schema: tc.Schema) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
-    """Return what a training ends with, and its logits without gradients."""
+    """Return the result of a training, and its logits without gradients."""
     torch.manual_seed(1)
     torch.compiler.reset()
     with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
@@ -65,7 +65,7 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
-    """Rows, their optimizers' state and dense weights; a feature that is not used gets no gradient."""
+    """Rows, their optimizers' state and dense weights; an unused feature gets no gradient."""
     (found, logits), (wanted, others) = train(passes, device, compiled=True), train(passes, device, compiled=False)
     assert_same_bits(found, wanted)
     for mine, other in zip(logits, others, strict=True):
@@ -91,12 +91,12 @@ def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, train
 
 
 def test_a_batch_is_looked_up_again_after_a_step(passes: tc.PassDataset) -> None:
-    """Maxima and weights are those of each lookup, and a backward comes when it likes: after another table's step."""
+    """Maxima and weights belong to each lookup, and a backward may come later: after another table's step."""
     assert train_again(passes, compiled=True) == train_again(passes, compiled=False)
 
 
 def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
-    """Return losses, weights and sums of rows of a training of two optimizers on one batch."""
+    """Return losses, weights and sums of rows of a training with two optimizers on one batch."""
     torch.compiler.reset()
     with tc.InMemoryCache(passes) as cache:
         modules = [
@@ -148,7 +148,7 @@ def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> N
 
 
 def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
-    """Its gradients are those of its own anchor."""
+    """Its gradients are delivered to its own anchor."""
     with tc.InMemoryCache(passes) as cache:
         bag = tc.EmbeddingBag(passes.schema, "f")
         other = copy.deepcopy(bag)
@@ -160,7 +160,7 @@ def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
 
 
 def test_importing_everything_leaves_the_compiler_alone() -> None:
-    """It takes as long as all the rest; the first optimizer or compiled model of a process imports it."""
+    """It takes as long as all other imports; the first optimizer or compiled model of a process imports it."""
     names = ", ".join(f"tc.{name}" for name in tc.__all__)
     code = f"import sys, tiercache as tc; {names}; print('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -60,7 +60,7 @@ def trained_before() -> DLRM:
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
-    """Four lines are changed; out of core, with its weights, given up in the middle and gone on with."""
+    """Four lines are changed; out of core, with its weights, stopped in the middle and resumed."""
     data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     begin = trained_before()
@@ -91,7 +91,7 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
 
 
 def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
-    """Train the model as it is, in memory."""
+    """Train the original model in memory."""
     for one in model.tables:
         one.sparse = False
     side = Side(model, [torch_optimizer(optimizer, model)], lambda _: None, [], lambda **_: None)
@@ -111,7 +111,7 @@ SCHEMA = tc.Schema(
 
 
 class Small(nn.Module):
-    """Two embeddings, of which one is used twice."""
+    """Two embeddings, one of which is used twice."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Small(nn.Module):
 
 
 def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
-    """With words that say what a module is; one that is used for two features takes both."""
+    """The error says what a module is; a module that is used for two features takes both."""
     model = Small(mode="max")
     weight = model.items.weight.data
     made = tc.convert(model, SCHEMA, {"items": ["item", "seen"]})
@@ -158,7 +158,7 @@ def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
     ],
 )
 def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str, Any], words: str) -> None:
-    """And the model is as it was."""
+    """The model is unchanged."""
     model = Small()
     if change:
         options = {"num_embeddings": 20, "embedding_dim": 4, **change}
@@ -169,7 +169,7 @@ def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str,
 
 
 def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
-    """Rows of all keys, also of those that no pass has; a store that has commits keeps its own, and others refuse."""
+    """Rows of all keys, also keys in no pass; a store that has commits keeps its rows, and others refuse."""
     keys = {"user": np.array([1, 2]), "item": np.array([3, 19]), "seen": (np.array([4]), np.array([0, 1, 1]))}
     tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
     data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
@@ -215,7 +215,7 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
 def test_keys_that_a_converted_module_had_no_row_for_are_refused(
     tmp_path: Path, keys: list[int], said: str | None
 ) -> None:
-    """As torch refuses them, before the store is made; a table that is open takes them."""
+    """Like torch, and before the store is created; an open table accepts them."""
     sets = [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}]
     data = tc.write_key_sets(tmp_path / "p", SCHEMA, sets)
     model = tc.convert(Small(mode="sum"), data, {"items": "item"})
@@ -238,7 +238,7 @@ def test_keys_that_a_converted_module_had_no_row_for_are_refused(
 
 
 class Padded(nn.Module):
-    """Lists of one length, and bags, in which id 0 stands for nothing."""
+    """Lists of one length, and bags, in which id 0 is padding."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("by", ["samples", "raw keys", "no padding in the pass"])
 def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str) -> None:
-    """As torch has it: in lists and bags, also where a bag has nothing else, and where no key of a pass is padding."""
+    """Like torch: in lists and bags, also in a bag of padding alone, and if no key of a pass is padding."""
     schema = tc.Schema(
         features=(tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged")),
         tables=tuple(table(n, 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Zeros()) for n in ("words", "bag")),
@@ -321,7 +321,7 @@ class Published(nn.Module):
 
 
 def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) -> None:
-    """Features take the place of ids; where offsets were there is None. Gradients and rows are those of the bags."""
+    """Features replace ids and None replaces offsets. Gradients and rows equal those with bags."""
     data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of("SGD"), data)
     torch.manual_seed(2)
@@ -363,7 +363,7 @@ def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 
 def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Rank 0 makes a plain store of them, which all then shard; opened again nothing is imported."""
+    """Rank 0 writes them to a plain store, which all ranks then shard; a second open imports nothing."""
     tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
     for _ in range(2):
         weights, _ = ranks_pool.run(2, "tests.train.test_convert:opened_on_ranks", folder=str(tmp_path))
@@ -388,7 +388,7 @@ class Student(nn.Module):
 
 
 def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[str, Any]:
-    """Train with a teacher and an average beside, or alone; what these return must not matter."""
+    """Train with or without a teacher and an average; their outputs must not matter."""
     torch.manual_seed(0)
     model = tc.convert(Student(), data, {"vectors.items": "item", "vectors.user_emb": "user"})
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -417,18 +417,18 @@ def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[
 
 
 def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
-    """As they are at the moment; and training is what it is without them."""
+    """They read current rows, and training is the same without them."""
     tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
     data = tc.PassDataset.open(tmp_path / "p")
-    alone, beside = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
-    assert alone.keys() == beside.keys()
+    alone, together = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
+    assert alone.keys() == together.keys()
     for name, values in alone.items():
-        np.testing.assert_array_equal(values, beside[name])
+        np.testing.assert_array_equal(values, together[name])
     assert np.any(alone["user"][1])
 
 
 def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp_path: Path) -> None:
-    """Ids of 32 bits, and the state of the model that was converted."""
+    """Ids that wrapped to 32 bits, and the state of the original model."""
     tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
     data, model = tc.PassDataset.open(tmp_path / "p"), tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
     with pytest.raises(
@@ -438,8 +438,6 @@ def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp
     with tiered(tmp_path / "m.tc", data, model=model) as cache:
         for p in cache.passes(epochs=1):
             wrapped = np.array([3_000_000_000], np.int64).astype(np.int32)
-            with pytest.raises(
-                IndexError, match=r"such as -1294967296, .*; ids from 2\*\*31 on are negative where they were"
-            ):
+            with pytest.raises(IndexError, match=r"such as -1294967296, .*; ids from 2\*\*31 on become negative as"):
                 p.batch({"user": wrapped, "item": np.array([3]), "seen": ([], [0, 0])})
             p.skip()

@@ -1,4 +1,4 @@
-"""tc.convert without a dataset: the model says what tables there are, and its optimizer how their rows step."""
+"""tc.convert without a dataset: the model determines the tables, and its optimizer how their rows step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, DIM, N = 30, 4, 12
 
 
 class Net(nn.Module):
-    """Looks up two modules, one of them twice, and a parameter, in the ways that models do."""
+    """Looks up two modules, one of them twice, and a parameter, in the usual ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def batches(count: int = 8) -> list[tuple[torch.Tensor, ...]]:
 
 
 def keys_of(model: nn.Module, out: Path, parts: int = 2) -> tc.PassDataset:
-    """Write the key sets of the batches, of which a pass has every ``parts``-th."""
+    """Write the key sets of the batches; a pass has every ``parts``-th batch."""
     schema = next(iter(table_modules([model]))).schema
     every = batches()
     sets = []
@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:
-    """Modules replace the weights in an optimizer that was made before; another one is made of the new model."""
+    """Modules replace the weights in an earlier optimizer; another optimizer is created from the new model."""
     torch.manual_seed(1)
     theirs = Net()
     model = copy.deepcopy(theirs)
@@ -141,13 +141,13 @@ def test_tables_are_named_for_their_modules_and_shared_by_a_tied_weight() -> Non
 
 
 def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """Nobody said how rows step, and the optimizer of the model steps in another way: which one is meant?"""
+    """The optimizer of the rows was not given, and the model's optimizer steps differently: which one is meant?"""
     model = tc.convert(Net(), parameters=["entity_embedding"])
     data = keys_of(model, tmp_path / "keys")
     same = torch.optim.Adagrad(model.parameters(), lr=0.01)
     tiered(tmp_path / "a.tc", data, model=model, optimizer=same).close()
     other = tc.convert(Net(), parameters=["entity_embedding"])
-    words = r"rows of (words|entity_embedding) step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): say how"
+    words = r"rows of (words|entity_embedding) step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): choose the"
     with pytest.raises(StateError, match=words):
         tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
     later = tc.convert(Net(), parameters=["entity_embedding"])
@@ -193,28 +193,28 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
     ),
     "an unknown optimizer": (
         lambda model: {"optimizer": torch.optim.NAdam(model.parameters())},
-        r"words is trained by NAdam, and no row optimizer does the same: choose one, as in tc.convert\(model, optim",
+        r"words is trained by NAdam, but no row optimizer does the same: choose one, as in tc.convert\(model, optim",
     ),
     "a setting that rows do not have": (
         lambda model: {"optimizer": torch.optim.Adagrad(model.parameters(), lr_decay=0.5)},
-        r"words is trained by Adagrad\(lr_decay=0.5\), and no row optimizer does the same",
+        r"words is trained by Adagrad\(lr_decay=0.5\), but no row optimizer does the same",
     ),
     "dampening": (
         lambda model: {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)},
-        r"words is trained by SGD\(dampening=0.5\), and no row optimizer does the same",
+        r"words is trained by SGD\(dampening=0.5\), but no row optimizer does the same",
     ),
     "an optimizer of something else": (
         lambda model: {"optimizer": torch.optim.SGD(model.top.parameters(), lr=0.1)},
-        "words is in none of the optimizers that were given",
+        "words is in none of the given optimizers",
     ),
     "an unknown module": (
         lambda _: {"optimizer": {"user": tc.optim.SGD()}}, "optimizer= names 'user', and tc.convert replaces words, ba",
     ),
     "an unknown parameter": (
-        lambda _: {"parameters": ["entity"]}, "parameters= names 'entity', which is no parameter of the model: it has",
+        lambda _: {"parameters": ["entity"]}, "parameters= names 'entity', which is not a parameter of the model: it",
     ),
     "a parameter that is no table": (
-        lambda _: {"parameters": ["top.bias"]}, r"the parameter top.bias has shape \(1,\): a table has rows",
+        lambda _: {"parameters": ["top.bias"]}, r"the parameter top.bias has shape \(1,\): expected a table",
     ),
     "features without data": (lambda _: {"features": {"words": "words"}}, "features= maps modules to features of a d"),
     "float64": (lambda model: model.double() and {}, "the weight of words is torch.float64, and vectors of rows are f"),
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
 @pytest.mark.filterwarnings("ignore:the weight of")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_done_exactly_is_refused(what: str) -> None:
-    """And the model and its optimizer are as they were."""
+    """The model and its optimizer are unchanged."""
     model = Net()
     change, words = REFUSED[what]
     options = change(model)
@@ -264,7 +264,7 @@ def nested(value: Any, depth: int) -> Any:
 
 
 def near(model: Any) -> None:
-    """Keep a nest of lists far away first, and then near; it refers to itself, too."""
+    """Keep a nest of lists far away first, then near; it also refers to itself."""
     inner = nested(model.words.weight, 3)
     inner.append(inner)
     model.far, model.near = nested(inner, 9), inner
@@ -315,7 +315,7 @@ def test_a_weight_that_the_model_reaches_elsewhere_is_refused(what: str) -> None
 
 
 def test_references_from_outside_the_model_warn() -> None:
-    """A saved dict keeps its values; nothing warns where there is none."""
+    """A saved dict keeps its values; without any there is no warning."""
     model = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -349,7 +349,7 @@ def test_parameters_that_are_looked_up_are_found_and_named() -> None:
 
 
 def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
-    """Lookups, indexing and what describes it; anything else says what to do."""
+    """Lookups, indexing and its description; anything else raises an error that says what to do."""
     torch.manual_seed(2)
     model = Net()
     weight = model.entity_embedding.detach().clone()
@@ -403,8 +403,8 @@ def test_original_models_of_another_shape_are_refused(tmp_path: Path) -> None:
     more.other = nn.Linear(1, 1)
     with tc.Store.open(tmp_path / "m.tc", mode="r") as store:
         for like, words in (
-            (narrow, "words.weight has 5 columns in like=, and table 'words' 4"),
-            (short, r"table 'words' has the key \d+, and the embedding of like= has 25 rows"),
+            (narrow, "words.weight has 5 columns in like=, but table 'words' 4"),
+            (short, r"table 'words' has the key \d+, but the embedding of like= has 25 rows"),
             (more, "like= has other.weight, which the model does not have"),
             (nn.Linear(1, 1), "like= has no embedding 'words', which the model has"),
         ):
@@ -422,7 +422,7 @@ PENALTIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", PENALTIES)
 @pytest.mark.parametrize("weight", [0.0, 1e-7, 0.1])
 def test_a_penalty_on_parameters_is_refused_at_its_first_step(tmp_path: Path, what: str, weight: float) -> None:
-    """It has no rows in it; torch's had. One with weight 0 does nothing in either."""
+    """It contains no rows; torch's did. One with weight 0 does nothing in either."""
     model = tc.convert(Net(), parameters=["entity_embedding"])
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     data = keys_of(model, tmp_path / "keys")

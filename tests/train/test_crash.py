@@ -1,4 +1,4 @@
-"""Whatever ends a training, the store stands at a commit, and the run that goes on ends with the same bits."""
+"""However a training ends, the store is at a commit, and the resumed run ends with the same bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NUM_PASSES = 12
 
 @pytest.fixture(scope="module")
 def expected(passes: tc.PassDataset) -> Result:
-    """What the case ends with in memory."""
+    """The result of the case in memory."""
     return resident_result(CASE, passes)
 
 
@@ -77,20 +77,20 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
 
 
 def place(store: tc.Store) -> tuple[int, int, int]:
-    """Where a store stands: commit, pass and sample."""
+    """The position of a store: commit, pass and sample."""
     assert store.commit is not None
     return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
 
 
 def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> StoreFullError:
-    """Train until the disk is full; returns the error that the loop got, after checking what it left."""
+    """Train until the disk is full; returns the error of the loop, after checking the state it left."""
     seen: list[int] = []
     with tc.Store.open(path, tables=CASE.tables, **options) as store:
         with pytest.raises(StoreFullError) as caught, tiered(store, passes) as cache:
             train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
         stands = place(store)
     assert 0 < stands[1] < NUM_PASSES, "the disk filled too early or too late to show anything"
-    assert seen[-1] <= stands[1] + 1, "training went on although nothing could be written any more"
+    assert seen[-1] <= stands[1] + 1, "training continued although nothing could be written"
     with tc.Store.open(path, mode="r") as store:
         assert place(store) == stands
     assert verify(path)["problems"] == []
@@ -98,14 +98,14 @@ def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> 
 
 
 def assert_one_sentence(error: Exception) -> None:
-    """A message has one line and says what to do after a colon."""
+    """Check that a message has one line and says what to do after a colon."""
     text = str(error)
     assert "\n" not in text
     assert ": " in text
 
 
 def resume(path: Path, passes: tc.PassDataset) -> Result:
-    """Go on where there is space, and read back what it ends with."""
+    """Resume with free space, and read back the result."""
     with tc.Store.open(path, tables=CASE.tables) as store:
         with tiered(store, passes) as cache:
             model = train(cache, CASE, seed=4)
@@ -142,7 +142,7 @@ SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epo
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Result]:
-    """The passes of the small case, and what it ends with in memory."""
+    """The passes of the small case, and its result in memory."""
     passes = SMALL.cut(tmp_path_factory.mktemp("small") / "passes")
     return passes, resident_result(SMALL, passes)
 
@@ -169,7 +169,7 @@ def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
 
 
 def flip_in_rows(path: Path) -> int:
-    """Change one bit of the last rows of table a in the newest segment; returns the pass that they wait for."""
+    """Flip one bit of the last rows of table a in the newest segment; returns the pass that they wait for."""
     with tc.Store.open(path, mode="r") as store:
         group = next(g.index for g in store.groups if g.tables[0].name == "a")
         segment = store.segments[-1]
@@ -190,7 +190,7 @@ def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
 
 
 def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassDataset) -> None:
-    """The loop gets a sentence before the pass that needs the block, and the store stays at its last commit."""
+    """The loop gets an error before the pass that needs the block, and the store stays at its last commit."""
     waiting = flip_in_rows(trained)
     seen: list[int] = []
     with tc.Store.open(trained, tables=CASE.tables) as store:
@@ -224,7 +224,7 @@ USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
 
 @pytest.mark.parametrize("damage", ["a number", "two swapped", "all zeros", "a checksum", "cut short", "none"])
 def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) -> None:
-    """A run that goes on ends with the same bits, and its file is what was written first."""
+    """A resumed run ends with the same bits, and rewrites the file with its first content."""
     passes, path = USED.cut(tmp_path / "passes"), tmp_path / "s"
 
     def stop(pass_index: int, _: int) -> None:
@@ -262,14 +262,14 @@ READERS = 2
 
 
 def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
-    """Train the case, one commit a pass; ``each_pass`` is called within some of them."""
+    """Train the case, one commit per pass; ``each_pass`` is called within some of them."""
     with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
         train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
-    """Whatever a reader sees, rows, states and dense state, are those of its one commit, and stay so."""
+    """A reader sees rows, states and dense state of exactly one commit, and they do not change."""
     passes = READ.cut(tmp_path / "passes")
     with Store.open(tmp_path / "kept.tc", tables=READ.tables, engine=engine, retention=READ_PASSES + 1) as store:
         train_into(store, passes)

@@ -1,10 +1,9 @@
-"""A damaged dataset ends in a sentence: neither training nor evaluation crashes, or goes on with other keys.
+"""A damaged dataset raises an error: neither training nor evaluation crashes, or continues with other keys.
 
-    python -m tests.train.test_damaged_passes FOLDER FIRST LAST
+python -m tests.train.test_damaged_passes FOLDER FIRST LAST
 
-Flips one byte after the other in a copy of the passes in FOLDER, and writes a line of JSON before each and one behind
-it: what training and evaluation ended with. It is a program, because what is damaged may end its process. Flip 0
-changes nothing.
+Flips one byte after the other in a copy of the passes in FOLDER, and writes a line of JSON before and after each: the
+results of training and evaluation. It is a program, because damaged data may end its process. Flip 0 changes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def flip(passes: tc.PassDataset, number: int) -> tuple[str, int, int]:
 
 
 def outcome(what: Callable[[], Iterable[Any]]) -> str:
-    """Do it and return the digest of the arrays that it yields, or how it was refused."""
+    """Run it and return the digest of the arrays that it yields, or the error."""
     digest = hashlib.sha256()
     try:
         for array in what():
@@ -83,7 +82,7 @@ def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Write a line that is read even if the process ends."""
+    """Write a line that is readable even if the process ends."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -100,7 +99,7 @@ def main(folder: Path, first: int, last: int) -> None:
             say(line)
             data = bytearray((folder / name).read_bytes())
             data[at] ^= bits
-            (copy / name).unlink()  # not written in place: what was opened before may be mapped still
+            (copy / name).unlink()  # not written in place: an earlier open may still map it
             (copy / name).write_bytes(data)
             line["trained"] = outcome(lambda: trained(copy, whole))
             line["evaluated"] = outcome(lambda: evaluated(copy, cache, model))
@@ -110,7 +109,7 @@ def main(folder: Path, first: int, last: int) -> None:
 
 
 def flipped(folder: Path, flips: int) -> Iterator[dict[str, Any]]:
-    """Flip bytes of the passes in ``folder`` and yield what each led to; a process that dies is followed by another."""
+    """Flip bytes of the passes in ``folder`` and yield each result; a process that dies is replaced."""
     first = 0
     while first < flips:
         program = [sys.executable, "-W", "ignore", "-m", "tests.train.test_damaged_passes"]
@@ -129,7 +128,7 @@ def flipped(folder: Path, flips: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("flips", [120, pytest.param(2000, marks=pytest.mark.long)])
 def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) -> None:
-    """No signal, no other error, and nothing that is trained or evaluated as if it were whole."""
+    """No signal, no other error, and no damaged data is trained or evaluated."""
     CASE.cut(tmp_path / "passes")
     whole: dict[str, Any] = {}
     problems = Counter[str]()

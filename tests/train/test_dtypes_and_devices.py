@@ -24,14 +24,14 @@ CASE = Case(
 
 @pytest.fixture
 def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
-    """Set torch's default dtype; it is what it was afterwards."""
+    """Set torch's default dtype, and restore it afterwards."""
     before = torch.get_default_dtype()
     yield torch.set_default_dtype
     torch.set_default_dtype(before)
 
 
 class Model(nn.Module):
-    """Every kind of module, some made twice."""
+    """Every kind of module, some created twice."""
 
     def __init__(self, schema: tc.Schema, padding: int | None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.rows = tc.EmbeddingCollection(schema, ["f", "h"])
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a loss in float32, whatever the default is."""
+        """Return a loss in float32, whatever the default."""
         found = self.rows(batch)
         parts = [self.bags(batch), self.mean(batch), found["f"], found["h"].flatten(1)]
         return torch.cat(parts, dim=1).float().square().mean()
@@ -79,7 +79,7 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
     passes: tc.PassDataset, default_dtype: Callable[[torch.dtype], None], dtype: torch.dtype, padding: int | None,
     resident: bool,
 ) -> None:  # fmt: skip
-    """Anchors, gradients, scales and counts are float32 by themselves."""
+    """Anchors, gradients, scales and counts are float32 explicitly."""
 
     def run(*, double: bool) -> list[float]:
         if resident:
@@ -122,7 +122,7 @@ def test_a_device_of_torch_is_one_by_its_name(passes: tc.PassDataset, device: An
 def test_what_is_no_device_of_rows_is_refused(
     passes: tc.PassDataset, device: Any, kind: type[Exception], words: list[str], resident: bool
 ) -> None:
-    """With what is one."""
+    """The error names valid devices."""
     store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
     with store, one_sentence(kind, *words):
         tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device)

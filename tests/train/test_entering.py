@@ -1,4 +1,4 @@
-"""A store enters a schedule in its midst: training goes on from there to the bits of one that was never interrupted."""
+"""A store enters a schedule in the middle: training continues to the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def five_passes(**options: Any) -> Case:
 def train_to(
     store: tc.Store, passes: tc.PassDataset, case: Case, pass_index: int, batches: int, **options: Any
 ) -> None:
-    """Train from where the store stands to a commit at the beginning of a pass or after some of its batches."""
+    """Train from the store's position to a commit at the beginning of a pass or after some of its batches."""
     with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
 
         def stop(at: int, batch: int) -> None:
@@ -63,7 +63,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, seed: int, pass_index: int, batches: int, order_seed: int | None,
     commit_every: int, detour: str, small: bool, again: bool,
 ) -> None:  # fmt: skip
-    """At any pass of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
+    """From any pass of any epoch and inside it, with rows moved to any order meanwhile, and stopped once more."""
     path = tmp_path_factory.mktemp("entering")
     case = five_passes(data_seed=seed, order_seed=order_seed)
     passes = case.cut(path / "passes")
@@ -94,7 +94,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
 def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     tmp_path: Path, engine: str, order_seed: int | None
 ) -> None:
-    """The base is there when it is opened again, and everything that verification reads is whole."""
+    """The base is there when it is opened again, and verification finds everything intact."""
     case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine) as store:
@@ -123,7 +123,7 @@ UNTRAINED = {
 
 
 def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: str) -> None:
-    """Make a commit that trains nothing and leaves every row as it is."""
+    """Make a commit that trains nothing and leaves every row unchanged."""
     if what == "compact":
         store.compact()
     elif what == "rollback":
@@ -140,7 +140,7 @@ def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: 
 def test_a_commit_that_trains_nothing_keeps_the_position(
     tmp_path: Path, done: tuple[str, ...], engine: str, order_seed: int | None, at: int
 ) -> None:
-    """The same script trains the passes that were left, and no finished one again, to the bits of no interruption."""
+    """The same script trains the remaining passes, no finished one again, with the bits of an uninterrupted run."""
     case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
@@ -172,7 +172,7 @@ def test_a_compacted_store_begins_other_passes(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Path) -> None:
-    """With another start it is put in order, and without one it is left as ever; impossible places are refused."""
+    """With another start it is reorganized, and without one it stays; invalid positions are refused."""
     case = five_passes()
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, "memory") as store:
@@ -181,7 +181,7 @@ def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Pat
         assert tc.reorganize(store, passes, start=(6, 8), progress=False) is commit
         assert tc.reorganize(store, passes, progress=False) is commit
         assert tc.reorganize(store, passes, start=(6, 0), progress=False).id == commit.id + 1
-        with pytest.raises(ValueError, match=r"start is \(-1, 0\): passes and samples count from 0"):
+        with pytest.raises(ValueError, match=r"invalid start \(-1, 0\): passes and samples count from 0"):
             tc.reorganize(store, passes, start=(-1, 0), progress=False)
-        with pytest.raises(ValueError, match="start is sample 33 of pass 6, whose sub-dataset has 32"):
+        with pytest.raises(ValueError, match="start is sample 33 of pass 6, but its sub-dataset has 32"):
             tc.reorganize(store, passes, start=(6, 33), progress=False)

@@ -1,4 +1,4 @@
-"""cache.loader takes the place of a loader in a loop over epochs, which stays as it is."""
+"""cache.loader replaces a loader in a loop over epochs, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Items(Dataset[Any]):
 
 
 def made(tmp_path: Path, *, shuffle: bool = False) -> tuple[Any, Any, DataLoader[Any], tc.PassDataset]:
-    """Return a converted model, its optimizer, a loader, and the key sets of this."""
+    """Return a converted model, its optimizer, a loader, and its key sets."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"item": nn.Embedding(ROWS, 4), "top": nn.Linear(4, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,7 +53,7 @@ def train(model: Any, optimizer: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
-    """In other orders where the loader shuffles; the length is that of an epoch; each epoch ends in a commit."""
+    """In other orders if the loader shuffles; the length is one epoch; each epoch ends in a commit."""
     model, optimizer, loader, data = made(tmp_path, shuffle=shuffle)
     orders = []
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
@@ -81,7 +81,7 @@ def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
 
 
 def test_a_script_that_runs_again_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """Epochs that are trained yield nothing, and the rest is trained to the same bits."""
+    """Trained epochs yield nothing, and the rest is trained to the same bits."""
 
     def run(name: str, stop: int | None) -> Iterator[Any]:
         model, optimizer, loader, data = made(tmp_path)

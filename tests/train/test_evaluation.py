@@ -1,4 +1,4 @@
-"""Evaluation sees every row as of now, writes nothing, stays within its budget and changes no bit of the run."""
+"""Evaluation sees current rows, writes nothing, stays within its budget and changes no bit of the run."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
 @pytest.fixture
 def others(tmp_path: Path) -> tc.PassDataset:
-    """Passes to evaluate: keys of the training and as many that it never sees."""
+    """Passes to evaluate: keys of the training and as many that it never has."""
     return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
 
 
 def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
-    """Return the row that a key begins with."""
+    """Return the initial row of a key."""
     return initial_rows(spec, np.array([key]))[0][0]
 
 
 def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device: Any) -> dict[tuple[int, int], Rows]:
-    """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
+    """Train in memory and copy all rows at some moments, and at the end under (-1, -1)."""
     cache, found = resident(passes, device=device), {}
 
     def copy(pass_index: int, batch: int) -> None:
@@ -77,7 +77,7 @@ def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device
 
 
 def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> None:
-    """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
+    """Check that every looked up vector is the one in ``now``, or the initial one; pooling sums them."""
     vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
     for piece in cache.evaluate(others):
@@ -104,7 +104,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
 ) -> None:
     """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal.
 
-    Before the first commit any key has its initial row; a store opened again has the rows that the run ended with.
+    Before the first commit any key has its initial row; a reopened store has the final rows of the run.
     """
     expected = resident_rows(passes, MOMENTS, DEVICES[device]())
     with open_store(tmp_path / "model.tc", CASE, engine) as store:
@@ -133,7 +133,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
 
 
 def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Amid a pass and behind the last one, for keys that were trained, that are to come and that are in no pass."""
+    """Inside a pass and after the last one, for keys that are trained, untrained, and in no pass."""
     others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
     with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
         for cache in (tiered(store, passes), resident(passes)):
@@ -156,7 +156,7 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassData
 
 
 def written(store: tc.Store) -> tuple[object, ...]:
-    """Return all that says what a store wrote: its counters and its files."""
+    """Return all traces of a store's writes: its counters and its files."""
     assert store.path is not None
     counts = {name: n for name in dir(store.counters) if "writ" in name or name in {"transactions", "commits"}
               if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
@@ -168,7 +168,7 @@ def written(store: tc.Store) -> tuple[object, ...]:
 def test_evaluation_writes_nothing_and_leaves_no_gradient(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
-    """Counters and bytes of the store stay, and a backward through an evaluation batch steps no row."""
+    """Counters and bytes of the store do not change, and a backward through an evaluation batch steps no row."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
 
         def evaluate(pass_index: int, batch: int) -> None:
@@ -208,7 +208,7 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
 
 
 def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:
-    """With rare keys in the training, an unknown key has the row that the rare ones trained."""
+    """If rare keys were trained, an unknown key has their row."""
     case = replace(CASE, tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
     passes = case.extract(tmp_path / "train", min_count=3)
     assert any(OOV_KEY in p.keys("a") for p in passes)

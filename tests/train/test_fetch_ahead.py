@@ -1,4 +1,4 @@
-"""Loops that fetch batches ahead of their training, over the ends of passes: the same bits, and the same commits."""
+"""Loops that fetch batches ahead of their training, across the ends of passes: the same bits and commits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Training:
         self.losses: dict[tuple[int, int], float] = {}
 
     def fetched(self, **options: Any) -> Iterator[tuple[tc.Pass, int, tc.Batch]]:
-        """Yield all batches: as a loader that knows nothing of passes."""
+        """Yield all batches, like a loader that does not know passes."""
         for p in self.cache.passes(epochs=2):
             for batch in p.batches(CASE.batch, shuffle=True, **options):
                 yield p, batch.end, batch
@@ -59,14 +59,14 @@ class Training:
         self.losses[p.index, end] = loss.item()
 
     def run(self, depth: int, *, steps: int | None = None, **options: Any) -> None:
-        """Train with so many batches fetched before the one that is trained, up to so many steps."""
+        """Train with some batches fetched before the trained one, up to some step."""
         self.loader = ahead(self.fetched(**options), depth)
         for fetched in islice(self.loader, steps):
             self.step(*fetched)
 
 
 def ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
-    """Yield what an iterator gives after it was asked for ``depth`` more, as loaders that prefetch do."""
+    """Yield an iterator's items after fetching ``depth`` more, as prefetching loaders do."""
     held: deque[Any] = deque()
     for one in iterator:
         held.append(one)
@@ -91,7 +91,7 @@ Plain = tuple[Result, dict[tuple[int, int], float]]
 def go_on(
     store: tc.Store, passes: tc.PassDataset, losses: dict[tuple[int, int], float], plain: Plain, *, at: tuple[int, int]
 ) -> None:
-    """Train to the end from the last commit, which is ``at`` a pass and a sample, and compare with the plain loop."""
+    """Train to the end from the last commit, ``at`` a pass and a sample, and compare with the plain loop."""
     assert store.commit is not None
     assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
     with opened(passes, store) as cache:
@@ -103,7 +103,7 @@ def go_on(
 
 @pytest.fixture(scope="module")
 def plain(passes: tc.PassDataset) -> Plain:
-    """What the loop without fetching ahead ends with."""
+    """The result of the loop without fetching ahead."""
     return plain_on(passes, "cpu")
 
 
@@ -124,7 +124,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     passes: tc.PassDataset, plain: Plain, depth: int, prefetch: int, device: str
 ) -> None:
     """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
-    if device == DEVICE == "cuda":  # whose dense part has bits of its own
+    if device == DEVICE == "cuda":  # whose dense part has different bits
         plain = plain_on(passes, device)
     with store_of(passes) as store:
         with opened(passes, store, commit_every=3, device=DEVICES[device]()) as cache:
@@ -150,7 +150,7 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
 
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
-    """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
+    """With random numbers in every step and a changing rate: batches fetched but not trained are fetched again."""
     with store_of(passes) as store:
         with pytest.raises(InterruptedError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
             training = Training(cache)
@@ -161,7 +161,7 @@ def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDat
 
 
 def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: Plain) -> None:
-    """Not what was fetched: a training goes on behind the last batch that it stepped."""
+    """Fetched batches do not count: a training resumes after the last batch that it stepped."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Training(cache)
@@ -171,7 +171,7 @@ def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: 
 
 
 def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: Plain) -> None:
-    """A loop that stops a batch before its loader: close commits behind the batches trained, and says so."""
+    """The loop stops a batch before its loader: close commits after the trained batches, with a warning."""
     with store_of(passes) as store:
         cache = opened(passes, store)
         training = Training(cache)
@@ -189,7 +189,7 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset
 def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
     passes: tc.PassDataset, by: Callable[[Any], object]
 ) -> None:
-    """A failure later changes nothing; without them a training that fails commits it not."""
+    """A later failure changes nothing; without them a training that fails does not commit it."""
     with store_of(passes) as store:
         with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
             Training(cache).run(1)
@@ -202,7 +202,7 @@ def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
 
 
 def evaluate_of_the_next_pass(cache: Any) -> None:
-    """Look batches up without training them, over the end of a pass."""
+    """Look batches up without training them, past the end of a pass."""
     training = Training(cache)
     fetched = training.fetched()
     held = [next(fetched) for _ in range(5)]
@@ -210,7 +210,7 @@ def evaluate_of_the_next_pass(cache: Any) -> None:
         training.step(*one)
     with torch.no_grad():
         training.net(held[3][2])
-        with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before one"):
+        with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before any"):
             training.net(held[4][2])
     training.step(*held[3])
     training.step(*held[4])
@@ -221,7 +221,7 @@ def evaluate_of_the_next_pass(cache: Any) -> None:
 
 
 def leave_gradients(cache: Any) -> None:
-    """Look a batch of the next pass up between backward and step, and go on."""
+    """Look a batch of the next pass up between backward and step, then continue."""
     training = Training(cache)
     fetched = training.fetched()
     held = [next(fetched) for _ in range(5)]
@@ -236,12 +236,12 @@ def leave_gradients(cache: Any) -> None:
 
 
 def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassDataset) -> None:
-    """Its rows are not there; those of the pass that is trained are."""
+    """Its rows are not loaded; the rows of the current pass are."""
     with store_of(passes) as store, opened(passes, store) as cache:
         evaluate_of_the_next_pass(cache)
 
 
 def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassDataset) -> None:
-    """A remainder of accumulation would be lost; stepped or dropped, the loop goes on."""
+    """A remainder of accumulation would be lost; if it is stepped or dropped, the loop continues."""
     with store_of(passes) as store, opened(passes, store) as cache:
         leave_gradients(cache)

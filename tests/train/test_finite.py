@@ -38,7 +38,7 @@ CASE = case_of(OPTIMIZERS["adagrad"])
 
 
 class Training:
-    """A training that goes wrong at one batch."""
+    """A training that produces a bad number at one batch."""
 
     def __init__(self, case: Case, passes: tc.PassDataset, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(1)
@@ -66,7 +66,7 @@ class Training:
 
     @property
     def committed(self) -> int:
-        """The pass that the store stands at."""
+        """The pass of the store's newest commit."""
         assert self.store.commit is not None
         return self.store.commit.cursor.pass_index
 
@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[Callable[[Training, tc.Batch], Any], str]] = {
 def test_rows_that_are_not_finite_stop_a_training_at_their_batch(
     tmp_path: Any, optimizer: str, what: str, at: tuple[int, int]
 ) -> None:
-    """Pass, batch and tables are named; the passes before are committed and nothing of this one."""
+    """Pass, batch and tables are named; earlier passes are committed and nothing of this one."""
     wrong, tables = WRONG[what]
     case = case_of(OPTIMIZERS[optimizer])
     training = Training(case, case.cut(tmp_path / "passes"))
@@ -122,7 +122,7 @@ def test_rows_that_are_not_finite_stop_a_training_at_their_batch(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("what", ["NaN", "a NaN of one sample", "minus infinity"])
 def test_rows_of_16_bits_are_looked_at_as_they_are_stored(tmp_path: Any, dtype: str, what: str) -> None:
-    """With their padding, which means nothing."""
+    """Including their padding, which is meaningless."""
     case = case_of(tc.optim.SGD(learning_rate=0.1), dtype)
     training = Training(case, case.cut(tmp_path / "passes"))
     with one_sentence(StateError, "not finite after the step of batch 2 of pass 1"):
@@ -130,7 +130,7 @@ def test_rows_of_16_bits_are_looked_at_as_they_are_stored(tmp_path: Any, dtype: 
 
 
 def test_a_number_that_16_bits_do_not_hold_is_infinite(tmp_path: Any) -> None:
-    """Although it is finite in the gradient."""
+    """Even if it is finite in the gradient."""
     case = case_of(tc.optim.SGD(learning_rate=0.1), "float16")
     training = Training(case, case.cut(tmp_path / "passes"))
     with one_sentence(StateError, "rows of 'b' are not finite after the step of batch 2 of pass 1"):
@@ -139,7 +139,7 @@ def test_a_number_that_16_bits_do_not_hold_is_infinite(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("what", WRONG)
 def test_on_a_gpu_the_pass_and_its_tables_are_named_when_it_ends(passes: tc.PassDataset, what: str) -> None:
-    """No step waits for the GPU."""
+    """Steps do not wait for the GPU."""
     training = Training(CASE, passes, "cuda")
     wrong, tables = WRONG[what]
     tables = tables if "sample" in what or what == "minus infinity" else "'a', 'b', 'c'"
@@ -150,14 +150,14 @@ def test_on_a_gpu_the_pass_and_its_tables_are_named_when_it_ends(passes: tc.Pass
 
 
 def spoil_weight(t: Training, batch: tc.Batch) -> None:
-    """Make a dense weight NaN, and leave rows alone."""
+    """Set a dense weight to NaN, and leave rows unchanged."""
     t.model(batch).square().mean().backward()
     with torch.no_grad():
         t.model.top.bias.fill_(math.nan)
 
 
 def test_dense_weights_that_are_not_finite_are_not_committed(passes: tc.PassDataset) -> None:
-    """At the last batch of a pass no row has seen them; the parameter is named."""
+    """At the last batch of a pass no row depends on them; the parameter is named."""
     training = Training(CASE, passes)
     with one_sentence(StateError, "1 parameters (model.top.bias) are not finite", "batch 3 of pass 1"):
         training.run(spoil_weight, (1, 3))
@@ -166,7 +166,7 @@ def test_dense_weights_that_are_not_finite_are_not_committed(passes: tc.PassData
 
 
 def test_parameters_that_were_not_finite_before_the_loop_are_nobodys_fault(passes: tc.PassDataset) -> None:
-    """Such as a mask that is a parameter."""
+    """For example a mask that is a parameter."""
     training = Training(CASE, passes)
     training.model.mask = torch.nn.Parameter(torch.full((2,), -math.inf))
     assert training.run(multiply_loss(1.0)) == 12
@@ -185,7 +185,7 @@ def test_a_training_goes_on_where_it_was_told_to(passes: tc.PassDataset, mode: s
 
 
 def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> None:
-    """An overflow of the loss scale is no row's."""
+    """An overflow of the loss scale is not an overflow of rows."""
     training, scaler = Training(CASE, passes), torch.amp.GradScaler("cpu")
     for p in training.cache.passes(epochs=1):
         for i, batch in enumerate(p.batches(16)):

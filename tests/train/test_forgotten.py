@@ -1,4 +1,4 @@
-"""What a cache was not given is named before it is lost: models, parameters, restored state, rates of rows."""
+"""Objects that the cache was not given are named before they are lost: models, parameters, state, rates of rows."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_model_that_the_cache_was_not_given_trains_no_rows(
 
 @pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
 def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
-    """As an average of its weights does; a gradient of its lookups is refused."""
+    """For example an average of its weights; a gradient of its lookups is refused."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         cache.register(model=model)
@@ -153,7 +153,7 @@ def test_parameters_that_no_commit_would_keep_are_refused_before_training(
 
 
 def test_parameters_that_an_object_of_ones_own_keeps_are_committed(store: tc.Store, passes: tc.PassDataset) -> None:
-    """What has a state_dict with them counts as a module."""
+    """An object whose state_dict has them counts as a module."""
     temperature = nn.Parameter(torch.ones(()))
     kept = Kept()
     kept.state = {"inside": [temperature.detach()]}
@@ -174,7 +174,7 @@ EVALUATIONS: dict[str, Callable[[tc.TierCache], object]] = {
 def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
     store: tc.Store, passes: tc.PassDataset, how: str
 ) -> None:
-    """Once it was, by ``restore`` or by a loop, they are; so are rows of a store that was never trained."""
+    """After ``restore`` or a loop they are; so are rows of a store that was never trained."""
     evaluate, refused = EVALUATIONS[how], ("model was not restored from commit", "cache.restore()")
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
@@ -204,7 +204,7 @@ def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
 
 
 def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a schedule that no class has."""
+    """Return a schedule without a scheduler class."""
 
     def decay() -> None:
         for group in optimizer.param_groups:
@@ -242,7 +242,7 @@ def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, la
                 change = change or schedule(optimizer)  # type: ignore[call-arg]
                 step(model, cache.optimizer, batch)
                 change()
-    return sum("make the scheduler of cache.optimizer" in str(one.message) for one in caught)
+    return sum("create the scheduler for cache.optimizer" in str(one.message) for one in caught)
 
 
 @pytest.mark.parametrize("what", SCHEDULES)
@@ -251,14 +251,14 @@ def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, la
 def test_a_schedule_that_rows_do_not_follow_is_named_once(
     store: tc.Store, passes: tc.PassDataset, what: str, late: bool, resident: bool
 ) -> None:
-    """Whoever changes the rates, and whenever it begins."""
+    """However the rates are changed, and whenever it begins."""
     with tc.InMemoryCache(passes) if resident else tiered(store, passes) as cache:
         assert rates_warnings(cache, SCHEDULES[what], late=late) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["none", "of both", "rows by hand"])
 def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDataset, what: str) -> None:
-    """Nor those of a training without a schedule."""
+    """A training without a schedule does not warn either."""
     with tiered(store, passes) as cache:
 
         def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -276,7 +276,7 @@ def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDa
 def test_an_initialization_of_all_parameters_is_refused_as_it_reaches_no_row(
     store: tc.Store, passes: tc.PassDataset, resident: bool
 ) -> None:
-    """When a cache is first given the model: later, any optimizer may have moved the parameter."""
+    """When a cache first gets the model: later, any optimizer may have moved the parameter."""
     net = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
     for parameter in net["top"].parameters():
         nn.init.normal_(parameter)

@@ -1,4 +1,4 @@
-"""Caches in forks of their process, and caches that nobody closed."""
+"""Caches in forks of their process, and caches that were not closed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASE = Case(
 
 
 def in_a_fork(call: Callable[[], object]) -> str:
-    """Return what became of a call in a fork of this process: "returned", an error, or "hangs"."""
+    """Return the outcome of a call in a fork of this process: "returned", an error, or "hangs"."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:  # pragma: no cover - in the child
@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
     tmp_path: Path, passes: tc.PassDataset, engine: str
 ) -> None:
-    """Whatever it calls: an error says whose the cache is, or nothing happens; the parent's training goes on."""
+    """Every call raises an error that names the owner, or does nothing; the parent's training continues."""
     said: dict[str, str] = {}
     with tiered(tmp_path / "model.tc", passes, engine=engine) as cache:
 
@@ -96,7 +96,7 @@ def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
 
 
 def test_a_loop_that_a_fork_goes_on_with_ends_with_an_error(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """At the next pass, which it has no threads to bring; and a loop that it drops is dropped."""
+    """At the next pass, which it has no threads to load; a loop that it drops has no effect."""
     with tiered(tmp_path / "model.tc", passes) as cache:
         loop = cache.passes(epochs=1)
         next(loop).skip()
@@ -107,7 +107,7 @@ def test_a_loop_that_a_fork_goes_on_with_ends_with_an_error(tmp_path: Path, pass
 
 
 def begin_on_two_ranks(path: Path, passes: tc.PassDataset) -> None:
-    """Make a store of two ranks without rows, at the beginning of the schedule of ``passes``."""
+    """Create a store of two ranks without rows, at the beginning of the schedule of ``passes``."""
 
     def begin(ranks: Any) -> None:
         sharding = sharding_of(passes, 2, "auto", number_bytes=4)
@@ -121,7 +121,7 @@ def begin_on_two_ranks(path: Path, passes: tc.PassDataset) -> None:
 
 
 def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Its store closes itself, with its lock, also if it had to give all rows of two ranks to one first."""
+    """Its store closes itself and releases its lock, also after merging the rows of two ranks for one."""
     for was_of_two in (False, True):
         path = tmp_path / f"model-{was_of_two}.tc"
         if was_of_two:
@@ -137,7 +137,7 @@ def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.Pa
 
 
 def test_a_cache_that_was_refused_or_closed_warns_of_nothing(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """It holds nothing that could be closed."""
+    """It has nothing to close."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         with pytest.raises(tc.TierCacheError):

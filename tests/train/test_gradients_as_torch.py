@@ -1,6 +1,6 @@
-"""Gradients of rows are gradients as torch has them: the cases in which naive forms of placeholders break.
+"""Gradients of rows are gradients as torch has them: cases in which naive forms of placeholders break.
 
-Each test has the number of its row in the list of cases that the design was tried with.
+Each test has the number of its row in the design's list of cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def zero_grad_late(model: nn.Module, optimizer: Any, given: Any) -> None:
 
 
 def accumulated(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """Two backward passes, of which the second is through other outputs."""
+    """Two backward passes; the second is through other outputs."""
     optimizer.zero_grad()
     model(given).square().mean().backward()
     (model(given) * 0.5).sum().backward()
@@ -72,14 +72,14 @@ def hooked(model: Any, optimizer: Any, given: Any) -> None:
 
 
 def checkpointed(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """20: lookups that are computed anew in backward."""
+    """20: lookups that are recomputed in backward."""
     optimizer.zero_grad()
     checkpoint(lambda: model(given), use_reentrant=False).square().mean().backward()
     optimizer.step()
 
 
 def nested(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """20: one within another."""
+    """20: nested checkpoints."""
     optimizer.zero_grad()
     inner: Callable[[], Any] = lambda: checkpoint(lambda: model(given), use_reentrant=False).tanh()  # noqa: E731
     checkpoint(inner, use_reentrant=False).square().mean().backward()
@@ -110,7 +110,7 @@ def test_a_loop_moves_rows_as_torch_moves_weights(world: World, loop: Callable[[
 
 
 def test_a_gradient_that_comes_after_a_step_waits_for_the_next(world: World) -> None:
-    """4: a retained graph may be gone through again."""
+    """4: a retained graph may run again."""
     loss = world.model.bag(world.batches[0]).square().sum()
     loss.backward(retain_graph=True)
     world.optimizer.step()
@@ -136,7 +136,7 @@ def test_a_gradient_that_comes_after_its_pass_is_refused(tmp_path: Any) -> None:
 
 
 def test_evaluations_with_gradients_enabled_leave_nothing(world: World) -> None:
-    """11: a gradient waits once it has arrived, not when something is looked up."""
+    """11: a gradient is pending once it has arrived, not after a lookup."""
     for _ in range(20):
         world.model(world.batches[0])
     assert world.waiting == 0
@@ -144,7 +144,7 @@ def test_evaluations_with_gradients_enabled_leave_nothing(world: World) -> None:
 
 
 def test_a_gradient_of_dense_parameters_alone_trains_no_rows(world: World) -> None:
-    """8: at the end of the pass it is an error."""
+    """8: an error at the end of the pass."""
     before = world.rows("a")
     for batch in world.batches:
         found = torch.autograd.grad(world.model(batch).sum(), [*world.model.top.parameters()])
@@ -156,7 +156,7 @@ def test_a_gradient_of_dense_parameters_alone_trains_no_rows(world: World) -> No
 
 
 def test_an_output_that_is_not_used_moves_no_row(passes: tc.PassDataset) -> None:
-    """12: a gradient of zeros would move rows of Adam that torch leaves where they are."""
+    """12: a gradient of zeros would move rows of Adam that torch does not move."""
     rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
     with tc.InMemoryCache(passes, model=rows) as cache:
         loop = cache.passes(epochs=1)
@@ -171,7 +171,7 @@ def test_an_output_that_is_not_used_moves_no_row(passes: tc.PassDataset) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_gradient_of_one_feature_is_dropped_alone(passes: tc.PassDataset, device: str) -> None:
-    """12: as if the loss had not used it; the others were changed in place, each for itself."""
+    """12: as if the loss had not used it; the others were changed in place, each separately."""
 
     def rows_after(*used: str, dropped: bool = False) -> list[np.ndarray]:
         rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
@@ -220,7 +220,7 @@ def test_a_graph_of_gradients_is_let_go(world: World) -> None:
 
 
 def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World) -> None:
-    """15: the parts of one tensor wait as they are."""
+    """15: the parts of one tensor stay pending as they are."""
     seen: list[int] = []
     outs = [world.model.bag(world.batches[0]), world.model.rows(world.batches[0])]
     for out in outs:
@@ -231,7 +231,7 @@ def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World)
 
 
 def test_what_is_loaded_into_a_dense_optimizer_counts(world: World) -> None:
-    """6: it replaces the groups, of which the joint optimizer keeps no copy."""
+    """6: it replaces the groups, and the joint optimizer keeps no copy of them."""
     state = copy.deepcopy(world.dense.state_dict())
     state["param_groups"][0]["lr"] = 0.0
     world.dense.load_state_dict(state)
@@ -257,7 +257,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], list[float]]] = {
 
 @pytest.mark.parametrize("what", SCHEDULES)
 def test_a_schedule_of_the_joint_optimizer_changes_the_rates_of_rows(world: World, what: str) -> None:
-    """7: in proportion, or as it is told for each group."""
+    """7: in proportion, or with a value for each group."""
     make, rates = SCHEDULES[what]
     scheduler = make(world.optimizer)
     world.model(world.batches[0]).sum().backward()
@@ -268,7 +268,7 @@ def test_a_schedule_of_the_joint_optimizer_changes_the_rates_of_rows(world: Worl
 
 
 def test_a_schedule_of_momentum_says_that_not_all_groups_have_one(world: World) -> None:
-    """7: and leaves rates as they are where it is told so."""
+    """7: and leaves rates unchanged where given."""
     with pytest.raises(ValueError, match="must support momentum"):
         OneCycleLR(world.optimizer, 0.1, total_steps=10)
 
@@ -286,7 +286,7 @@ def test_clipping_the_parameters_of_all_groups_clips_rows(world: World) -> None:
 
 
 def test_a_model_of_tables_alone_has_parameters(passes: tc.PassDataset) -> None:
-    """19: of one element, that an optimizer and DistributedDataParallel take."""
+    """19: of one element, which an optimizer and DistributedDataParallel accept."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
     assert next(bag.parameters()).shape == (1,)
     with tc.InMemoryCache(passes, model=bag, optimizer=torch.optim.SGD(bag.parameters(), lr=0.1)) as cache:
@@ -303,14 +303,14 @@ def test_a_model_of_tables_alone_has_parameters(passes: tc.PassDataset) -> None:
 
 
 def test_a_reentrant_checkpoint_of_ids_alone_trains_nothing(world: World) -> None:
-    """20: as torch warns, where no input of it requires a gradient."""
+    """20: torch warns if no input of it requires a gradient."""
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
         out = checkpoint(world.model, world.batches[0], use_reentrant=True)
     assert not out.requires_grad
 
 
 def test_a_reentrant_checkpoint_behind_a_lookup_trains_rows(world: World) -> None:
-    """20: the gradient of its input comes out of a backward within a backward."""
+    """20: the gradient of its input comes from a backward within a backward."""
     before = world.rows("a")
     bag = world.model.bag(world.batches[0])
     checkpoint(lambda x: x.tanh() + world.model.bag(world.batches[0]), bag, use_reentrant=True).sum().backward()
@@ -332,5 +332,5 @@ def test_a_function_of_dense_parameters_may_be_transformed(world: World) -> None
 
 def test_stepping_an_optimizer_that_the_cache_was_not_given_is_named(world: World) -> None:
     """18: as a part."""
-    with one_sentence(StateError, "the cache was not given this Adam", "optimizer=[...]"):
+    with one_sentence(StateError, "the cache does not have this Adam", "optimizer=[...]"):
         world.optimizer.part(torch.optim.Adam(world.model.parameters()))

@@ -1,4 +1,4 @@
-"""What stands in a model where a tensor of keys stood: it is compared as that tensor, and anything else is an error."""
+"""Ids of batches in the place of a tensor of keys: they are compared like that tensor, and all else is an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def batch(passes: tc.PassDataset) -> Iterator[tc.Batch]:
 
 
 def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
-    """Return the keys of a batch in the forms in which a plain model has them."""
+    """Return the keys of a batch in the forms of a plain model."""
     found = {}
     for spec in CASE.specs:
         keys = torch.from_numpy(source.keys(spec.table)[batch.ids[spec.name].ids].copy())
@@ -59,7 +59,7 @@ def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["one", "three", "some"])
 def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.PassDataset, name: str) -> None:
-    """Element by element, in the tensor's shape: for keys that are there, that are not, of numpy's types too."""
+    """Element by element, in the tensor's shape: for keys that exist or not, also of numpy's types."""
     seen = set()
     for p in resident(passes).passes(epochs=1):
         batches = list(p.batches(16))
@@ -75,7 +75,7 @@ def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.Pass
     assert seen == {False, True}
 
 
-@pytest.mark.parametrize("by", ["raw keys", "keys beside the pass", "evaluated keys", "evaluation"])
+@pytest.mark.parametrize("by", ["raw keys", "keys outside the pass", "evaluated keys", "evaluation"])
 def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc.PassDataset, by: str) -> None:
     """Whatever the local ids of such a batch mean."""
     with tiered(tmp_path / "m.tc", passes) as cache:
@@ -92,7 +92,7 @@ def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc
             expected = keys_as_tensors(passes.passes[0], batch)
         else:
             keys = KEYS | {"one": np.array([3, -4, 0, ABSENT])}
-            batch = p.batch(keys, missing="init") if by == "keys beside the pass" else cache.evaluate_batch(keys)
+            batch = p.batch(keys, missing="init") if by == "keys outside the pass" else cache.evaluate_batch(keys)
         if by != "evaluation":
             expected = {n: torch.from_numpy(v[0] if isinstance(v, tuple) else v) for n, v in keys.items()}
         for name, tensor in expected.items():
@@ -102,7 +102,7 @@ def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc
 
 
 def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[Any]]:
-    """Return masks of this rank's samples, and what they should be."""
+    """Return masks of this rank's samples, and the expected ones."""
     passes = tc.PassDataset.open(f"{folder}/passes")
     with tc.TierCache(f"{folder}/m.tc", passes, device_budget="4MiB", host_budget="32MiB") as cache:
         bag = tc.EmbeddingBag(cache.schema, "some", mode="mean", padding_idx=0)
@@ -134,7 +134,7 @@ def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[A
 
 @pytest.mark.parametrize("raw", ["", "missing", "evaluated"])
 def test_ranks_mask_their_own_samples(ranks_pool: RanksPool, tmp_path: Path, raw: str) -> None:
-    """A rank's batch has ids of its own, and padding is found among them too."""
+    """A rank's batch has its own ids, and padding is found among them too."""
     CASE.cut(tmp_path / "passes")
     for found in ranks_pool.run(2, f"{__name__}:masks_on_ranks", folder=str(tmp_path), raw=raw):
         for mask, expected, unmasked_zeros, _ in found:
@@ -161,14 +161,14 @@ OTHERS = [
 
 @pytest.mark.parametrize("which", range(len(OTHERS)))
 def test_any_other_operation_of_a_tensor_raises(batch: tc.Batch, which: int) -> None:
-    """Python would compare objects and take any of them for true: a mask that masks nothing."""
+    """Python would compare objects and treat any of them as true: a mask that masks nothing."""
     for ids in (batch.features["one"], batch.features["three"], batch.ids["some"]):
         with pytest.raises(TypeError):
             OTHERS[which](ids)
 
 
 def test_features_have_the_shape_of_a_tensor_of_keys(passes: tc.PassDataset, batch: tc.Batch) -> None:
-    """If all samples have as many keys; lists of any length have none, and say so."""
+    """If all samples have the same number of keys; lists of any length raise an error."""
     keys = keys_as_tensors(passes.passes[0], batch)
     for name in ("one", "three"):
         feature = batch.features[name]
@@ -182,7 +182,7 @@ def test_features_have_the_shape_of_a_tensor_of_keys(passes: tc.PassDataset, bat
 
 @pytest.mark.parametrize("name", ["dtype", "device", "ndim", "long", "unsqueeze", "view", "clamp", "T"])
 def test_what_only_a_tensor_has_says_what_there_is(batch: tc.Batch, name: str) -> None:
-    """As an AttributeError, so that hasattr() tells what a feature is."""
+    """With an AttributeError, so that hasattr() works."""
     for ids in (batch.features["three"], batch.ids["one"]):
         assert not hasattr(ids, name)
         with one_sentence(AttributeError, f".{name}", "not a tensor of keys", "==", ".offsets"):
@@ -190,7 +190,7 @@ def test_what_only_a_tensor_has_says_what_there_is(batch: tc.Batch, name: str) -
 
 
 def test_ids_that_are_compared_with_nothing_say_so(batch: tc.Batch) -> None:
-    """Those of a batch have no keys: only its features do."""
+    """Ids of a batch have no keys: only its features do."""
     for ids in (batch.ids["one"], batch.ids["some"]):
         for compare in (operator.eq, operator.ne):
             with one_sentence(TypeError, "comparison", "a FeatureIds", "batch.features[name] == 0"):
@@ -198,7 +198,7 @@ def test_ids_that_are_compared_with_nothing_say_so(batch: tc.Batch) -> None:
 
 
 def test_ids_are_copied_hashed_and_moved_as_before(batch: tc.Batch) -> None:
-    """What loaders and trainers do with a batch's parts."""
+    """Loaders and trainers do this with parts of a batch."""
     ids, one = batch.ids["three"], batch.features["three"]
     for made in (copy.copy(ids), copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
         assert np.array_equal(made.ids, ids.ids)
@@ -209,7 +209,7 @@ def test_ids_are_copied_hashed_and_moved_as_before(batch: tc.Batch) -> None:
 
 
 def test_a_mask_of_a_model_for_tensors_works_as_it_is(batch: tc.Batch) -> None:
-    """As in SASRec: vectors of padding are multiplied by zero."""
+    """For example SASRec multiplies vectors of padding by zero."""
     vectors = tc.Embedding(CASE.schema, "three")(batch.features["three"])
     seq = batch.features["three"]
     masked = vectors * (seq != 0).unsqueeze(-1)
@@ -225,10 +225,10 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         for kind in (tc.EmbeddingBag, tc.Embedding) for given in ((1000, 16), (5, 4), ("clicks.toml", "user"))
     },
     "EmbeddingBagCollection(dict)": (
-        lambda _: tc.EmbeddingBagCollection({}), TypeError, ["given dict as its schema"]  # type: ignore[arg-type]
+        lambda _: tc.EmbeddingBagCollection({}), TypeError, ["got dict as its schema"]  # type: ignore[arg-type]
     ),
     "EmbeddingCollection(None)": (
-        lambda _: tc.EmbeddingCollection(None), TypeError, ["given NoneType as its schema"]  # type: ignore[arg-type]
+        lambda _: tc.EmbeddingCollection(None), TypeError, ["got NoneType as its schema"]  # type: ignore[arg-type]
     ),
     **{
         f"{kind.__name__}()({words})": (
@@ -237,8 +237,8 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         )
         for kind in (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
         for given, words in (
-            (lambda _: torch.arange(4), "given a Tensor"), (lambda batch: batch.features["one"], "given a JaggedIds"),
-            (lambda batch: batch.features, "given a _Features"), (lambda _: {"one": 1}, "given a dict"),
+            (lambda _: torch.arange(4), "got a Tensor"), (lambda batch: batch.features["one"], "got a JaggedIds"),
+            (lambda batch: batch.features, "got a _Features"), (lambda _: {"one": 1}, "got a dict"),
         )
     },
     **{
@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         )
         for kind in (tc.EmbeddingBag, tc.Embedding)
         for name, words in (
-            ("reset_parameters", "as the initializer of their table says"), ("sparse", "no gradient of a whole table"),
+            ("reset_parameters", "by the initializer of their table"), ("sparse", "no gradient of a whole table"),
         )
     },
     "nn.init": (
@@ -263,14 +263,14 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_call_that_torchs_modules_take_is_one_error(batch: tc.Batch, what: str) -> None:
-    """Which says what to give in its place."""
+    """The error says what to pass instead."""
     call, kind, words = WRONG[what]
     with one_sentence(kind, *words):
         call(batch)
 
 
 def test_other_unknown_attributes_are_nn_modules_matter() -> None:
-    """And hasattr() goes on as before."""
+    """hasattr() works as before."""
     module = tc.Embedding(CASE.schema, "one")
     with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'wieght'"):
         _ = module.wieght

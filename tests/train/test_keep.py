@@ -1,4 +1,4 @@
-"""Keeping the state of now by a name, and going on from it, or serving it."""
+"""Pinning the current state by a name, and resuming from it, or serving it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CASE = Case(tables=(table("a", 8), table("b", 3, tc.optim.Adam(learning_rate=0.01))), specs=SPECS, num_samples=128)
 """Two passes of 64 samples, four batches each; two epochs."""
 MIDDLE, LAST = (2, 1), (1, 3)
-"""A batch in the midst of a pass, and the last of one."""
+"""A batch in the middle of a pass, and the last of one."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def stopped_at(passes: tc.PassDataset, moment: tuple[int, int]) -> Any:
 
 
 def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int]) -> Callable[[int, int], None]:
-    """Return what keeps a name after each of some batches."""
+    """Return a function that pins a name after each of some batches."""
 
     def each_batch(*now: int) -> None:
         for name, moment in moments.items():
@@ -75,7 +75,7 @@ def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int
 
 
 def assert_rows_at(store: tc.Store, theirs: Any) -> None:
-    """Compare the vectors at the commit of a store with those of a training in memory that ended there."""
+    """Compare the vectors at a commit with a training in memory that ended there."""
     for name, (keys, fields) in theirs.rows.items():
         found = store.lookup(name, keys, missing="zeros")["vector"]
         there = np.any(found != 0, axis=1)  # others were not trained yet
@@ -88,7 +88,7 @@ def assert_rows_at(store: tc.Store, theirs: Any) -> None:
 def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits(
     tmp_path: Path, passes: tc.PassDataset, engine: str, commit_every: int
 ) -> None:
-    """In the midst of a pass and after its last batch; then it is gone back to, and ends with the same bits again."""
+    """In the middle of a pass and after its last batch; rolled back to, it ends with the same bits again."""
     kept: dict[str, int] = {}
     with open_store(tmp_path / "s", CASE, engine) as store:
         with tiered(store, passes, commit_every=commit_every) as cache:
@@ -116,7 +116,7 @@ def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits
 def test_a_training_that_is_killed_after_it_kept_goes_on_from_there(
     tmp_path: Path, passes: tc.PassDataset, moment: tuple[int, int]
 ) -> None:
-    """What is kept is durable, and is where the same script goes on."""
+    """The kept state is durable, and the same script resumes there."""
     path = tmp_path / "s"
 
     def each_batch(*now: int) -> None:
@@ -133,7 +133,7 @@ def test_a_training_that_is_killed_after_it_kept_goes_on_from_there(
 
 
 def test_a_name_keeps_the_last_commit_it_was_given(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """What it kept before is freed."""
+    """The commit that it kept before is freed."""
     path, kept = tmp_path / "s", list[int]()
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=lambda _, batch: kept.append(cache.keep("best")) if batch == 3 else None)
@@ -144,15 +144,13 @@ def test_a_name_keeps_the_last_commit_it_was_given(tmp_path: Path, passes: tc.Pa
 
 
 def test_going_back_names_the_commits_that_it_gives_up(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Once: then the newest commit is that one."""
+    """One warning: then that commit is the newest."""
     path, kept = tmp_path / "s", dict[str, int]()
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=keeping(cache, kept, best=MIDDLE))
     with tc.Store.open(path, mode="r") as store:
         newest = store.commit.id
-    words = (
-        rf"goes on from commit {kept['best']}, pinned as 'best', at pass 2, and gives up commit {newest}, up to pass 4"
-    )
+    words = rf"resumes from commit {kept['best']}, pinned as 'best', at pass 2, and drops commit {newest}, up to pass 4"
     with pytest.warns(UserWarning, match=words):
         tiered(path, passes, at="best").close()
     with tc.Store.open(path, mode="r") as store:
@@ -179,7 +177,7 @@ def test_a_commit_with_other_settings_than_the_kept_one_is_not_taken_for_it(
         tc.store.alter(store, altered)
     with pytest.raises(TableMismatchError):
         tiered(tmp_path / "s", passes)
-    with pytest.warns(UserWarning, match="gives up"):
+    with pytest.warns(UserWarning, match="drops commit"):
         tiered(tmp_path / "s", passes, at="end").close()
 
 
@@ -194,7 +192,7 @@ def test_a_commit_with_other_settings_than_the_kept_one_is_not_taken_for_it(
 def test_a_commit_that_cannot_be_gone_back_to_is_refused(
     tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
-    """The store stands where it stood."""
+    """The store is unchanged."""
     path = tmp_path / "s"
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=keeping(cache, {}, best=MIDDLE))
@@ -207,7 +205,7 @@ def test_a_commit_that_cannot_be_gone_back_to_is_refused(
         tiered(path, data, **options)
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.id == before
-        with pytest.raises(ValueError, match="is open for reading: at= rolls it back"):
+        with pytest.raises(ValueError, match="is open read-only, but at= rolls it back"):
             tiered(store, passes, at="best")
     with pytest.raises(ValueError, match="does not use at"):
         tc.TierCache(None, passes, at="best")
@@ -217,7 +215,7 @@ def test_a_commit_that_cannot_be_gone_back_to_is_refused(
 
 
 def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Outside a loop the newest commit is; after a loop that was left, only if that is where it was left."""
+    """Outside a loop the newest commit is; after leaving a loop, only if the loop was left at it."""
     with tiered(tmp_path / "s", passes, commit_every=2) as cache:
         model, optimizer = registered(cache, CASE)
         with pytest.raises(ValueError, match="cannot name a pinned commit"):
@@ -236,10 +234,10 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
             optimizer.step()
             optimizer.zero_grad()
         next(loop)
-        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, and the newest commit is at"):
+        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, but the newest commit is at"):
             cache.keep("best")
         loop.close()
-        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, and the newest commit is at"):
+        with pytest.raises(StateError, match=r"keep\(\) was called at pass 1, sample 0, but the newest commit is at"):
             cache.keep("best")
         cache.restore()
         cache.keep("begin")
@@ -249,7 +247,7 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
 
 
 def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Its rows were dropped, and the commit before would be kept in place of them."""
+    """Its rows were dropped, so the previous commit would be kept instead."""
     with tiered(tmp_path / "s", passes) as cache:
         model, optimizer = registered(cache, CASE)
         for p in cache.passes(epochs=2):
@@ -259,7 +257,7 @@ def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, pas
                 optimizer.zero_grad()
             if p.index == 1:
                 break
-        with pytest.raises(StateError, match=r"at pass 1, sample 64, and the newest commit is at pass 1, sample 0"):
+        with pytest.raises(StateError, match=r"at pass 1, sample 64, but the newest commit is at pass 1, sample 0"):
             cache.keep("best")
     with tiered(tmp_path / "s", passes) as cache:
         registered(cache, CASE)
@@ -271,7 +269,7 @@ def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, pas
 
 
 def test_a_loop_that_ended_is_kept(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """As its last commit, also if batches were fetched ahead, and the last pass waits for its commit."""
+    """Its last commit is kept, also if batches were fetched ahead and the last pass waits for its commit."""
     with tiered(tmp_path / "s", passes) as cache:
         train(cache, CASE)
         kept = cache.keep("end")
@@ -320,7 +318,7 @@ def served_case(folder: Path) -> tuple[Case, tc.PassDataset]:
 
 
 def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Path) -> None:
-    """By name or number, whatever was trained since; the model that is given stays as it is."""
+    """By name or number, whatever was trained since; the given model does not change."""
     _, passes = served_case(tmp_path / "passes")
     torch.manual_seed(0)
     model = tc.convert(Rows(), passes)
@@ -351,7 +349,7 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
 
 
 def test_of_several_models_that_fit_none_is_guessed(tmp_path: Path) -> None:
-    """It says which there are."""
+    """The error lists them."""
     _, passes = served_case(tmp_path / "passes")
     models = [tc.convert(Rows(), passes, filter_fn=lambda module, _: isinstance(module, nn.EmbeddingBag))]
     models.append(copy.deepcopy(models[0]))

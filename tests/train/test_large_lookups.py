@@ -1,4 +1,4 @@
-"""Lookups whose output is larger than the caches: rows are read in the order of memory, and the step need not sort."""
+"""Lookups whose output exceeds the caches: rows are read in memory order, and the step need not sort."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_are_trained_to_the_same_bits_whatever_order_they_are_read_in(
 
 
 def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict[str, int]) -> None:
-    """Without gradients the batch is read in its own order, to the same output, and rows stay as they are."""
+    """Without gradients the batch is read in its own order, with the same output, and rows do not change."""
     passes = CASE.cut(tmp_path / "passes")
     cache = resident(passes, device="cpu")
     model = Net(cache, CASE)
@@ -81,7 +81,7 @@ def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict
 def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
     tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch, missing: str, few: int
 ) -> None:
-    """Such a lookup counts rows by other numbers than the step: what was sorted for one is not taken for the other."""
+    """Such a lookup numbers rows differently from the step: a sort for one is not used for the other."""
     rng = np.random.default_rng(few)
     every = np.arange(2000)
     schema = tc.Schema(features=tuple(tc.Feature(name=s.name, table=s.table) for s in CASE.specs), tables=CASE.tables)
@@ -104,7 +104,7 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
 
 
 def test_sums_take_what_the_lookup_sorted(calls: dict[str, int]) -> None:
-    """As the step does; and a slot that is not there is refused, whoever sorted it."""
+    """Like the step; an invalid slot is refused, whichever sorted it."""
     rng = np.random.default_rng(0)
     slots, gradient = rng.integers(0, 50, 400).astype(np.int32), rng.standard_normal((400, 8)).astype(np.float32)
     pairs = sorting.sort_slots(slots, 50, sorting.SortBuffers())

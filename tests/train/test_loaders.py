@@ -1,4 +1,4 @@
-"""Loaders of one's own: wrapped, they go on from a commit; keys in all forms that people have are the same batch."""
+"""Users' own loaders: wrapped, they resume from a commit; keys in all usual forms are the same batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Samples(Dataset[Any]):
 
 
 class Stateful:
-    """A loader that knows where it stands."""
+    """A loader that knows its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -57,11 +57,11 @@ class Stateful:
             yield items[self.at - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it stands."""
+        """Return its position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go there."""
+        """Move to a position."""
         self.at = state["at"]
 
 
@@ -108,7 +108,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_wrapped_loader_trains_as_its_batches_do(folder: Path) -> None:
-    """With workers too, and from a commit in the midst of a pass, where its first items are left out."""
+    """With workers too, and from a commit in the middle of a pass, where its first items are left out."""
     expected = train(folder, "plain.tc", by="batch")
     assert train(folder, "wrapped.tc", workers=2) == expected
     assert train(folder, "resumed.tc", stop=(4, 2)) is None
@@ -138,13 +138,13 @@ def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (torch.zeros(3), r"the loader gave a Tensor: it must give \(keys, label\), \(keys, dense, label\) or a map"),
-        ((1,), "the loader gave a tuple of 1: it must"),
-        ({"a": 1, "b": 2}, "the loader gave a mapping of 'a', 'b': it must"),
+        (torch.zeros(3), r"the loader gave a Tensor: expected \(keys, label\), \(keys, dense, label\) or a map"),
+        ((1,), "the loader gave a tuple of 1: expected"),
+        ({"a": 1, "b": 2}, "the loader gave a mapping of 'a', 'b': expected"),
     ],
 )
 def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str) -> None:
-    """It says what to give; a function may make it of an item."""
+    """The error says what to yield; a function may convert an item to it."""
     data = tc.PassDataset.open(folder / "passes")
     passes = tc.InMemoryCache(data).passes(epochs=1)
     p = next(passes)
@@ -192,7 +192,7 @@ WHOLE = {"user": USER, "seen": (VALUES, OFFSETS), "words": WORDS}
     ],
 )
 def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None:
-    """Offsets with the last or without it, nested and sparse tensors, and what torchrec has."""
+    """Offsets with or without the last, nested and sparse tensors, and torchrec's types."""
     samples, found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)
     assert samples == 3
     assert found["seen"].keys.tolist() == VALUES
@@ -201,7 +201,7 @@ def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None
 
 
 def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
-    """Features with one key a sample, or a few, stand in it as lists do."""
+    """Features with one key per sample, or a few, are stored in it like lists."""
     lists = Jagged(USER, [0, 1, 2, 3]), Jagged(VALUES, OFFSETS), Jagged([1, 2, 3, 4, 5, 6], [0, 2, 4, 6])
     given = KeyedJagged(**dict(zip(("user", "seen", "words"), lists, strict=True)))
     samples, found = feature_keys(FORMS, given, None)
@@ -213,7 +213,7 @@ def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
 
 
 def test_offsets_without_the_last_are_known_by_other_features() -> None:
-    """Also where the last list is empty, and they could be whole."""
+    """Also if the last list is empty, and they could be complete."""
     given = WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}
     assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
 
@@ -261,7 +261,7 @@ def test_what_says_the_number_of_samples_decides_on_the_last_offset(
 def test_offsets_that_fit_two_numbers_of_samples_are_those_of_bags(
     schema: tc.Schema, keys: Any, ends: list[int]
 ) -> None:
-    """EmbeddingBag sees a last list that is empty: no sample that it has is lost or shifted."""
+    """EmbeddingBag sees an empty last list: no sample is lost or shifted."""
     samples, found = feature_keys(schema, keys, None)
     values, offsets = (torch.as_tensor(part, dtype=torch.int64) for part in keys["seen"])
     pooled = torch.nn.EmbeddingBag(9, 1, mode="sum")(values, offsets)
@@ -270,7 +270,7 @@ def test_offsets_that_fit_two_numbers_of_samples_are_those_of_bags(
 
 
 def test_values_between_the_rows_of_a_nested_tensor_are_no_keys() -> None:
-    """One made with lengths may have such gaps."""
+    """A tensor created with lengths may have such gaps."""
     values, offsets = torch.tensor([1, 99, 2, 3]), torch.tensor([0, 2, 4])
     nested = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor([1, 2]))
     found = feature_keys(ONE, {"seen": nested}, None)[1]["seen"]
@@ -286,19 +286,19 @@ def test_values_between_the_rows_of_a_nested_tensor_are_no_keys() -> None:
     ],
 )
 def test_masked_keys_are_refused(value: Any) -> None:
-    """Their fill values are no keys, and a raw key cannot be null."""
+    """Their fill values are not keys, and a raw key cannot be null."""
     with pytest.raises(ValueError, match="the keys of feature 'seen' have masked values"):
         feature_keys(ONE, {"seen": value}, None)
 
 
 def test_one_tensor_has_a_column_for_each_feature() -> None:
-    """As loaders of categorical columns give them."""
+    """Loaders of categorical columns return such tensors."""
     schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")
     for keys in (torch.arange(12).view(4, 3), np.arange(12).reshape(4, 3)):
         samples, found = feature_keys(schema, keys, None)
         assert samples == 4
         assert [found[n].keys.tolist() for n in "abc"] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    words = r"one array of shape \(4, 2\) and there are 3 features \(a, b, c\): give a map"
+    words = r"one array of shape \(4, 2\), but there are 3 features \(a, b, c\): give a map"
     with pytest.raises(ValueError, match=words):
         feature_keys(schema, torch.zeros(4, 2, dtype=torch.int64), None)
     with pytest.raises(ValueError, match="the keys are a list: give a mapping from features to their keys"):
@@ -306,7 +306,7 @@ def test_one_tensor_has_a_column_for_each_feature() -> None:
 
 
 def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> None:
-    """Candidates that only an evaluation has, and negatives that only training has; a lookup of others is an error."""
+    """Candidates used only in evaluation, and negatives used only in training; other lookups are errors."""
     tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("user", "item")]
     features = (tc.Feature(name="user"), tc.Feature(name="item"), tc.Feature(name="candidate", table="item"))
     schema = tc.Schema(features=features, tables=tuple(tables))
@@ -318,7 +318,7 @@ def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> N
             batch = p.batch({"user": user, "item": item})
             (model["user"](batch).sum() + model["item"](batch).sum()).backward()
             cache.optimizer.step()
-            with pytest.raises(ValueError, match=r"without the rows of feature 'candidate': give its keys"):
+            with pytest.raises(ValueError, match=r"without the rows of feature 'candidate': pass its keys"):
                 model["candidate"](batch)
             evaluated = cache.evaluate_batch({"user": user, "candidate": candidate})
             with torch.no_grad():
@@ -329,7 +329,7 @@ def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> N
 
 
 def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> None:
-    """By its own name, as one feature that two tables of torchrec have; keys of a feature's own name come first."""
+    """By its own name, like a feature of two torchrec tables; keys under a feature's name take precedence."""
     features = (tc.Feature(name="id", table="wide"), tc.Feature(name="deep", columns=("id",), table="deep"))
     tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("wide", "deep")]
     schema = tc.Schema(features=features, tables=tuple(tables))
@@ -356,5 +356,5 @@ def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
     assert {name: one.keys.tolist() for name, one in found.items()} == columns
     with pytest.raises(ValueError, match="the keys of feature 'a' are texts or objects: keys are int64"):
         feature_keys(SCHEMA, frames.DataFrame(columns | {"a": ["x", "y", "z"]}), None)
-    with pytest.raises(ValueError, match="keys were given for 'c', and the features are a, b"):
+    with pytest.raises(ValueError, match="keys were given for 'c', but the features are a, b"):
         feature_keys(SCHEMA, frames.DataFrame(columns | {"c": [1, 2, 3]}), None)

@@ -1,4 +1,4 @@
-"""Keys that the pass lacks: an error, zeros, initial rows or rows as of now, and never another row."""
+"""Keys that the pass lacks: an error, zeros, initial rows or current rows, and never another row."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def oracle(cache: Any, missing: str) -> Rows:
 def test_missing_keys_read_what_a_dict_says_and_train_nothing(
     drawn: tuple[dict[str, Any], dict[str, list[list[int]]]], missing: str, tiers: bool, mode: str
 ) -> None:
-    """Zeros, initial rows or rows as of now, in every place; present keys learn, and no other row of any pass does."""
+    """Zeros, initial rows or current rows, in every place; present keys learn, and no other row of any pass does."""
     keys, lists = drawn
     with tempfile.TemporaryDirectory() as folder:
         passes = write_passes(Path(folder) / "keys")
@@ -175,7 +175,7 @@ def check_step(
 
 
 def missing_some(case: Case, samples: tc.PassDataset) -> Callable[[int, dict[str, Any]], None]:
-    """Return a change of keys: every third is of another pass, or of none."""
+    """Return a change of keys: every third is from another pass, or from none."""
     others = {t.name: np.unique(np.concatenate([p.keys(t.name) for p in samples])) for t in samples.tables}
     tables = {f.name: f.table for f in samples.schema.features}
 
@@ -195,9 +195,9 @@ def missing_some(case: Case, samples: tc.PassDataset) -> Callable[[int, dict[str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", OTHER_MISSING)
 def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(tmp_path: Path, missing: str, device: str) -> None:
-    """A third of all keys: maxima, means and weights with rows of the pass beside others, of 16 bits too.
+    """A third of all keys: maxima, means and weights mix them with rows of the pass, also of 16 bits.
 
-    With commits inside passes and steps of several batches; on the shim as on a CPU.
+    With commits inside passes and steps of several batches; on the shim and on a CPU.
     """
     case = Case(
         tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32,
@@ -232,9 +232,9 @@ def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(tmp_path: Path,
 def test_a_missing_key_is_an_error_that_names_table_key_and_batch(
     tmp_path: Path, change: dict[str, Any], table_: str, key: int, words: str
 ) -> None:
-    """The first of several, in the last feature and in the first, in the same words on CUDA as on a CPU.
+    """The first of several, in the last feature and in the first, with the same message on CUDA and CPU.
 
-    The batch does not count and trains nothing, and the pass goes on.
+    The batch does not count and trains nothing, and the pass continues.
     """
     passes, said = write_passes(tmp_path / "keys"), list[str]()
     for device in DEVICES.values():
@@ -288,7 +288,7 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(bag=([1, 3], [1, 1, 2, 2, 2])), {}, "the offsets of feature 'bag' are .* begin with 0"),
         (keys_with(bag=torch.ones(4)), {}, "the keys of feature 'bag' are float32: keys are int64"),
         (keys_with(bag=torch.zeros(4, 1, 1).to_sparse()), {}, "a sparse tensor of shape"),
-        (keys_with(), {"missing": "zeros"}, "missing is 'zeros': it must be one of 'error', 'zero', 'init', 'load'"),
+        (keys_with(), {"missing": "zeros"}, "invalid missing 'zeros': expected one of 'error', 'zero', 'init', 'load'"),
         (keys_with(), {"weights": {"one": [1.0]}}, r"weights of feature 'one' are float64 of shape \(1,\)"),
         (keys_with(), {"weights": {"one": torch.ones(4, requires_grad=True)}}, "require a gradient"),
         (keys_with(), {"weights": {"x": [1.0]}}, "weights were given for 'x'"),
@@ -296,14 +296,14 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(), {"dense": [1.0] * 4}, r"dense has shape \(4,\)"),
         (keys_with(), {"label": [0.0, 1.0, float("nan"), 1.0]}, "label of sample 2 is not finite"),
         (keys_with(), {"dense": [[0.0], [float("inf")], [0.0], [0.0]]}, "dense of sample 1 is not finite"),
-        (keys_with(), {"label": ["a"] * 4}, "label is no array of numbers"),
+        (keys_with(), {"label": ["a"] * 4}, "label is not an array of numbers"),
         (keys_with(), {"label": torch.empty(4, device="meta")}, "label is a sparse tensor, or one without values"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_a_sentence(
     tmp_path: Path, keys: dict[str, Any], others: dict[str, Any], message: str
 ) -> None:
-    """Before anything counts."""
+    """Before anything is counted."""
     passes = resident(write_passes(tmp_path / "keys")).passes(epochs=1)
     p = next(passes)
     with pytest.raises(ValueError, match=message):
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_by_a_sentence(
 
 
 def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_path: Path) -> None:
-    """Vectors alone, of keys trained before; keys are sorted once, and what is trained since counts."""
+    """Only vectors of trained keys; keys are sorted once, and later training counts."""
     cache = resident(write_passes(tmp_path / "keys"))
     backend, read, counts = cache._backend, cache._backend.read, list[Any]()
 
@@ -345,7 +345,7 @@ def test_of_a_table_in_memory_missing_keys_read_their_own_rows_and_no_more(tmp_p
 
 
 def test_a_table_trained_with_an_out_of_vocabulary_row_reads_it_for_keys_never_trained(tmp_path: Path) -> None:
-    """missing="load" sees what an evaluation sees, on the tiers and in memory."""
+    """missing="load" reads the same as an evaluation, on the tiers and in memory."""
     case = Case(tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
     passes = case.extract(tmp_path / "train", min_count=3)
     found = []

@@ -1,4 +1,4 @@
-"""Calls at the wrong moment and lookups of what is not there get one sentence, and the store keeps its commit."""
+"""Calls at the wrong moment and lookups of missing keys raise one clear error, and the store keeps its commit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(store: tc.Store, passes: tc.PassDataset) -> Iterator[TierCache]:
 
 
 class Loop:
-    """A training of a cache: nothing of it has begun before it is asked for."""
+    """A training of a cache; everything begins on demand."""
 
     def __init__(self, cache: TierCache) -> None:
         self.cache, self.schema, self.passes = cache, cache.schema, cache.passes(epochs=2)
@@ -60,13 +60,13 @@ class Loop:
         self.optimizer.step()
 
     def after_its_pass(self) -> None:
-        """Look a batch up when the loop was left, which ends the pass and drops what was trained in it."""
+        """Look a batch up after the loop was left, which ends the pass and drops its training."""
         batch = self.batch()
         self.passes.close()
         self.model(batch)
 
     def twice(self) -> None:
-        """Begin a second loop over the passes, and go on with the first."""
+        """Begin a second loop over the passes, then continue with the first."""
         self.begin()
         next(self.cache.passes(epochs=2))
         self.begin()
@@ -94,7 +94,7 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
         ),
         (
             lambda w: tc.EmbeddingBagCollection(w.schema, mode={"typo": "mean"}),
-            ValueError, ["mode was given for 'typo'", "f, g, h"],
+            ValueError, ["mode= has 'typo'", "f, g, h"],
         ),
         (lambda w: w.bag({"f": torch.ones(3)}), ValueError, ["weights of feature 'f'", " ids"]),
         (lambda w: w.bag({"f": torch.ones(3, 1)}), ValueError, ["weights of feature 'f'", " ids"]),
@@ -114,7 +114,7 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
 def test_a_call_at_the_wrong_moment_or_of_what_is_not_there_is_refused(
     cache: TierCache, how: Callable[[Loop], object], kind: type[Exception], words: list[str]
 ) -> None:
-    """With what there is, and what to do instead."""
+    """The error lists what exists, and what to do instead."""
     with one_sentence(kind, *words):
         how(Loop(cache))
 
@@ -146,7 +146,7 @@ def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:
 def test_gradients_left_at_the_end_of_a_pass_are_refused(
     cache: TierCache, passes: tc.PassDataset, resident: bool
 ) -> None:
-    """Dense gradients would go on into the next pass, and those of rows would not."""
+    """Dense gradients would carry over into the next pass, but gradients of rows would not."""
     trained: Any = tc.InMemoryCache(passes) if resident else cache
     model, _ = registered(trained, CASE)
     loop = trained.passes(epochs=2)
@@ -158,7 +158,7 @@ def test_gradients_left_at_the_end_of_a_pass_are_refused(
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDataset, resident: bool) -> None:
-    """Not when the pass has ended: the optimizer steps, and rows would not."""
+    """Not at the end of the pass: the optimizer steps, but rows would not."""
     trained: Any = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
     model = Net(trained, CASE)
     trained.register(model=model)
@@ -204,7 +204,7 @@ def test_a_second_cache_on_a_store_in_training_is_refused(
 
 
 def test_a_batch_is_refused_after_its_pass_ended(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Its local ids mean other rows in the next pass: neither lookup nor backward goes on."""
+    """Its local ids mean other rows in the next pass: neither lookup nor backward works."""
     with tiered(store, passes, commit_every=100) as cache:
         loop = Loop(cache)
         p = loop.begin()
@@ -221,7 +221,7 @@ def test_a_batch_is_refused_after_its_pass_ended(store: tc.Store, passes: tc.Pas
 
 
 def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassDataset) -> None:
-    """An error in the loop's body keeps the loop alive until store and cache are closed: nothing is said about that."""
+    """An error in the loop's body keeps the loop alive until store and cache are closed: no warning for that."""
     with open_store(passes.path, CASE, "memory") as memory, tiered(memory, passes) as cache:
         loop = Loop(cache)
         loop.batch()
@@ -229,7 +229,7 @@ def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassData
 
 
 def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """In whatever order two things are closed, threads end and nothing is raised."""
+    """In any order of closing, threads end and nothing is raised."""
     before = set(threading.enumerate())
     store = tc.Store.open(tmp_path / "other.tc", tables=CASE.tables)
     cache = tiered(store, passes)
@@ -241,7 +241,7 @@ def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) 
 
 
 def test_a_dropped_loop_that_the_reader_collects_holds_nobody_up(cache: TierCache) -> None:
-    """Garbage is collected on whatever thread is running: the reader would wait for itself."""
+    """Garbage is collected on any running thread: the reader would wait for itself."""
     registered(cache, CASE)
     loop = cache.passes(epochs=2)
     first = next(loop)
@@ -250,7 +250,7 @@ def test_a_dropped_loop_that_the_reader_collects_holds_nobody_up(cache: TierCach
 
 
 def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
-    """Its rows are gone when the next slice is asked for."""
+    """Its rows are gone when the next slice is requested."""
     model, _ = registered(cache, CASE)
     cache.restore()
     slices = cache.evaluate(passes)
@@ -261,14 +261,14 @@ def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passe
 
 
 def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The error names the sample, what its rows take, and the budget."""
+    """The error names the sample, the bytes of its rows, and the budget."""
     with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
         list(cache.evaluate(passes))
 
 
 @pytest.mark.parametrize("epochs", [-1, 1.0, "1", None])
 def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.PassDataset, epochs: Any) -> None:
-    """With rows in tiers or in memory; none at all is a number."""
+    """With rows in tiers or in memory; 0 is valid."""
     for one in (cache, tc.InMemoryCache(passes)):
         with one_sentence(ValueError, f"epochs is {epochs!r}"):
             next(one.passes(epochs))
@@ -277,7 +277,7 @@ def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.Pas
 
 @pytest.mark.parametrize("name", [field.name for field in fields(tc.TierCacheOptions)])
 def test_an_argument_that_moved_to_the_options_says_so(passes: tc.PassDataset, name: str) -> None:
-    """With or without a store; other unknown arguments are refused as by any function."""
+    """With or without a store; other unknown arguments raise Python's usual error."""
     for make in (partial(tc.TierCache, "model.tc", passes), partial(tc.InMemoryCache, passes)):
         with one_sentence(TypeError, f"options=tc.TierCacheOptions({name}=...)"):
             make(**{name: None})
@@ -287,13 +287,13 @@ def test_an_argument_that_moved_to_the_options_says_so(passes: tc.PassDataset, n
 
 @pytest.mark.parametrize("name", ["comm_dtype", "on_nonfinite"])
 def test_an_unknown_word_in_the_options_is_refused(name: str) -> None:
-    """When they are made, with the words that there are."""
-    with one_sentence(ValueError, f"{name} 'int8' is unknown: it must be one of '"):
+    """When they are created; the error lists the valid values."""
+    with one_sentence(ValueError, f"unknown {name} 'int8': expected one of '"):
         tc.TierCacheOptions(**{name: "int8"})
 
 
 def test_a_cache_is_shown_with_its_store_and_its_place(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """As a notebook shows it: the pass that a new loop begins with, or that it is closed."""
+    """For a notebook: the pass at which a new loop begins, or that it is closed."""
     with tiered(tmp_path / "s.tc", passes) as cache:
         assert repr(cache) == f"<TierCache: the store {tmp_path / 's.tc'}, next pass 0>"
         for p in cache.passes(epochs=1):

@@ -50,7 +50,7 @@ def test_each_key_is_drawn_with_its_probability(rare: tc.PassDataset, by: str) -
 
 
 def test_draws_follow_from_seed_pass_samples_and_call(data: tc.PassDataset) -> None:
-    """Any other one draws other keys; the same ones draw the same."""
+    """Changing any of them draws other keys; the same ones draw the same keys."""
     device = torch.device("cpu")
 
     def draw(seed: int, index: int, samples: int, calls: int = 1) -> list[int]:
@@ -63,7 +63,7 @@ def test_draws_follow_from_seed_pass_samples_and_call(data: tc.PassDataset) -> N
 
 
 def test_a_resumed_pass_draws_the_negatives_of_one_that_was_not_stopped(tmp_path: Path, data: tc.PassDataset) -> None:
-    """And they are keys of the pass, so they are trained."""
+    """They are keys of the pass, so they are trained."""
 
     def run(folder: Path, stops: list[int]) -> list[list[int]]:
         drawn: list[list[int]] = []
@@ -86,17 +86,17 @@ def test_a_resumed_pass_draws_the_negatives_of_one_that_was_not_stopped(tmp_path
 
 
 def test_wrong_arguments_are_refused(data: tc.PassDataset) -> None:
-    """With what is right."""
+    """The error says what is valid."""
     sampler = NegativeSampler(data.passes[0], 0, 0)
-    with one_sentence(ValueError, "by is 'rank'", "'uniform' or 'count'"):
+    with one_sentence(ValueError, "invalid by 'rank'", "'uniform' or 'count'"):
         sampler.draw("item", 1, "rank", 0, torch.device("cpu"))  # type: ignore[arg-type]
-    with one_sentence(ValueError, "-1 negatives"):
+    with one_sentence(ValueError, "negatives -1"):
         sampler.draw("item", -1, "count", 0, torch.device("cpu"))
     assert sampler.draw("item", 0, "count", 0, torch.device("cpu")).keys.shape == (0,)
 
 
 def test_a_table_without_keys_in_the_pass_has_no_negatives(tmp_path: Path) -> None:
-    """Nothing could be drawn."""
+    """There is nothing to draw."""
     tables = [tc.Table(name=name, dim=2, optimizer=tc.optim.SGD(learning_rate=0.1)) for name in "ab"]
     written = tc.write_key_sets(tmp_path / "keys", tables, [{"a": [1, 2]}])
     with one_sentence(ValueError, "pass 4 has no keys of table 'b'"):

@@ -1,4 +1,4 @@
-"""The first batches of the next pass are made while a pass trains, and bind it to nothing."""
+"""The first batches of the next pass are made while a pass trains, and do not commit it to anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASE = ahead.CASE
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """Whatever a test does, no thread outlives its cache."""
+    """No thread outlives its cache, whatever a test does."""
     yield
     gc.collect()
     wait_for(lambda: not threads())
@@ -37,7 +37,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_batches_begun_for_the_next_pass_bind_it_to_nothing(tmp_path: Path, device: str, ahead: int) -> None:
-    """An evaluation between the passes has more threads; a pass may then take keys of the loop, or another order."""
+    """An evaluation between the passes has more threads; a pass may then use keys of the loop, or another order."""
     case = Case(tables=(table("f", 8),), specs=(Spec(name="f", table="f"),), num_samples=200, pass_rows=60, batch=16)
     data = case.cut(tmp_path / "passes")
     assert len(data) > 2
@@ -65,7 +65,7 @@ def test_batches_begun_for_the_next_pass_bind_it_to_nothing(tmp_path: Path, devi
 
 
 def read_by(patch: pytest.MonkeyPatch, change: Any = None) -> list[tuple[int, int, str]]:
-    """Note sub-dataset, first sample and thread of each read; ``change`` is called with them first."""
+    """Record sub-dataset, first sample and thread of each read; ``change`` is called with them first."""
     seen, read = list[tuple[int, int, str]](), SubDataset.read
 
     def noted(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Any:
@@ -82,7 +82,7 @@ def read_by(patch: pytest.MonkeyPatch, change: Any = None) -> list[tuple[int, in
 def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
     passes: tc.PassDataset, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as are made ahead, with the ids of modules in place; each batch is made once, on the same threads."""
+    """All that are made ahead, with the ids of modules in place; each batch is made once, on the same threads."""
     seen = read_by(monkeypatch)
     cache = resident(passes, device=DEVICES[device]())
     bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
@@ -103,7 +103,7 @@ def test_the_first_batches_of_the_next_pass_are_made_while_a_pass_trains(
 
 
 def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.PassDataset) -> None:
-    """Another size, another order, or a pass that is left out: what is yielded is what was asked for."""
+    """Another size, another order, or a skipped pass: the requested batches are yielded."""
     cache = resident(passes, device=shim())
     loop = cache.passes(epochs=3)
     asked = [(10, False), (10, True), (16, True), (16, True)]
@@ -123,7 +123,7 @@ def test_batches_that_were_begun_are_dropped_if_others_are_asked_for(passes: tc.
 def test_an_error_in_a_batch_of_the_next_pass_is_raised_there(
     passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pass before trains to its end, though the batch was made by then."""
+    """The previous pass trains to its end, though the batch was already made."""
 
     def refuse(index: int, _: int) -> None:
         if index == 1:

@@ -112,7 +112,7 @@ def check(left: torch.Tensor | None, right: torch.Tensor | None, exact: bool) ->
 
 
 def loss(case: Case, top: nn.Linear, out: torch.Tensor, batch: tc.Batch) -> torch.Tensor:
-    """Return a loss whose gradients are whole numbers where the case asks for them."""
+    """Return a loss whose gradients are whole numbers if the case requires it."""
     if case.integers:
         signs = 2 * batch.label[:, None] - 1
         return (out * signs * batch.dense).sum()
@@ -128,14 +128,14 @@ def two_tables(optimizer: str) -> tuple[tc.Table, ...]:
 
 @pytest.mark.parametrize(("optimizer", "accumulate"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(OPTIMIZERS)])
 def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, accumulate: int) -> None:
-    """Sum, mean, max, weights of the data, empty bags, shared tables, lists, accumulation and a change of rate."""
+    """Sum, mean, max, data weights, empty bags, shared tables, lists, accumulation and a changing rate."""
     specs = [s for s in SPECS if s.mode != "max"] if optimizer == "adam" else SPECS  # SparseAdam takes no max
     compare(Case(tables=two_tables(optimizer), specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
 
 
 @pytest.mark.parametrize(("optimizer", "device"), [*((name, "cpu") for name in OPTIMIZERS), ("adagrad", "cuda")])
 def test_unpooled_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, device: str) -> None:
-    """One vector for each id, of single ids, fixed and ragged lists that share tables."""
+    """One vector for each id, for single ids, fixed and ragged lists that share tables."""
     specs = tuple(Spec(name=s.name, table=s.table, hotness=s.hotness) for s in SPECS)
     case = Case(tables=two_tables(optimizer), specs=specs, num_keys=60, accumulate=2)
     compare(case, tmp_path, unpooled=True, device=device)
@@ -151,7 +151,7 @@ def test_weights_get_the_gradients_that_torch_gives_them(tmp_path: Path, device:
 
 @pytest.mark.parametrize("unpooled", [False, True])
 def test_whole_numbers_give_the_bits_of_torch(tmp_path: Path, unpooled: bool) -> None:
-    """Where no rounding happens the order of sums cannot matter, and all bits are those of torch."""
+    """Without rounding the order of sums cannot matter, so all bits equal torch's."""
     specs = (Spec(name="one", table="a"), Spec(name="list", table="a", hotness="ragged"),
              Spec(name="fixed", table="b", hotness="multi_hot", length=4, mode="mean"))  # fmt: skip
     tables = tuple(table(name, 9, tc.optim.SGD(learning_rate=1.0), tc.init.Constant(value=3.0)) for name in "ab")

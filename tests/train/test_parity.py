@@ -108,11 +108,11 @@ def test_tiered_training_ends_with_the_bits_of_training_in_memory(
 def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(
     tmp_path: Path, device: str, engine: str, dtype: str, optimizer: Any, compression: str | None
 ) -> None:
-    """Beside a float32 group, compressed or not, whatever the slots and the engine, with the least host memory.
+    """Next to a float32 group, compressed or not, for any slots and engine, with the least host memory.
 
-    New rows are made by the device and by the reader. The run goes on from inside a pass: steps are counted on, so
-    rounding goes on. On the shim it ends with the CPU's bits; on a GPU, whose dense layers have bits of their own, with
-    those of memory on it.
+    New rows are made by the device and by the reader. The run resumes from inside a pass: steps continue to be counted,
+    so rounding continues too. On the shim it ends with the CPU's bits; on a GPU, whose dense layers have different
+    bits, with the bits of training in memory on it.
     """
     case = Case(
         tables=(
@@ -158,7 +158,7 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
-    """Draw a whole training and how it is tiered."""
+    """Draw a whole training and its tiers."""
     num_tables = draw(st.integers(1, 3))
     dims = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65, 127, 128, 130]))
     tables = tuple(
@@ -200,7 +200,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
 
 
 def resumed_in_a_seeded_order() -> tuple[Case, dict[str, Any]]:
-    """Return a run that began in the smallest budget, and was refused when it went on from another place."""
+    """Return a run that began with the smallest budget, and was refused when it resumed at another position."""
     rule = tc.optim.SGD(learning_rate=0.1, decay=0.01)
     case = Case(
         tables=(table("t0", 1, rule),), specs=(Spec(name="f0", table="t0"),), num_samples=80, pass_rows=32,
@@ -214,7 +214,7 @@ def interrupted(
     case: Case, how: dict[str, Any], passes: tc.PassDataset, folder: Path, *,
     device: Callable[[], Any] = device_of_tests, train: Callable[..., Net] = train,
 ) -> Result:  # fmt: skip
-    """Train over tiers as drawn: whatever the budgets, the engine, the commits and a restart in the middle."""
+    """Train over tiers as drawn, for any budgets, engine, commits and a restart in the middle."""
     with open_store(folder / "model.tc", case, how["engine"]) as store:
         options: dict[str, Any] = {"commit_every": how["commit_every"], "order_seed": case.order_seed}
         options["device_budget"] = "64MiB"
@@ -243,7 +243,7 @@ def interrupted(
 @example(resumed_in_a_seeded_order())
 @given(cases())
 def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, dict[str, Any]]) -> None:
-    """Whatever the budgets, the engine, the commits and a restart in the middle, the bits are those of memory."""
+    """For any budgets, engine, commits and a restart in the middle, the bits equal those in memory."""
     case, how = drawn
     with tempfile.TemporaryDirectory() as folder:
         passes = case.cut(Path(folder) / "passes")
@@ -253,7 +253,7 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(("forward", "reversed", "random")))
 def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, dict[str, Any]], order: str) -> None:
-    """The bits of memory on CUDA, and about those of the CPU."""
+    """The same bits as in memory on CUDA, and nearly the CPU's."""
     case, how = replace(drawn[0], num_samples=64, pass_rows=16), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
         passes = case.cut(Path(folder) / "passes")
@@ -266,7 +266,7 @@ def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, d
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.lists(st.integers(1, 6), min_size=2, max_size=2, unique=True))
 def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Case, Any], cuts: list[int]) -> None:
-    """Tables, optimizers, hotness, accumulation and commits as they come; steps end where passes may."""
+    """With any tables, optimizers, hotness, accumulation and commits; steps end where passes may."""
     case = replace(drawn[0], shuffle=False, order_seed=None)
     with tempfile.TemporaryDirectory() as folder:
         results, place = [], Path(folder)
@@ -280,7 +280,7 @@ def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Ca
 
 
 def test_nothing_moves_after_draining(tmp_path: Path) -> None:
-    """Every dump is durable and the next pass is staged, and stays so until the pass ends."""
+    """Every dump is durable and the next pass is staged, until the pass ends."""
     case = Case(tables=(table("a", 16),), specs=(Spec(name="f", table="a"),))
     passes = case.cut(tmp_path / "passes")
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
@@ -310,7 +310,7 @@ def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path)
             with tiered(store, passes, seed=seed) as cache:
                 loop = cache.passes(epochs=1)
                 p = next(loop)
-                with pytest.raises(StateError, match=r"stands after 16 samples in the order .*'seed': 3"):
+                with pytest.raises(StateError, match=r"is after 16 samples in the order .*'seed': 3"):
                     next(p.batches(16, shuffle=shuffle))
         with tiered(store, passes, seed=3) as cache:
             loop = cache.passes(epochs=1)
@@ -321,7 +321,7 @@ def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("join", ["add", "cat"])
 def test_two_modules_in_one_step_add_their_gradients(tmp_path: Path, mode: str, join: str) -> None:
-    """Autograd may hand both the same memory: each counts all the same."""
+    """Autograd may pass both the same memory: each counts all the same."""
     specs = (Spec(name="f", table="a", hotness="ragged", mode=mode), Spec(name="g", table="a", mode=mode))
     case = Case(tables=(table("a", 16, tc.optim.SGD(learning_rate=0.5)),), specs=specs, shuffle=False)
     passes = case.cut(tmp_path / "passes")

@@ -1,4 +1,4 @@
-"""A pass is committed as trained only if its batches were trained; anything else is an error, or was said."""
+"""A pass is committed as trained only if its batches were trained; anything else is an error unless requested."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Training:
 
     @property
     def committed(self) -> tuple[int, int]:
-        """Where a loop begins that follows: pass and sample."""
+        """The pass and sample at which a following loop begins."""
         if self.store is None:
             return self.cache._rows.trained, 0
         if not self.cache._closed:
@@ -69,7 +69,7 @@ class Training:
 
 @pytest.fixture(params=["tiered", "resident"])
 def training(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Iterator[Training]:
-    """A training of either kind of cache, which nothing has begun."""
+    """A training with either kind of cache, not begun yet."""
     if request.param == "resident":
         cache = tc.InMemoryCache(passes)
         yield Training(cache, None)
@@ -82,7 +82,7 @@ def training(request: pytest.FixtureRequest, passes: tc.PassDataset) -> Iterator
 
 
 def train_but(number: int, skip: int, how: str = "continue") -> Callable[[Training], None]:
-    """Return a loop that leaves out a batch of a pass."""
+    """Return a loop that skips a batch of a pass."""
 
     def run(t: Training) -> None:
         for p in t.passes():
@@ -118,7 +118,7 @@ def train(t: Training) -> None:
 
 
 def every_batch(call: Callable[[Training, tc.Batch], object]) -> Callable[[Training], None]:
-    """Return a loop that does something with each batch."""
+    """Return a loop that calls a function with each batch."""
 
     def run(t: Training) -> None:
         for p in t.passes():
@@ -137,7 +137,7 @@ def two_rounds(t: Training, sizes: tuple[int, int] = (16, 16)) -> None:
 
 
 def micro(t: Training, upto: int) -> None:
-    """Train so many micro-batches of each batch."""
+    """Train some micro-batches of each batch."""
     for p in t.passes():
         for parts in p.steps(32, micro_batches=4):
             for part in islice(parts, upto):
@@ -154,7 +154,7 @@ def left_loader(t: Training) -> None:
 
 
 def raw_keys(p: tc.Pass, count: int = 5) -> dict[str, Any]:
-    """Return what ``Pass.batch`` is given."""
+    """Return the arguments of ``Pass.batch``."""
     found = {name: np.array(p.source.keys(name)[:count]) for name in "ab"}
     keys = {"f": (found["a"], np.arange(found["a"].size)), "g": found["b"]}
     return {"keys": keys, "label": np.ones(count, np.float32), "dense": np.ones((count, 1), np.float32)}
@@ -205,7 +205,7 @@ def test_a_pass_that_was_not_trained_is_refused_and_not_committed(training: Trai
 
 
 def test_a_model_that_the_cache_was_not_given_trains_no_pass_in_memory(passes: tc.PassDataset) -> None:
-    """A notebook's cell that made model and optimizer anew."""
+    """A notebook cell that creates model and optimizer again."""
     training = Training(tc.InMemoryCache(passes), None)
     with one_sentence(StateError, "pass 0", "4 batches", "no optimizer of this cache"):
         other_model(training)
@@ -218,7 +218,7 @@ def clip_nothing(t: Training, batch: tc.Batch) -> None:
 
 
 def overflow(t: Training) -> None:
-    """Have a GradScaler skip all steps."""
+    """Make a GradScaler skip all steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     for p in t.passes():
         for batch in p.batches(16):
@@ -244,14 +244,14 @@ def frozen_without_gradients(t: Training, batch: tc.Batch) -> None:
 
 
 def empty_loader(t: Training) -> None:
-    """Have a loader without any batch, as of DataLoader(drop_last=True)."""
+    """Use a loader without any batch, like DataLoader(drop_last=True)."""
     for p in t.passes():
         for batch in p.wrap([], lambda item: item):
             t.step(batch)
 
 
 def ended_loader(t: Training) -> None:
-    """Say that a loader has ended before it gave a batch."""
+    """Report the end of a loader before its first batch."""
     for p in t.passes():
         while (batch := p.batch(None)) is not None:
             t.step(batch)
@@ -277,7 +277,7 @@ def preview(t: Training, batch: tc.Batch) -> None:
 
 
 def skip_after(t: Training) -> None:
-    """Leave the last batch out and say so."""
+    """Leave the last batch out and skip the pass."""
     for p in t.passes():
         for i, batch in enumerate(p.batches(16)):
             if i < 3:
@@ -286,7 +286,7 @@ def skip_after(t: Training) -> None:
 
 
 def max_steps(t: Training) -> None:
-    """Train two batches of each pass and say so; no break is needed."""
+    """Train two batches of each pass and skip the rest; no break is needed."""
     for p in t.passes():
         for i, batch in enumerate(p.batches(16)):
             assert i < 2
@@ -319,7 +319,7 @@ RIGHT: dict[str, Callable[[Training], object]] = {
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_a_pass_whose_loop_did_what_it_may_is_committed(training: Training, what: str) -> None:
-    """Frozen tables, dropped gradients, skipped steps, loaders without a batch, and what the loop said."""
+    """Frozen tables, dropped gradients, skipped steps, loaders without a batch, and explicit skips."""
     RIGHT[what](training)
     assert training.committed == (3, 0)
 
@@ -349,7 +349,7 @@ def test_a_loop_that_is_left_commits_nothing_more(training: Training, at: tuple[
 
 
 def test_a_pass_that_is_stopped_keeps_what_was_committed_inside(passes: tc.PassDataset) -> None:
-    """And no more: training goes on from there."""
+    """Training resumes after that commit."""
     with open_store(passes.path, CASE, "memory") as store:
         with tiered(store, passes) as cache:
             training = Training(cache, store)
@@ -382,7 +382,7 @@ def test_a_last_pass_that_was_not_trained_is_refused_when_the_cache_closes(passe
 def test_a_pass_that_has_ended_is_neither_skipped_nor_stopped(
     training: Training, call: Callable[[tc.Pass], None]
 ) -> None:
-    """Of one whose iterator was not kept, the error says so, with its samples."""
+    """For a pass whose iterator was not kept, the error says so, with its samples."""
     p = next(training.passes())
     with one_sentence(RuntimeError, "pass 0", "0 of its 64 samples", "was not kept"):
         call(p)

@@ -1,4 +1,4 @@
-"""p.loader: a pass is trained on exactly its samples, out of the user's own dataset, in an order that resumes."""
+"""p.loader: a pass is trained on exactly its samples, from the user's own dataset, in an order that resumes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_uncommitted_batches_are_trained_again(tmp_path: Path, data: tc.PassData
 
 
 def flat(cache: tc.TierCache, ahead: int) -> Iterator[Any]:
-    """Yield the batches of two epochs, each after ``ahead`` more were taken."""
+    """Yield the batches of two epochs, each after fetching ``ahead`` more."""
     passes = (batch for p in cache.passes(epochs=2) for batch in p.loader(Clicks(), 15, shuffle=True))
     waiting: list[Any] = list(islice(passes, ahead))
     for batch in passes:
@@ -256,7 +256,7 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_has_its_samples_in_an_order_of_each_epoch(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
-    """Every sample once, in batches whose number the loader knows; random numbers differ, whatever the workers."""
+    """Every sample once, in batches whose number the loader knows; random numbers differ, with any workers."""
     arguments: dict[str, Any] = {"epochs": 2, "batch_size": 7, "shuffle": True}
     passes = taken(tmp_path / "store", data, Indices(), num_workers=workers, **arguments)
     seen = [[one for batch in batches for one in batch[0].tolist()] for batches in passes]
@@ -271,7 +271,7 @@ def test_a_pass_has_its_samples_in_an_order_of_each_epoch(tmp_path: Path, data: 
 
 
 def test_a_loader_is_sized_and_leaves_random_numbers_alone(tmp_path: Path, data: tc.PassDataset) -> None:
-    """Its length is that of the batches to come, also in a resumed pass."""
+    """Its length counts the remaining batches, also in a resumed pass."""
     cache, step = opened(tmp_path / "store", data)
     with cache:
         loop = cache.passes(epochs=1)
@@ -324,7 +324,7 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
 
 
 def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.PassDataset) -> None:
-    """They see what they see in a plain DataLoader."""
+    """They see the same as in a plain DataLoader."""
 
     def collate(samples: Any) -> Any:
         return torch.utils.data.get_worker_info() is not None, default_collate(samples)
@@ -339,7 +339,7 @@ def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.
 
 
 def test_an_iterable_is_made_anew_for_each_pass(tmp_path: Path) -> None:
-    """And its batches before the pass, or before a commit inside it, are dropped."""
+    """Its batches before the pass, or before a commit inside it, are dropped."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     losses = []
     for stop in (11, 10**9):
@@ -365,17 +365,17 @@ def test_an_iterable_is_made_anew_for_each_pass(tmp_path: Path) -> None:
 
 
 def test_an_iterable_that_became_shorter_is_refused(tmp_path: Path) -> None:
-    """The error comes in place of the missing batch."""
+    """The error replaces the missing batch."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     cache, step = opened(tmp_path / "store", data)
-    with one_sentence(DatasetError, "the function made 12 batches, and more when key sets were recorded"), cache:
+    with one_sentence(DatasetError, "the function made 12 batches, but more when key sets were recorded"), cache:
         for p in cache.passes(epochs=1):
             for batch in p.loader(lambda: islice(loader(Numbers()), 12)):
                 step(batch)
 
 
 def test_a_sampler_feeds_a_loader_of_the_users(tmp_path: Path, data: tc.PassDataset) -> None:
-    """The pass is trained when the sampler has ended; a commit inside it is refused, as nothing counts its batches."""
+    """The pass is trained when the sampler has ended; a commit inside it is refused, as its batches are not counted."""
     cache, step = opened(tmp_path / "store", data)
     batches, losses = [], []
     with cache:

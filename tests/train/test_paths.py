@@ -32,7 +32,7 @@ CASE = Case(
 def test_a_training_stays_in_its_store_wherever_the_process_goes(
     tmp_path: Path, passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """Another store and another dataset of the same names stay as they are."""
+    """Another store and another dataset with the same names are unchanged."""
     for run in ("1", "2"):
         (tmp_path / run).mkdir()
         shutil.copytree(passes.path, tmp_path / run / "passes")
@@ -60,7 +60,7 @@ def test_a_training_stays_in_its_store_wherever_the_process_goes(
 def test_a_training_whose_store_was_moved_ends_with_an_error(
     tmp_path: Path, passes: tc.PassDataset, engine: str
 ) -> None:
-    """Its backup and the store itself stay what they were: both open."""
+    """Its backup and the store itself are unchanged: both open."""
     path, away = tmp_path / "model.tc", tmp_path / "away.tc"
     with tiered(path, passes, engine=engine) as trained:
         train(trained, CASE, epochs=1)
@@ -84,7 +84,7 @@ def test_a_training_whose_store_was_moved_ends_with_an_error(
 def test_a_new_store_that_budgets_refuse_is_deleted_only_where_it_was_made(
     tmp_path: Path, passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What somebody put in its place meanwhile stays."""
+    """A folder that was put in its place meanwhile stays."""
     path = tmp_path / "model.tc"
     with pytest.raises(BudgetError):
         tiered(path, passes, host_budget=1)
@@ -135,7 +135,7 @@ DOORS: dict[str, tuple[Callable[[str, tc.PassDataset], object], str]] = {
 def test_no_door_takes_a_url_for_a_local_path(
     tmp_path: Path, passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch, door: str, url: str
 ) -> None:
-    """It is refused with what to give, and nothing is made."""
+    """The error says what to pass, and nothing is created."""
     monkeypatch.chdir(tmp_path)
     CASE.write(tmp_path / "data.parquet")
     call, words = DOORS[door]

@@ -1,4 +1,4 @@
-"""Plain tensors of keys in forward: models stay as they are, and train to the losses of torch."""
+"""Plain tensors of keys in forward: models do not change, and train to torch's losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sequences(nn.Module):
         self.mix = nn.Linear(DIM, DIM)
 
     def states(self, seq: torch.Tensor) -> torch.Tensor:
-        """Return a state for each place."""
+        """Return a state for each position."""
         seqs = self.item_emb(seq)
         seqs *= self.item_emb.embedding_dim**0.5
         seqs = seqs + self.position[None, : seq.shape[1]]
@@ -129,10 +129,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[np.random.Generator],
 
 
 class World:
-    """A model of torch and the same one converted, with batches for both."""
+    """A torch model and its converted copy, with batches for both."""
 
     def __init__(self, name: str, folder: Path, *, ranks: int = 1) -> None:
-        """ranks: batches of a step, one for each."""
+        """ranks: number of batches in a step, one for each rank."""
         make, draw = MODELS[name]
         torch.manual_seed(0)
         self.theirs = make()
@@ -159,7 +159,7 @@ class World:
         self.dense = torch.optim.SGD(mine, lr=DENSE_RATE) if mine else None
 
     def step_theirs(self, *given: Any) -> float:
-        """Train a batch with torch; of several, one for each rank, as DistributedDataParallel averages them."""
+        """Train a batch with torch; with several ranks, one each, averaged as DistributedDataParallel does."""
         loss = torch.stack([self.theirs(*one) for one in given]).mean()
         loss.backward()
         for one in self.their_optimizers:
@@ -182,7 +182,7 @@ def caches(world: World, folder: Path) -> Iterator[Any]:
 
 
 def test_a_converted_model_takes_the_keys_that_it_took(world: World, tmp_path: Path) -> None:
-    """No line of forward is changed; losses over 200 steps are torch's."""
+    """The forward is unchanged; losses over 200 steps equal torch's."""
     for cache in caches(world, tmp_path):
         optimizer, seen = cache.optimizer, []
         for p in cache.passes(epochs=1):
@@ -197,7 +197,7 @@ def test_a_converted_model_takes_the_keys_that_it_took(world: World, tmp_path: P
 
 
 def test_candidates_are_scored_in_the_middle_of_a_pass_and_between_passes(tmp_path: Path) -> None:
-    """Under no_grad any key is read, in the pass or not, as it is now."""
+    """Under no_grad the current row of any key is read, in the pass or not."""
     world = World("sequences", tmp_path)
     candidates, checked = torch.arange(1, ITEMS), 0
     for cache in caches(world, tmp_path):
@@ -217,7 +217,7 @@ def test_candidates_are_scored_in_the_middle_of_a_pass_and_between_passes(tmp_pa
 
 
 def test_a_batch_and_plain_keys_give_the_same_bits(tmp_path: Path) -> None:
-    """Of rows, their states and gradients."""
+    """The same rows, states and gradients."""
     found = []
     table = tc.Table(name="a", dim=DIM, optimizer=tc.optim.Adam(learning_rate=0.1))
     keys = np.random.default_rng(0).integers(0, 50, (40, 4))
@@ -281,7 +281,7 @@ def test_forms_of_keys_are_those_of_torch(small: tuple[Any, Any, Any]) -> None:
 
 
 def test_what_a_weight_says_and_what_it_does_not_have(small: tuple[Any, Any, Any]) -> None:
-    """Device, dtype and shape; values are refused with a sentence."""
+    """Device, dtype and shape; reading values raises an error."""
     _, bag, rows = small
     assert bag.weight.device.type == "cpu"
     assert rows.weight.dtype == torch.float32
@@ -312,7 +312,7 @@ VALUES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("what", VALUES)
 def test_a_weight_says_what_to_do_for_its_values(small: tuple[Any, Any, Any], what: str) -> None:
-    """Whatever asks for them."""
+    """For every operation."""
     with one_sentence((AttributeError, TypeError), "table 'a'", "look keys up by the module", "Store.lookup()"):
         VALUES[what](small[2].weight)
 
@@ -361,7 +361,7 @@ def test_keys_that_cannot_be_looked_up_get_a_sentence(small: tuple[Any, Any, Any
 
 
 def test_keys_outside_a_pass_are_read_without_gradients_alone(small: tuple[Any, Any, Any]) -> None:
-    """And those that no pass has begin as the table says."""
+    """Keys in no pass have the table's initial rows."""
     _, _, rows = small
     with one_sentence(StateError, "outside a pass", "torch.no_grad()"):
         rows(torch.tensor([1]))
@@ -372,7 +372,7 @@ def test_keys_outside_a_pass_are_read_without_gradients_alone(small: tuple[Any, 
 
 
 def test_a_compiled_model_of_plain_keys_breaks_its_graph_at_lookups(small: tuple[Any, Any, Any]) -> None:
-    """It gives the same numbers; with fullgraph=True torch says so."""
+    """It returns the same numbers; with fullgraph=True torch reports it."""
     cache, _, rows = small
     loop = cache.passes(epochs=1)
     next(loop)
@@ -386,7 +386,7 @@ def test_a_compiled_model_of_plain_keys_breaks_its_graph_at_lookups(small: tuple
 
 
 def test_a_training_of_plain_keys_goes_on_behind_a_commit_inside_a_pass(tmp_path: Path) -> None:
-    """Steps are batches: the loop leaves out as many."""
+    """Steps are batches: the loop skips as many."""
     world = World("words", tmp_path)
 
     def run(stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Batches made ahead are those that the training thread would have made; what is made too much is nobody's."""
+"""Batches made ahead equal those of the training thread; surplus ones are dropped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """Whatever a test does, no thread outlives its cache."""
+    """No thread outlives its cache, whatever a test does."""
     yield
     gc.collect()
     wait_for(lambda: not threads())
@@ -96,10 +96,10 @@ def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes:
 
 
 def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.PassDataset) -> None:
-    """Labels, ids of every kind, bags and weights of the data are on the device when a module asks for them.
+    """Labels, ids of every kind, bags and weights of the data are on the device when a module requests them.
 
-    Two copies brought all that, columns and ids, from one of a few blocks of pinned memory, which stay until the cache
-    is closed.
+    Two copies brought all of them, columns and ids, from one of a few blocks of pinned memory, which are kept until the
+    cache is closed.
     """
 
     class Noting(ShimRuntime):
@@ -128,7 +128,7 @@ def test_after_the_first_batches_the_training_thread_brings_nothing(passes: tc.P
 
 
 def test_ids_of_a_group_that_were_sorted_together_are_not_sorted_in_the_step(passes: tc.PassDataset) -> None:
-    """Bags and single ids of one group; a step of some of the lookups sorts them itself. Both to the same bits."""
+    """Bags and single ids of one group; a step of some of the lookups sorts them itself. Both have the same bits."""
     results = []
     for ahead in (False, True):
         cache = resident(passes, device=(backend := shim()))
@@ -152,7 +152,7 @@ def test_ids_of_a_group_that_were_sorted_together_are_not_sorted_in_the_step(pas
 
 
 def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassDataset) -> None:
-    """A batch whose ids were replaced looks up what it has, and weights of one's own take the data's place."""
+    """A batch whose ids were replaced looks up the new ones, and weight arguments replace the data's."""
     for device in DEVICES.values():
         cache = resident(passes, device=device())
         bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in SPECS})
@@ -168,7 +168,7 @@ def test_other_ids_than_those_that_were_joined_are_joined_anew(passes: tc.PassDa
 
 
 def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_path: Path) -> None:
-    """Each goes its own way through the pass, as without threads; the evaluation sees rows as of now."""
+    """Each advances through the pass separately, as without threads; the evaluation sees current rows."""
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=60, data_seed=4).cut(tmp_path / "others")
     for device in DEVICES.values():
         found = []
@@ -179,7 +179,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
                 loop = cache.passes(epochs=1)
                 p, outs = next(loop), []
                 one, two = (p.batches(25, prefetch=ahead) for _ in range(2))
-                next(two)  # it began at the first sample, and the other one begins behind it
+                next(two)  # it began at the first sample, and the other one begins after it
                 for both in zip(one, two, strict=True):
                     for batch in both:
                         out = bag(batch)
@@ -195,7 +195,7 @@ def test_two_iterators_and_an_evaluation_take_turns(passes: tc.PassDataset, tmp_
 
 
 def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset, tmp_path: Path) -> None:
-    """A commit inside a pass has the batches behind it that were looked up, and the rest follows after a restart."""
+    """A commit inside a pass has the batches that were looked up, and the rest follows after a restart."""
     with open_store(tmp_path / "x", CASE, "memory") as store:
         with tiered(store, passes) as cache:
             p = next(loop := cache.passes(epochs=1))
@@ -218,7 +218,7 @@ def test_what_was_made_and_not_handed_out_is_in_no_commit(passes: tc.PassDataset
 
 
 def test_no_random_generator_is_drawn_from(passes: tc.PassDataset) -> None:
-    """Neither by what is handed out nor by what is made ahead."""
+    """Neither by batches that are handed out nor by those made ahead."""
 
     def states() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002 - seen
@@ -235,7 +235,7 @@ def test_no_random_generator_is_drawn_from(passes: tc.PassDataset) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(passes: tc.PassDataset, device: str) -> None:
-    """In the same sentence as without threads: ids of the data are checked when they are read, all others there."""
+    """With the same message as without threads: data ids are checked when they are read, all others there."""
     said = []
     for ahead in (0, 2):
         loop, p = one_pass(passes, device)
@@ -251,14 +251,14 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(passes: tc.PassDatase
                 said.append(str(caught.value))
         loop.close()
     assert said[0] == said[1]
-    assert "feature 'h' has local id 1000000 at entry 5 of the batch, and table 'b' has local ids 0 to" in said[0]
+    assert "feature 'h' has local id 1000000 at entry 5 of the batch, but table 'b' has local ids 0 to" in said[0]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
     passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those before it are yielded and counted, it is not, on the training thread."""
+    """Earlier batches are yielded and counted, but not this one; raised on the training thread."""
     change_reads(monkeypatch, gone_from(40))
     loop, p = one_pass(passes)
     batches = p.batches(20, prefetch=ahead)
@@ -272,16 +272,16 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassDataset) -> None:
     """Before anything is made; so is a size below 1, whether batches are made ahead or not."""
     loop, p = one_pass(passes)
-    with pytest.raises(ValueError, match="prefetch is -1: it must be at least 0 batches"):
+    with pytest.raises(ValueError, match="invalid prefetch -1: expected at least 0 batches"):
         next(p.batches(10, prefetch=-1))
     for size, ahead in ((0, 2), (0, 0), (-1, 0)):
-        with pytest.raises(ValueError, match=f"a batch of {size} samples was asked for: the size must be at least 1"):
+        with pytest.raises(ValueError, match=f"invalid batch size {size}: expected at least 1"):
             next(p.batches(size, prefetch=ahead))
     loop.close()
 
 
 def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the shim copies are done as late as a GPU may do them: without the wait a batch is rubbish."""
+    """On the shim copies are done as late as a GPU may do them: without the wait a batch is garbage."""
     monkeypatch.setattr(ShimRuntime, "receive", lambda *_: None)
     p = next(loop := resident(passes, device=shim()).passes(epochs=1))
     assert not np.array_equal(next(p.batches(10)).label.cpu().numpy(), p.source.read(np.arange(10)).label)
@@ -295,7 +295,7 @@ def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassDataset, monk
 def test_threads_make_nothing_after_whatever_ends_first(
     passes: tc.PassDataset, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop over batches, its pass or the cache, whose threads they are; an iterator says that its pass is over."""
+    """The loop over batches, its pass or the cache, which owns the threads; an iterator reports that its pass ended."""
     making = set[int]()
 
     def slow(first: int, _: Any) -> None:
@@ -340,7 +340,7 @@ def test_threads_make_nothing_after_whatever_ends_first(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_of_batches_that_wait_is_reported(passes: tc.PassDataset, tmp_path: Path, device: str) -> None:
-    """Beside what else is kept: on the device labels, dense, ids, bags and weights; on a GPU pinned memory too."""
+    """Besides other memory: on the device labels, dense, ids, bags and weights; on a GPU pinned memory too."""
     with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes, device=DEVICES[device]()) as cache:
         loop = cache.passes(epochs=1)
         p, kept = next(loop), cache._backend.scratch_bytes
@@ -364,7 +364,7 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassDataset, tmp_pat
 
 
 def test_a_fork_is_told_that_the_threads_are_elsewhere(passes: tc.PassDataset) -> None:
-    """It neither hangs nor takes batches; the process that began goes on."""
+    """It neither hangs nor takes batches; the parent process continues."""
     loop, p = one_pass(passes)
     batches = p.batches(10, prefetch=2)
     next(batches)
@@ -407,6 +407,6 @@ next(batches)
 
 
 def test_an_interrupted_and_a_left_iterator_let_the_process_end(passes: tc.PassDataset) -> None:
-    """At Ctrl-C while a batch is waited for, and where the program ends in the middle of a pass."""
+    """At Ctrl-C while waiting for a batch, and if the program ends in the middle of a pass."""
     done = ran(LEFT, passes.path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

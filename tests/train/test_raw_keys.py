@@ -1,4 +1,4 @@
-"""Raw keys: training by them is training from local ids, bit for bit; on a device they are found there."""
+"""Raw keys: training with them equals training with local ids, bit for bit; a device looks them up itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASE = Case(
 @settings(max_examples=20 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
-    """In memory and on the tiers, whatever the features, budgets, commits inside passes and a restart."""
+    """In memory and on the tiers, for any features, budgets, commits inside passes and a restart."""
     case, how = replace(drawn[0], shuffle=False), drawn[1]
     with tempfile.TemporaryDirectory() as folder:
         samples = case.cut(Path(folder) / "samples")
@@ -131,7 +131,7 @@ for engine, device in KILLS:
             train_raw(cache, CASE, samples, each_batch=each_batch)
     os._exit(1)
 """
-"""Has not begun a thread when it forks, and has imported all that takes time."""
+"""Starts no thread before it forks, and imports everything slow."""
 KILLS = [("lmdb", "cpu"), ("zarr", "cpu"), ("lmdb", "cuda")]
 
 
@@ -147,9 +147,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("engine", "device"), KILLS)
 def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Path, engine: str, device: str) -> None:
-    """The loader begins after start_sample samples, batches are numbered on, and the bits are those of no kill.
+    """The loader begins after start_sample samples, batch numbers continue, and the bits equal an uninterrupted run.
 
-    They are also those of training from local ids, on CUDA with keys that are found there.
+    They also equal training from local ids, on CUDA with keys that are looked up there.
     """
     samples, passes = (tc.PassDataset.open(killed / name) for name in ("samples", "keys"))
     with tc.Store.open(killed / f"{engine}-{device}.tc", tables=CASE.tables, engine=engine) as store:
@@ -169,7 +169,7 @@ def test_a_training_killed_inside_a_pass_goes_on_where_the_pass_says(killed: Pat
 
 
 def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
-    """One key a sample, lists of one length or ragged ones: a table is a feature of its name."""
+    """One key per sample, lists of one length or ragged ones: a table is a feature with its name."""
     passes = tc.write_key_sets(tmp_path / "keys", (TABLES[0],), [{"a": [1, 2, 3]}])
     cache = resident(passes)
     loop = cache.passes(epochs=1)
@@ -206,7 +206,7 @@ def test_a_pass_takes_its_samples_one_way(tmp_path: Path) -> None:
             passes = cache.passes(epochs=1)
             p = next(passes)
             assert p.start_sample == 16
-            with pytest.raises(StateError, match="stands after 16 samples in the order"):
+            with pytest.raises(StateError, match="is after 16 samples in the order"):
                 next(p.batches(16))
             p.batch(keys, **others)
             next(passes)
@@ -218,14 +218,14 @@ TWO = (table("a", 4), table("b", 4))
 
 
 def passes_of(folder: Path, *sizes: int) -> tuple[tc.PassDataset, list[NDArray[np.int64]]]:
-    """Write passes with so many keys in table a, and every third of them, and one more, in table b."""
+    """Write passes with the given numbers of keys in table a, and every third of them plus one in table b."""
     rng = np.random.default_rng(0)
     keys = [np.unique(rng.integers(-(1 << 62), 1 << 62, size)) for size in sizes]
     return tc.write_key_sets(folder, TWO, [{"a": k, "b": k[::3] + 1} for k in keys]), keys
 
 
 def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_changes_no_id(tmp_path: Path) -> None:
-    """Within the budget, index included; without room keys are searched, many at once on several threads."""
+    """Within the budget, index included; without space keys are searched, many at once on several threads."""
     passes, keys = passes_of(tmp_path / "keys", 3000, 5000, 1000)
     budget, rng = RowBudget(TWO, 0), np.random.default_rng(1)
     for p in passes:
@@ -285,7 +285,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
     with open_store(tmp_path / "small.tc", case, engine) as store, tiered(store, passes, **options) as cache:
         made = cache.evaluate_batch({"one": [1], "bag": ([], [0, 0]), "pair": [[1, 1]], "c": ([], [0, 0])})
         assert not tc.EmbeddingBagCollection(cache.schema, ["bag"], mode="max")(made).any()
-        with pytest.raises(tc.TierCacheError, match="give smaller batches"):
+        with pytest.raises(tc.TierCacheError, match="use smaller batches"):
             cache.evaluate_batch(keys)
 
 
@@ -315,7 +315,7 @@ def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path
 
 
 class WatchedGpu(ShimRuntime):
-    """Notes what comes back to the host, and refuses to search elsewhere than on the stream of searches."""
+    """Records copies to the host, and refuses searches on other streams than the stream of searches."""
 
     def __init__(self) -> None:
         super().__init__("random")
@@ -334,25 +334,25 @@ class WatchedGpu(ShimRuntime):
         self.kernels.launch, self.kernels.read = watched_launch, watched_read  # type: ignore[method-assign]
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """Note it."""
+        """Record it."""
         self.came_back.append(tensor.numel() * tensor.element_size())
         return super().download(tensor)
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Note it."""
+        """Record it."""
         assert not self.kernels.deferring, "it is handed to the stream of searches itself"
         self.handed_over.append(tensor.data_ptr())
 
 
 def check_ids(passes: tc.PassDataset, p: tc.Pass, pool: NDArray[np.int64]) -> None:
-    """Look for every key of a pass, and for some of the other table."""
+    """Search every key of a pass, and some of the other table."""
     batch = p.batch({"a": pool, "b": np.resize(pool[::3] + 1, pool.size)})
     for name, asked in (("a", pool), ("b", np.resize(pool[::3] + 1, pool.size))):
         np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys(name)[batch.ids[name].ids], asked)
 
 
 def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) -> None:
-    """16 bytes at its making, nothing for lookups and the step; ids when somebody reads them, once, read-only."""
+    """16 bytes when it is made, nothing for lookups and the step; ids when they are read, once, read-only."""
     passes, gpu = write_passes(tmp_path / "keys"), WatchedGpu()
     cache = tc.InMemoryCache(passes, device=CudaBackend(gpu))
     bag, single = tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingCollection(cache.schema, ["pair", "c"])
@@ -402,7 +402,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
 
 
 def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path) -> None:
-    """A byte too little in the budget, or on the device when a pass begins, or when it is taken: the same ids."""
+    """A byte too little in the budget, or on the device when a pass begins, or when it is allocated: the same ids."""
     passes, keys = passes_of(tmp_path / "keys", 900)
     full = CudaBackend(ShimRuntime()).index_bytes(1200, 2)
     store = tc.Store.open(None, tables=TWO, engine=MemoryEngine())
@@ -432,7 +432,7 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
 
 
 def refuse_memory(gpu: ShimRuntime) -> None:
-    """Have searches find no memory, as another process may have taken it."""
+    """Make searches fail to allocate, as if another process had taken the memory."""
     empty = gpu.kernels.empty
 
     def refused(size: int, dtype: Any) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""What a GPU alone can show: no step waits for it, and NCCL moves every dtype."""
+"""Only a real GPU can show that no step waits for it, and that NCCL moves every dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (
 
 
 def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
-    """Torch raises at any call of its own that synchronizes, the copies of launch tables among them."""
+    """Torch raises at each of its calls that synchronizes, including copies of launch tables."""
     steps = 0
     with open_store(tmp_path / "x", CASE, "memory") as store, tiered(store, CASE.cut(tmp_path / "passes")) as cache:
         model = Net(cache, CASE).to(cache.device)
@@ -46,12 +46,12 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
 
 
 def test_nccl_moves_every_dtype(tmp_path: Path) -> None:
-    """With one rank, on a stream of its own: a communicator, one beside it, and one for the host."""
+    """With one rank, on a separate stream: a communicator, its clone, and one for the host."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     mine = Communicator(None, torch.device("cuda", 0))
-    beside, asking = mine.clone(), mine.clone(device="cpu")
+    second, asking = mine.clone(), mine.clone(device="cpu")
     try:
-        for ranks in (mine, beside):
+        for ranks in (mine, second):
             for dtype in DTYPES:
                 sent = torch.arange(1000, device="cuda").to(dtype)
                 torch.cuda.synchronize()
@@ -60,13 +60,13 @@ def test_nccl_moves_every_dtype(tmp_path: Path) -> None:
                 torch.cuda.synchronize()
                 assert all(torch.equal(one.view(torch.uint8), sent.view(torch.uint8)) for one in found)
                 assert ranks.all_to_all(sent[:0], [0], [0]).numel() == 0
-        for ranks in (mine, beside, asking):
+        for ranks in (mine, second, asking):
             assert (ranks.exchange_splits(np.array([[3, 4]])) == [[3, 4]]).all()
             assert ranks.all_gather_object({"a": 1}) == [{"a": 1}]
             assert ranks.all_reduce_min([5, 6]) == [5, 6]
             ranks.barrier()
         assert torch.equal(asking.all_gather(torch.arange(5), [5]), torch.arange(5))
     finally:
-        for ranks in (asking, beside, mine):
+        for ranks in (asking, second, mine):
             ranks.close()
         dist.destroy_process_group()

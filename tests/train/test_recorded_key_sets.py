@@ -53,7 +53,7 @@ def keys_of(dataset: Clicks, samples: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def assert_key_sets(data: tc.PassDataset, samples: list[Any]) -> None:
-    """Compare key sets and counts with those of the samples of each sub-dataset."""
+    """Compare key sets and counts with the samples of each sub-dataset."""
     for one, chosen in zip(data.passes, samples, strict=True):
         for name, keys in keys_of(Clicks(), chosen).items():
             unique, counts = np.unique(keys, return_counts=True)
@@ -73,7 +73,7 @@ LOADERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_key_sets_are_those_of_the_samples_of_each_sub_dataset(tmp_path: Path, name: str) -> None:
-    """With their counts, whatever the loader's order; every sample is in one sub-dataset."""
+    """With their counts, for any order of the loader; every sample is in one sub-dataset."""
     data = record(tmp_path / "keys", loader(**LOADERS[name]))
     assert len(data) > 3
     samples = indices(data)
@@ -86,7 +86,7 @@ def test_key_sets_are_those_of_the_samples_of_each_sub_dataset(tmp_path: Path, n
 
 
 def test_a_sub_dataset_has_the_batches_that_fit_and_one_more_would_not(tmp_path: Path) -> None:
-    """Cut at batches; rows count as in an extraction, with the most that any sub-dataset before needs."""
+    """Cut at batches; rows count as in an extraction, with the maximum of all previous sub-datasets."""
     data, dataset = record(tmp_path / "keys"), Clicks()
     budget = RowBudget(data.schema.tables, parse_bytes(BUDGET))
 
@@ -122,7 +122,7 @@ def test_recording_leaves_the_model_and_random_numbers_as_they_were(tmp_path: Pa
 
 
 class Looks(nn.Module):
-    """Keeps what lookups return."""
+    """Keeps the outputs of lookups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Looks(nn.Module):
 
 
 def test_a_recorded_lookup_returns_what_a_real_one_would_but_for_values(tmp_path: Path) -> None:
-    """Shape, dtype and gradients; values are not zero but for padding, and the same for the same key."""
+    """Shape, dtype and gradients; values are nonzero except for padding, and the same for the same key."""
     seen: list[torch.Tensor] = []
 
     def run(model: Any, batch: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_recorded_lookup_returns_what_a_real_one_would_but_for_values(tmp_path
 
 
 def test_keys_may_be_named_without_running_the_model(tmp_path: Path) -> None:
-    """By table or module, several tensors for one; padding goes."""
+    """By table or module, several tensors for one; padding is removed."""
     one = record(tmp_path / "forward")
     other = record(
         tmp_path / "keys",
@@ -183,7 +183,7 @@ class Numbers(IterableDataset[Any]):
 
 
 def test_an_iterable_is_recorded_from_a_function_that_makes_it(tmp_path: Path) -> None:
-    """Its sub-datasets are ranges of batches, the same as those of the dataset in order."""
+    """Its sub-datasets are ranges of batches, the same as for the dataset in order."""
     data = record(tmp_path / "keys", lambda: loader(Numbers()))
     ends = np.cumsum([one.samples for one in data.passes]).tolist()
     assert_key_sets(data, [np.arange(end - one.samples, end) for one, end in zip(data.passes, ends, strict=True)])
@@ -202,7 +202,7 @@ def test_a_sampler_of_the_users_is_recorded_in_its_order(tmp_path: Path, name: s
                   "collate_fn": torch.utils.data.default_convert},
     }  # fmt: skip
     if name == "lists":
-        with one_sentence(DatasetError, "gives [[0, 2, 4, 6]]", "must give integers"):
+        with one_sentence(DatasetError, "yields [[0, 2, 4, 6]]", "must yield integers"):
             record(tmp_path / "keys", loader(**samplers[name]))
         return
     data = record(tmp_path / "keys", loader(**samplers[name]))
@@ -287,7 +287,7 @@ def test_a_sampler_that_gives_another_order_after_a_stop_is_refused(tmp_path: Pa
             return iter([(self.first + i) % SAMPLES for i in range(SAMPLES)])
 
     stopped(tmp_path / "keys", loader(sampler=Sampler(0)))
-    with one_sentence(DatasetError, "gives other samples than before the stop", "give its sampler a seed"):
+    with one_sentence(DatasetError, "yields other samples than before the stop", "seed its sampler"):
         record(tmp_path / "keys", loader(sampler=Sampler(7)))
     data = record(tmp_path / "keys", loader(sampler=Sampler(0)))
     assert np.concatenate(indices(data)).tolist() == list(range(SAMPLES))
@@ -295,7 +295,7 @@ def test_a_sampler_that_gives_another_order_after_a_stop_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_other_arguments_do_not_continue_a_recording(tmp_path: Path, is_done: bool) -> None:
-    """The same holds for a finished one, which the same arguments return as it is."""
+    """This also applies to a finished one, which the same arguments return unchanged."""
     if is_done:
         first = record(tmp_path / "keys")
         runs: list[Any] = []
@@ -343,7 +343,7 @@ class Unsized(Clicks):
 
 
 class NoKeys(nn.Module):
-    """A model that looks nothing up in some batches."""
+    """A model that looks up no keys in some batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,10 +359,10 @@ LIST = [1, 2]
 SAME = iter(LIST)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a generator": ({"loader_": generated()}, TypeError, ["a generator", "its batches once", "lambda: batches()"]),
-    "an iterator": ({"loader_": iter(loader())}, TypeError, ["gives its batches once"]),
-    "a list": ({"loader_": LIST}, TypeError, ["a list", "give a torch.utils.data.DataLoader, or a function"]),
+    "an iterator": ({"loader_": iter(loader())}, TypeError, ["yields its batches once"]),
+    "a list": ({"loader_": LIST}, TypeError, ["a list", "pass a torch.utils.data.DataLoader, or a function"]),
     "a function of one iterator": (
-        {"loader_": lambda: SAME}, TypeError, ["the same list_iterator each time", "make a new one"],
+        {"loader_": lambda: SAME}, TypeError, ["the same list_iterator each time", "create a new one"],
     ),
     "an IterableDataset": ({"loader_": loader(Numbers())}, TypeError, ["no indices", "such as lambda: loader"]),
     "a dataset without a length": (
@@ -372,11 +372,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "no call for a list": ({"call": None}, TypeError, ["batch 0 of the loader is a list of 4", "call=lambda model"]),
     "no call for a mapping": (
         {"call": None, "loader_": lambda: [{"user": torch.tensor([1])}]}, TypeError,
-        ["model(batch) failed for batch 0 of the loader, a dict", "model(**batch) for names of arguments"],
+        ["model(batch) failed for batch 0 of the loader, a dict", "model(**batch) for named arguments"],
     ),
-    "call and keys": ({"keys": lambda _: {}}, ValueError, ["both call and keys were given"]),
+    "call and keys": ({"keys": lambda _: {}}, ValueError, ["call= and keys= exclude each other"]),
     "a batch without keys": (
-        {"model": NoKeys, "call": lambda m, b: m(b)}, DatasetError, ["batch 0 of the loader has no keys", "give call="],
+        {"model": NoKeys, "call": lambda m, b: m(b)}, DatasetError, ["batch 0 of the loader has no keys", "pass call="],
     ),
     "keys that are none": ({"call": None, "keys": lambda _: {}}, DatasetError, ["keys= returned none"]),
     "keys of an unknown table": (
@@ -396,18 +396,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"device_budget": "2KiB"}, BudgetError,
         ["batch 0 of the loader needs", "but the device budget is 2 KiB", "make the loader's batches smaller"],
     ),
-    "a model without tables": ({"model": lambda: nn.Linear(1, 1)}, ValueError, ["no embedding of tiercache's"]),
+    "a model without tables": ({"model": lambda: nn.Linear(1, 1)}, ValueError, ["no tiercache embedding"]),
     "rare keys of a table with a row for each key": (
         {"min_count": 2}, ValueError, ["module 'user' has a weight for each key", 'on "meta"'],
     ),
-    "a min_count of 0": ({"min_count": 0}, ValueError, ["min_count is 0"]),
+    "a min_count of 0": ({"min_count": 0}, ValueError, ["invalid min_count 0"]),
     "same draws of a function": ({"loader_": loader, "same_draws": True}, ValueError, ["same_draws was given with"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path, what: str) -> None:
-    """With the batch, and what to do."""
+    """The error names the batch, and what to do."""
     options, kind, words = REFUSED[what]
     options = {"call": call, "progress": False, "device_budget": BUDGET} | options
     given = options.pop("loader_", None)
@@ -422,5 +422,5 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path, what: str) -> None:
 
 def test_a_model_that_was_not_converted_is_refused(tmp_path: Path) -> None:
     """It would record nothing."""
-    with one_sentence(ValueError, "give the model that tc.convert returned"):
+    with one_sentence(ValueError, "pass the model returned by tc.convert"):
         record(tmp_path / "keys", model=Net())

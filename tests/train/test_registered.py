@@ -1,4 +1,4 @@
-"""What a cache is given beside tables: models as people wrap them, schedulers; what commits and checkpoints keep."""
+"""Objects registered with a cache besides tables: wrapped models, schedulers; contents of commits and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store() -> Iterator[tc.Store]:
 
 
 def saved(state: object) -> bytes:
-    """Return what torch writes."""
+    """Return the bytes that torch writes."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -64,7 +64,7 @@ def train(
 
 
 def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Store, passes: tc.PassDataset) -> None:
-    """So a training goes on without compiling, or with."""
+    """So a training can resume without compiling, or with it."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=torch.compile(model), optimizer=optimizer) as cache:
         optimizer = cache.optimizer
@@ -76,7 +76,7 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Stor
 
 
 def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Weights as they were, and rows as an evaluation sees them; a loop that is open ends."""
+    """Restored weights, and rows as an evaluation sees them; an open loop ends."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         optimizer = cache.optimizer
@@ -108,7 +108,7 @@ def test_a_model_on_meta_is_refused(store: tc.Store, passes: tc.PassDataset) -> 
 
 @pytest.mark.parametrize("whose", ["optimizer", "cache.optimizer"])
 def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: tc.PassDataset, whose: str) -> None:
-    """A resumed training would begin its rates anew; a registered one is not named."""
+    """A resumed training would restart its rates; a registered one is not named."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         scheduler = StepLR(cache.optimizer if "." in whose else optimizer, 1)
@@ -122,7 +122,7 @@ def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: t
 
 
 def test_a_restored_optimizer_has_the_state_of_all_its_parameters(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Commits do not keep that of anchors: what the optimizer was constructed with stays."""
+    """Commits leave out the state of anchors: the optimizer keeps its initial one."""
     sums = []
     for epochs in (1, 2):
         model, optimizer = new_model(passes, torch.optim.Adagrad)
@@ -136,7 +136,7 @@ def test_a_restored_optimizer_has_the_state_of_all_its_parameters(store: tc.Stor
 
 
 def checkpointed(folder: Path, passes: int, save: Path | None = None, load: Path | None = None) -> Any:
-    """Train so many passes, from a checkpoint where said, and make one; returns the dense weights at its moment."""
+    """Train some passes, optionally from a checkpoint, and make a checkpoint; returns the dense weights then."""
     data = tc.PassDataset.open(folder / "passes")
     torch.manual_seed(1)
     model, optimizer = new_model(data)
@@ -155,14 +155,14 @@ def checkpointed(folder: Path, passes: int, save: Path | None = None, load: Path
 
 
 def test_a_checkpoint_names_the_commit_of_its_rows(tmp_path: Path) -> None:
-    """It is loaded where the store stands there, also when it was rolled back to it, and refused elsewhere."""
+    """It is loaded if the store is at that commit, also after a rollback to it, and refused otherwise."""
     CASE.cut(tmp_path / "passes")
     kept = checkpointed(tmp_path, 2, save=tmp_path / "early")
     assert sum(path.stat().st_size for path in (tmp_path / "early").iterdir()) < 100_000
     with tc.Store.open(tmp_path / "m.tc", mode="r") as store:
         early = store.commit.id
     checkpointed(tmp_path, 4)
-    words = rf"made at commit {early} of m.tc and the cache stands at commit {early + 2} of m.tc: roll the store back"
+    words = rf"made at commit {early} of m.tc, but the cache is at commit {early + 2} of m.tc: roll the store back"
     with pytest.raises((StateError, dcp.api.CheckpointException), match=words):
         checkpointed(tmp_path, 5, load=tmp_path / "early")
     with tc.Store.open(tmp_path / "m.tc") as store:
@@ -173,14 +173,14 @@ def test_a_checkpoint_names_the_commit_of_its_rows(tmp_path: Path) -> None:
 
 
 def drawn() -> tuple[list[float], list[float], float]:
-    """Draw from the generators that a training may use; normal numbers of `random` and numpy come in pairs."""
+    """Draw from all generators that a training may use; normal numbers of `random` and numpy come in pairs."""
     mine = [random.gauss(0, 1) for _ in range(3)]
     theirs = [float(np.random.standard_normal()) for _ in range(3)]  # noqa: NPY002 - users' global generator
     return mine, theirs, float(torch.rand(1))
 
 
 def test_random_generators_go_on_from_a_commit() -> None:
-    """Those of `random`, numpy and torch, in the middle of a pair."""
+    """Generators of `random`, numpy and torch, in the middle of a pair."""
     drawn()
     dense = DenseState(CpuBackend())
     data = dense.capture()()
@@ -191,7 +191,7 @@ def test_random_generators_go_on_from_a_commit() -> None:
 
 
 class Runs:
-    """What a pickle runs when it is loaded."""
+    """A pickle that runs code when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("executed",)
@@ -212,9 +212,9 @@ class Runs:
 def test_dense_state_that_is_none_is_neither_run_nor_recommended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str
 ) -> None:
-    """The error of torch says how to run it."""
+    """Torch's own error would say how to run it."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StateError, match=r"not tensors and plain values alone .*so it was not loaded") as caught:
+    with pytest.raises(StateError, match=r"not only tensors and plain values .*so it was not loaded") as caught:
         DenseState(CpuBackend()).restore(data, communicator_of())
     assert named in str(caught.value)
     assert "weights_only" not in str(caught.value)

@@ -51,7 +51,7 @@ def one_case(optimizer: Any = None, **options: Any) -> Case:
 
 
 def cuts_of(case: Case, drift: int) -> list[RawBatch]:
-    """Return the samples of a case in passes; keys drift, so that each brings new ones and leaves old ones behind."""
+    """Return the samples of a case in passes; keys drift, so that each pass has new ones and drops old ones."""
     rng, n, cuts = np.random.default_rng(case.data_seed), case.pass_rows, []
     for number in range(case.num_samples // n):
         features = {
@@ -73,7 +73,7 @@ def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.Pas
 def day_by_day(
     case: Case, cuts: list[RawBatch], days: int, path: Path, store: tc.Store, **options: Any
 ) -> Iterator[tuple[int, Net, tc.PassDataset]]:
-    """Train one dataset after another into one store, each with a model of its own that the commit restores."""
+    """Train one dataset after another into one store, each with a new model that the commit restores."""
     each = len(cuts) // days
     for day in range(days):
         passes = write_dataset(path / f"day{day}", case.schema, cuts[day * each : (day + 1) * each])
@@ -90,9 +90,9 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(
 ) -> None:
     """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day.
 
-    The count of steps goes on, and with it the rounding of rows of 16 bits.
-    And each row is known to have changed when it was last trained, however often it was moved. So it is if a rewrite
-    is cut into slices, each a segment of the base.
+    The step count continues, and with it the rounding of 16-bit rows.
+    Each row keeps the commit of its last training, however often it was moved, also if a rewrite is cut into slices,
+    each a segment of the base.
     """
     if slice_bytes is not None:
         monkeypatch.setattr(external_sort, "LEAST_SLICE_BYTES", slice_bytes)
@@ -138,7 +138,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
     tmp_path_factory: pytest.TempPathFactory, seed: int, days: int, each: int, drift: int, commit_every: int,
     small: bool,
 ) -> None:  # fmt: skip
-    """Whatever the passes of a day, the keys they share, the commits and the host budget."""
+    """For any passes of a day, shared keys, commits and host budget."""
     path = tmp_path_factory.mktemp("days")
     case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
     cuts = cuts_of(case, drift)
@@ -155,7 +155,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
 def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
-    """Segments settle and stay through days that use few, many and then few of their keys; the bits are memory's."""
+    """Segments stay through days that use few, many and then few of their keys; the bits equal those in memory."""
     case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
     cuts = cuts_of(case, drift=0)
     for few in (*cuts[2:4], *cuts[6:]):
@@ -178,7 +178,7 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
 
 
 def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> None:
-    """Their passes were those of another: a load of the same number is not from them."""
+    """Their passes belonged to another schedule: a load of the same number does not read them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
     cuts = cuts_of(case, drift=0)
     one, two = (write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
@@ -195,7 +195,7 @@ def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) ->
 
 
 def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: Path) -> None:
-    """Rolled back to the end of the day before and trained again: the bits of a training that never left."""
+    """Rolled back to the end of the previous day and trained again: the bits of an uninterrupted training."""
     case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=90)
     cuts = cuts_of(case, drift=25)
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
@@ -216,7 +216,7 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
 
 
 def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Path) -> None:
-    """Two epochs of one day, then the day before again: rows equal a training in memory of that order of batches."""
+    """Two epochs of one day, then the previous day again: rows equal a training in memory with those batches."""
     case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=50)
     cuts = cuts_of(case, drift=9)
     order = [*cuts[:3], *cuts[:3], *cuts[3:], *cuts[:3]]
@@ -231,7 +231,7 @@ def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Pa
 
 
 def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> None:
-    """So a loop over days that was killed may begin its day again; a store without a commit follows any schedule."""
+    """So a killed loop over days may begin its day again; a store without a commit follows any schedule."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         assert tc.reorganize(store, one, progress=False) is None
@@ -246,7 +246,7 @@ def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> N
 
 
 def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tmp_path: Path) -> None:
-    """The sentence says what to call: for another dataset, another order, and a compacted store."""
+    """The error says what to call: for another dataset, another order, and a compacted store."""
     case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
     with open_store(tmp_path / "s.tc", case, "memory") as store:
         with tiered(store, one) as cache:
@@ -284,7 +284,7 @@ def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["memory", "zarr"])
 def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
-    """A filled store, put in order for a dataset, trains to the bits of a training in memory with the same rows."""
+    """A filled store, reorganized for a dataset, trains to the bits of a training in memory with the same rows."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
     cache = tc.InMemoryCache(passes)
@@ -313,7 +313,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_path: Path, engine: str) -> None:
-    """Some rows of one table, between two passes of the second epoch: the bits of memory whose rows were set then."""
+    """Some rows of one table, between two passes of the second epoch: the bits equal a training in memory with them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=3, batch=32)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
     keys = np.arange(-3, 35)  # some that are trained, some that are not
@@ -355,7 +355,7 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_an_altered_store_trains_on_as_one_that_was_made_of_its_rows(tmp_path: Path, engine: str) -> None:
-    """Another optimizer in the midst of a schedule: the position stays, vectors stay, and Adam begins at its step 0."""
+    """Another optimizer in the middle of a schedule: position and vectors stay, and Adam begins at step 0."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=2, batch=16)
     cuts, adam = cuts_of(case, drift=5), tc.optim.Adam(learning_rate=0.03)
     passes = write_dataset(tmp_path / "passes", case.schema, cuts)
@@ -394,7 +394,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
 ) -> None:
     """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
 
-    So it is also where the store was put in order with pages of 40 KiB, whatever the passes.
+    Also for a store that was reorganized with pages of 40 KiB, for any passes.
     """
     tables = (table("user", 24), table("item", 24))
     specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
@@ -421,7 +421,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
 
 
 def test_a_page_that_no_region_holds_is_said(tmp_path: Path) -> None:
-    """A plan that does not know of the store's pages ends in a sentence, not in a loop."""
+    """A plan that does not count the store's pages ends in an error, not in a loop."""
     case, one, two = two_days(tmp_path, num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
     with open_store(tmp_path / "s", case, "memory") as store:
         with tiered(store, one) as cache:

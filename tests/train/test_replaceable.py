@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Scaled(nn.Embedding):
-    """Has a forward of its own."""
+    """Has a custom forward."""
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Scale what is looked up."""
@@ -98,7 +98,7 @@ TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("what", TRAPS)
 def test_a_module_that_does_more_than_look_up_is_not_replaced(what: str) -> None:
-    """The error names the module and what to change, and the model is as it was."""
+    """The error names the module and what to change, and the model is unchanged."""
     model = Small()
     change, words = TRAPS[what]
     change(model)
@@ -114,12 +114,12 @@ def test_an_optimizer_that_was_made_before_is_named(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tables = [table("user", 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros())]
     data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
-    with pytest.warns(UserWarning, match=r"user is also in a list of 1 .* give that to tc.convert\(optimizer"):
+    with pytest.warns(UserWarning, match=r"user is also in a list of 1 .* pass that as tc.convert\(optimizer"):
         tc.convert(model, data)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         loop = cache.passes(epochs=1)
         with pytest.raises(
-            tc.errors.StateError, match=r"first has shape \(20, 4\).*make an optimizer after tc.convert"
+            tc.errors.StateError, match=r"first has shape \(20, 4\).*create optimizers after tc.convert"
         ):
             next(loop)
 
@@ -138,7 +138,7 @@ def test_a_padding_row_that_is_not_zeros_is_not_replaced() -> None:
 
 
 def test_weights_that_share_a_storage_and_no_memory_are_replaced() -> None:
-    """As cut from one buffer; an overlap is refused."""
+    """For example cut from one buffer; an overlap is refused."""
     for first, fits in ((80, True), (60, False)):
         flat = torch.zeros(100)
         model = nn.ModuleDict({"user": nn.Embedding(20, 4), "top": nn.Linear(4, 2, bias=False)})

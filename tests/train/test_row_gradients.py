@@ -1,4 +1,4 @@
-"""What a training loop does to gradients happens to rows too, or is refused with a sentence."""
+"""Changes of gradients by a training loop apply to rows too, or raise an error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 class World:
-    """A cache amid a pass, with a model and an optimizer."""
+    """A cache in the middle of a pass, with a model and an optimizer."""
 
     def __init__(self, passes: tc.PassDataset, *, owns: Callable[[Net], Any] = nn.Module.parameters) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class World:
 
 @pytest.fixture
 def world(passes: tc.PassDataset) -> Iterator[World]:
-    """A cache amid a pass."""
+    """A cache in the middle of a pass."""
     made = World(passes)
     yield made
     made.loop.close()
@@ -80,7 +80,7 @@ def world(passes: tc.PassDataset) -> Iterator[World]:
 
 
 def stepped_once(passes: tc.PassDataset, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows after one step of the batch of that index alone."""
+    """Return the rows after one step of only the batch at that index."""
     world = World(passes)
     world.model(world.batches[index]).backward()
     world.optimizer.step()
@@ -101,7 +101,7 @@ DROPS: dict[str, Callable[[World], Any]] = {
 
 @pytest.mark.parametrize("how", DROPS)
 def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassDataset, how: str) -> None:
-    """The next step applies what came behind that, and nothing else."""
+    """The next step applies only gradients that arrived later."""
     before = world.rows()
     world.model(world.batches[0]).backward()
     DROPS[how](world)
@@ -117,7 +117,7 @@ def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassDa
 
 
 def test_rows_are_stepped_once_whoever_steps(world: World, passes: tc.PassDataset) -> None:
-    """By all, by the rows' own, by a part, or by several."""
+    """By all optimizers, by the rows' own, by a part, or by several."""
     world.model(world.batches[0]).backward()
     world.optimizer.rows.step()
     world.optimizer.step()
@@ -137,7 +137,7 @@ CHANGES: dict[str, Callable[[World], Any]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_gradients_that_are_changed_are_refused(world: World, how: str) -> None:
-    """A norm of parameters leaves rows out: the sentence names what does not, and no row changes."""
+    """A norm of parameters leaves rows out: the error names them, and no row changes."""
     before = world.rows()
     world.model(world.batches[0]).backward()
     CHANGES[how](world)
@@ -148,7 +148,7 @@ def test_gradients_that_are_changed_are_refused(world: World, how: str) -> None:
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_gradients_that_are_changed_before_another_backward_are_refused(world: World, how: str) -> None:
-    """The second backward would hide it: it says so, and no row changes. Gradients that are dropped are forgotten."""
+    """The second backward would hide it, so it raises, and no row changes. Dropped gradients are forgotten."""
     before = world.rows()
     world.model(world.batches[0]).backward()
     CHANGES[how](world)
@@ -164,7 +164,7 @@ def test_gradients_that_are_changed_before_another_backward_are_refused(world: W
 
 
 def test_clipping_returns_the_norm_of_all_gradients(world: World) -> None:
-    """Of a table's dense gradient and of the dense layer; what is below the norm stays as it is."""
+    """For a table's dense gradient and the dense layer; gradients below the norm do not change."""
     weights = [nn.Parameter(torch.from_numpy(world.rows(name))) for name in ("a", "b")]
     before = [one.detach().clone() for one in weights]
     world.model(world.batches[0]).backward()
@@ -178,14 +178,14 @@ def test_clipping_returns_the_norm_of_all_gradients(world: World) -> None:
 
 
 def test_clipping_a_norm_that_is_not_finite_can_be_an_error(world: World) -> None:
-    """As torch's; without it the step is taken with gradients of which nothing is left."""
+    """Like torch's; without it the step is taken with the resulting gradients."""
     (world.model(world.batches[0]) * float("inf")).backward()
     with one_sentence(RuntimeError, "the norm of gradients is", "error_if_nonfinite=False"):
         world.cache.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
 def test_a_frozen_module_is_not_stepped(passes: tc.PassDataset) -> None:
-    """Nor does it take part in its group; the other one, whose rows live in the same group, is stepped as ever."""
+    """It does not affect its group; the other module, with rows in the same group, is stepped as usual."""
     found = []
     for frozen in (False, True):
         world = World(passes)
@@ -211,7 +211,7 @@ def test_a_frozen_model_leaves_no_gradients(world: World) -> None:
 
 
 def test_gradients_that_are_asked_for_train_nothing(world: World) -> None:
-    """``torch.autograd.grad`` returns gradients, and leaves none."""
+    """``torch.autograd.grad`` returns gradients, and leaves none pending."""
     before = world.rows()
     out = world.model.rows(world.batches[0])
     torch.autograd.grad(out.sum(), [*world.model.rows.parameters()])
@@ -222,7 +222,7 @@ def test_gradients_that_are_asked_for_train_nothing(world: World) -> None:
 
 
 def test_a_module_that_no_optimizer_has_is_refused(world: World) -> None:
-    """A copy of the model, which is trained beside it: the sentence names its table."""
+    """A copy of the model that is trained too: the error names its table."""
     other = copy.deepcopy(world.model)
     other(world.batches[0]).backward()
     with one_sentence(StateError, "'a'", "in none of the cache's optimizers", "requires_grad_(False)"):
@@ -230,7 +230,7 @@ def test_a_module_that_no_optimizer_has_is_refused(world: World) -> None:
 
 
 def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassDataset) -> None:
-    """Where no optimizer has a table, the only one steps them."""
+    """If no optimizer has a table, the only one steps them."""
     world = World(passes, owns=lambda model: model.top.parameters())
     world.model(world.batches[0]).backward()
     world.optimizer.step()
@@ -255,7 +255,7 @@ def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_e
 
 
 def test_gradients_of_a_loop_that_was_left_are_gone_with_its_pass(world: World, passes: tc.PassDataset) -> None:
-    """Dense parameters may be stepped alone then, and the next loop steps what its own backward brings."""
+    """Dense parameters may be stepped alone then, and the next loop steps the gradients of its own backward."""
     world.model(world.batches[0]).backward()
     world.loop.close()
     world.dense.step()
@@ -268,7 +268,7 @@ def test_gradients_of_a_loop_that_was_left_are_gone_with_its_pass(world: World, 
 
 
 def test_a_schedule_multiplies_the_rates_of_rows_as_those_of_dense_parameters(world: World) -> None:
-    """And warns of nothing; what is loaded counts for both."""
+    """Without a warning; a loaded state applies to both."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = StepLR(world.optimizer, step_size=1, gamma=0.5)
@@ -286,7 +286,7 @@ def test_a_schedule_multiplies_the_rates_of_rows_as_those_of_dense_parameters(wo
 
 
 def test_weight_decay_is_read_at_each_step(world: World) -> None:
-    """As torch's optimizers do: with no gradient but zeros, rows that are looked up decay."""
+    """Like torch's optimizers: with zero gradients, rows that are looked up decay."""
     for group in world.cache.optimizer.rows.param_groups:
         group["weight_decay"] = 0.1
     before = world.rows("b")
@@ -298,7 +298,7 @@ def test_weight_decay_is_read_at_each_step(world: World) -> None:
 
 
 def test_settings_of_tables_come_back_from_a_commit() -> None:
-    """As JSON has them, also of a table whose steps are not those of the other one in its group."""
+    """After a round trip through JSON, also for a table with fewer steps than the other one in its group."""
     groups = group_tables(tuple(table(name, 4, tc.optim.Adam(learning_rate=0.5)) for name in ("a", "b")))
     first, second = (RowOptimizer(groups, open_backend("cpu", groups[0].tables)) for _ in range(2))
     StepLR(first, step_size=1)
@@ -317,7 +317,7 @@ def test_settings_of_tables_come_back_from_a_commit() -> None:
 
 
 def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """And loading it beside rows of another commit is refused."""
+    """Loading it with rows of another commit is refused."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (

@@ -1,4 +1,4 @@
-"""Settings of row optimizers that change between steps: each counts from the next step, as torch's, or is refused."""
+"""Settings of row optimizers that change between steps: they apply from the next step, as in torch, or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS, DIM, BATCH, STEPS = 4, 5, 8, 8
 
 
 def changes(name: str, *values: Any) -> Callable[[dict[str, Any], int], None]:
-    """Return what sets a setting of a group to the next value after each step."""
+    """Return a function that sets the next value of a group's setting after each step."""
 
     def change(group: dict[str, Any], step: int) -> None:
         group[name] = values[step % len(values)]
@@ -43,7 +43,7 @@ CASES = {
 
 
 def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
-    """Return torch's optimizer with the settings of a row optimizer."""
+    """Return the torch optimizer with the settings of a row optimizer."""
     if isinstance(optimizer, tc.optim.RowWiseRMSprop):
         return torch.optim.RMSprop([rows], 0.1)
     if isinstance(optimizer, tc.optim.SGD):
@@ -87,7 +87,7 @@ def train(folder: Path, optimizer: Any, begin: Callable[[Any], Callable[[], None
 
 @pytest.mark.parametrize("what", CASES)
 def test_a_setting_counts_from_the_next_step_on(tmp_path: Path, what: str) -> None:
-    """To the rounding of torch, whose optimizer gets the same values; momentum 0 leaves the buffer as it is."""
+    """Within torch's rounding, with the same values; momentum 0 does not change the buffer."""
     optimizer, change = CASES[what]
 
     def begin(one: torch.optim.Optimizer) -> Callable[[], None]:
@@ -121,7 +121,7 @@ def test_momentum_of_rows_without_a_buffer_is_refused(tmp_path: Path, settings: 
     ],
 )
 def test_settings_that_no_optimizer_takes_are_refused(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
-    """As they are in a table."""
+    """The same errors as for a table."""
 
     def begin(one: torch.optim.Optimizer) -> Callable[[], None]:
         mine = settings if "table" in one.param_groups[0] else {}

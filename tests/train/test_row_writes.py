@@ -1,4 +1,4 @@
-"""Rows are written besides steps as torch writes them: max_norm at a lookup, and hooks after a step."""
+"""Writes to rows besides steps match torch's: max_norm at a lookup, and hooks after a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS, DIM = 40, 6
 
 
 class Normed(nn.Module):
-    """Renormalizes what it looks up, with a padding row."""
+    """Renormalizes the rows it looks up, with a padding row."""
 
     def __init__(self, norm_type: float, mode: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Normed(nn.Module):
     ("norm_type", "mode"), [(2.0, "sum"), (2.0, "mean"), (2.0, "max"), (1.0, "mean"), (float("inf"), "sum")]
 )
 def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_type: float, mode: str) -> None:
-    """The rows of the lookup alone, in place, before the gradient is taken; also those read in an evaluation."""
+    """Only the rows of the lookup, in place, before the gradient is computed; also rows read in an evaluation."""
     torch.manual_seed(3)
     theirs = Normed(norm_type, mode)
     model = copy.deepcopy(theirs)
@@ -76,7 +76,7 @@ def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_typ
             vectors = cache.store.lookup(name, np.arange(ROWS))["vector"]
             torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
         with torch.no_grad():
-            far = torch.arange(ROWS - 5, ROWS)  # never trained: what is returned is scaled
+            far = torch.arange(ROWS - 5, ROWS)  # never trained: the returned vectors are scaled
             torch.testing.assert_close(model.words(far), theirs.words(far))
             torch.testing.assert_close(model.bag(far[None]), theirs.bag(far[None]))
             served = tc.to_torch(model, cache.store)
@@ -86,7 +86,7 @@ def test_max_norm_scales_rows_at_a_lookup_as_torch_does(tmp_path: Path, norm_typ
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_hook_writes_the_rows_of_a_step(tmp_path: Path, dtype: str) -> None:
-    """Those of its table alone, each once, after the step; removed, it does nothing."""
+    """Only rows of its table, each once, after the step; after its removal, it does nothing."""
     rows, rate = 10, 0.5
     tables = [
         tc.Table(
@@ -129,7 +129,7 @@ def test_a_row_hook_writes_the_rows_of_a_step(tmp_path: Path, dtype: str) -> Non
             handle.remove()
             cache.optimizer.register_row_hook("entity", lambda vectors: vectors[:1])
             model["entity"](keys).sum().backward()
-            with pytest.raises(StateError, match=r"given float32 vectors \(3, 4\) and returned torch.float32 of shape"):
+            with pytest.raises(StateError, match=r"got float32 vectors \(3, 4\) but returned torch.float32 of shape"):
                 cache.optimizer.step()
             cache.optimizer.zero_grad()
             assert seen == [(3, 4)]
@@ -156,5 +156,5 @@ def test_several_ranks_refuse_to_write_rows_where_they_are_looked_up(ranks_pool:
     """Each has copies of the rows of others."""
     tc.write_key_sets(tmp_path / "k", SCHEMA, [{"user": np.arange(10), "item": np.arange(20)}])
     for hook, max_norm in ranks_pool.run(2, f"{__name__}:refused_on_ranks", folder=str(tmp_path)):
-        assert "a row hook writes rows where they are looked up, and this cache has 2 ranks" in hook
+        assert "a row hook writes rows where they are looked up, but this cache has 2 ranks" in hook
         assert "max_norm writes rows where they are looked up" in max_norm

@@ -1,4 +1,4 @@
-"""Rows follow a GradScaler, whatever the loop does with it: unscaled, or skipped."""
+"""Rows follow a GradScaler, in any use by the loop: unscaled, or skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache(request: pytest.FixtureRequest, store: tc.Store, passes: tc.PassDatase
 
 
 def vectors_of(cache: Trained, p: Any) -> np.ndarray:
-    """Return vectors of a table as of now."""
+    """Return the current vectors of a table."""
     keys = np.array(p.source.keys(CASE.tables[0].name))
     out = (np.empty((keys.size, CASE.tables[0].dim), np.float32),)
     cache.live_rows().fill(CASE.tables[0].name, keys, out)
@@ -39,7 +39,7 @@ def vectors_of(cache: Trained, p: Any) -> np.ndarray:
 
 
 def opened(cache: Trained) -> tuple[Any, Any, Any, Any]:
-    """Return the loop, the first pass, its first batch and what is trained."""
+    """Return the loop, the first pass, its first batch and the trained objects."""
     trained, loop = registered(cache, CASE), cache.passes(epochs=2)
     p = next(loop)
     return loop, p, next(p.batches(16)), trained
@@ -72,7 +72,7 @@ def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc
 
 
 def test_a_scaled_step_of_dense_parameters_alone_is_refused(cache: Trained) -> None:
-    """It would unscale these and no rows; none has changed."""
+    """It would unscale only them, not rows; none has changed."""
     trained, loop = registered(cache, CASE), cache.passes(epochs=2)
     p = next(loop)
     before, scaler = vectors_of(cache, p), GradScaler("cpu")
@@ -84,7 +84,7 @@ def test_a_scaled_step_of_dense_parameters_alone_is_refused(cache: Trained) -> N
 
 
 class Pair(torch.nn.Module):
-    """Two lookups of one table, whose outputs meet in many ways."""
+    """Two lookups of one table, whose outputs are combined in many ways."""
 
     def __init__(self, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ MEETINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def test_gradients_that_share_memory_are_unscaled_and_clipped_once(
     passes: tc.PassDataset, how: str, clips: bool
 ) -> None:
-    """Autograd hands one tensor to both sides of a sum; rows end with the bits of a loop without a scale."""
+    """Autograd passes one tensor to both sides of a sum; rows end with the bits of a loop without a scale."""
     found = []
     for scale in (1.0, 2.0**12):
         torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_gradients_that_share_memory_are_unscaled_and_clipped_once(
 
 
 def test_an_overflow_skips_rows_too(cache: Trained) -> None:
-    """No row changes, and the pass may end behind it."""
+    """No row changes, and the pass may end after it."""
     loop, pass_index, batch, (model, optimizer) = opened(cache)
     before = vectors_of(cache, pass_index)
     scaler = GradScaler("cpu")
@@ -161,7 +161,7 @@ def test_a_rows_optimizer_takes_a_scaler_of_its_own(passes: tc.PassDataset) -> N
 
 
 def test_a_scaler_of_another_model_disturbs_nobody(cache: Trained) -> None:
-    """Its loss has no rows in it; that of the rows is not scaled, before it and after it."""
+    """Its loss has no rows; the loss of the rows is not scaled, before it and after it."""
     model, optimizer = registered(cache, CASE)
     other, scaler = torch.nn.Linear(3, 1), GradScaler("cpu")
     passes = cache.passes(epochs=2)

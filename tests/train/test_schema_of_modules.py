@@ -1,4 +1,4 @@
-"""A module, the dataset and the store have one schema: no lookup reads a row by another one's dim or hotness."""
+"""A module, the dataset and the store have one schema: no lookup reads a row with another schema's dim or hotness."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ EDITED = {
         "feature 'new'", "f, g, h",
     ),
 }  # fmt: skip
-"""A schema after an edit, and what an error says of it."""
+"""An edited schema, and the error about it."""
 MODULES: dict[str, Callable[[tc.Schema, str], torch.nn.Module]] = {
     "bags": lambda schema, _: tc.EmbeddingBagCollection(schema),
     "rows": lambda schema, _: tc.EmbeddingCollection(schema),
@@ -75,7 +75,7 @@ MODULES: dict[str, Callable[[tc.Schema, str], torch.nn.Module]] = {
 
 
 def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
-    """Return a feature that an edit is seen by."""
+    """Return a feature that shows an edit."""
     name = words[0].split("'")[1]
     return next(one.name for one in schema.features if name in {one.name, one.table})
 
@@ -86,11 +86,11 @@ def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
 def test_a_module_of_an_edited_schema_is_refused_before_its_first_lookup(
     tmp_path: Path, passes: tc.PassDataset, when: str, kind: str, edit: str
 ) -> None:
-    """The error names the module, the part of the schema, both values and what to do; no store is left behind."""
+    """The error names the module, the part of the schema, both values and what to do; no store is created."""
     schema, *words = EDITED[edit]
     module = MODULES[kind](schema, feature_of(schema, tuple(words)))
     model = torch.nn.Sequential(torch.nn.Identity(), module)
-    words += [type(module).__name__, str(passes.path) if when != "looked up" else "pass 0", "make the module with"]
+    words += [type(module).__name__, str(passes.path) if when != "looked up" else "pass 0", "create the module with"]
     words += ["an unregistered"] if when == "looked up" else ["1'"]
     if when == "given":
         with one_sentence(DatasetError, *words, "model.1"):
@@ -114,9 +114,9 @@ def test_a_module_of_an_edited_schema_is_refused_before_its_first_lookup(
 
 
 @pytest.mark.parametrize("edit", ["a larger dim", "a length", "another table"])
-@pytest.mark.parametrize("by", ["raw keys", "keys beside the pass", "evaluated keys", "evaluation"])
+@pytest.mark.parametrize("by", ["raw keys", "keys outside the pass", "evaluated keys", "evaluation"])
 def test_batches_of_every_origin_know_their_schema(passes: tc.PassDataset, tmp_path: Path, by: str, edit: str) -> None:
-    """Those of keys have rows of their own, and those of an evaluation another dataset's."""
+    """Batches of keys have their own rows, and batches of an evaluation those of another dataset."""
     schema, *words = EDITED[edit]
     module = tc.EmbeddingBagCollection(schema)
     keys = {
@@ -128,7 +128,7 @@ def test_batches_of_every_origin_know_their_schema(passes: tc.PassDataset, tmp_p
         p = next(loop)
         if by == "raw keys":
             batch = p.batch(keys)
-        elif by == "keys beside the pass":
+        elif by == "keys outside the pass":
             batch = p.batch(keys | {"f": np.array([1 << 40])}, missing="init")
         elif by == "evaluated keys":
             batch = cache.evaluate_batch(keys)
@@ -141,7 +141,7 @@ def test_batches_of_every_origin_know_their_schema(passes: tc.PassDataset, tmp_p
 
 
 def test_a_module_of_an_equal_schema_is_taken(passes: tc.PassDataset) -> None:
-    """As when the file is read again; compression is the store's matter, and another label no module's."""
+    """For example from reading the file again; compression concerns the store alone, and a label no module."""
     tables = tuple(replace(one, compression="zstd") for one in CASE.tables)
     module = tc.EmbeddingBagCollection(replace(CASE.schema, tables=tables, label=None))
     cache = tc.InMemoryCache(passes, model=module)
@@ -163,7 +163,7 @@ def test_a_module_of_an_equal_schema_is_taken(passes: tc.PassDataset) -> None:
 def test_a_dataset_of_other_tables_names_table_field_and_both_values(
     tmp_path: Path, change: dict[str, Any], words: list[str]
 ) -> None:
-    """A store that is given open is compared as the module is."""
+    """An open store is compared in the same way as the module."""
     other = replace(CASE, tables=(replace(CASE.tables[0], **change), CASE.tables[1])).cut(tmp_path / "others")
     with (
         open_store(tmp_path, CASE, "memory") as store,

@@ -1,4 +1,4 @@
-"""Lookups have first derivatives: what would differentiate twice through them raises, and all else is as in torch."""
+"""Lookups have first derivatives: differentiating twice through them raises, and all else is as in torch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def by_bag(batch: tc.Batch, name: str, mode: str) -> tuple[torch.Tensor, Any]:
 
 
 def by_collection(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
-    """Return the output of a collection, of which one feature has weights that are given."""
+    """Return the output of a collection, with weight arguments for one feature."""
     weights = weights_for(batch, "g")
     return tc.EmbeddingBagCollection(CASE.schema)(batch, {"g": weights}), weights
 
 
 def by_padded_bag(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
-    """Return the output of a bag with padding, whose weights are multiplied by what is kept."""
+    """Return the output of a bag with padding, whose weights are multiplied by its mask."""
     weights = weights_for(batch, "f")
     return tc.EmbeddingBag(CASE.schema, "f", mode="sum", padding_idx=1)(batch, per_sample_weights=weights), weights
 
@@ -58,7 +58,7 @@ TWICE: dict[str, Callable[[tc.Batch], tuple[torch.Tensor, Any]]] = {
     "weights of a mean": lambda batch: by_bag(batch, "f", "mean"),
     "weights of ragged bags": lambda batch: by_bag(batch, "g", "sum"),
     "weights of a collection": by_collection,
-    "weights beside padding": by_padded_bag,
+    "weights with padding": by_padded_bag,
     "rows of a bag": lambda batch: by_parameters(batch, lambda: tc.EmbeddingBag(CASE.schema, "f")),
     "rows of an embedding": lambda batch: by_parameters(batch, lambda: tc.Embedding(CASE.schema, "f")),
     "rows of a collection": lambda batch: by_parameters(batch, lambda: tc.EmbeddingCollection(CASE.schema)),
@@ -68,7 +68,7 @@ TWICE: dict[str, Callable[[tc.Batch], tuple[torch.Tensor, Any]]] = {
 @pytest.mark.parametrize("how", ["backward", "autograd.grad"])
 @pytest.mark.parametrize("what", TWICE)
 def test_a_second_derivative_through_a_lookup_raises(passes: tc.PassDataset, what: str, how: str) -> None:
-    """It was 0 in silence; torch.nn.EmbeddingBag raises too."""
+    """It used to be 0 silently; torch.nn.EmbeddingBag raises too."""
     cache = resident(passes)
     loop = cache.passes(epochs=1)
     batch = next(next(loop).batches(8))
@@ -76,12 +76,12 @@ def test_a_second_derivative_through_a_lookup_raises(passes: tc.PassDataset, wha
     (gradient,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
     assert gradient.requires_grad
     penalty = gradient.square().sum() + 0 * leaf.sum()
-    with pytest.raises(RuntimeError, match="lookups have first derivatives only: leave the gradients of embedding"):
+    with pytest.raises(RuntimeError, match="lookups have first derivatives only: exclude the gradients of embedding"):
         penalty.backward() if how == "backward" else torch.autograd.grad(penalty, leaf)
 
 
 def test_first_derivatives_keep_a_graph_where_nothing_is_differentiated_twice(passes: tc.PassDataset) -> None:
-    """``create_graph=True`` alone changes no row, and gradients of weights are those without it."""
+    """``create_graph=True`` alone changes no row, and gradients of weights are the same without it."""
     rows, gradients = [], []
     for keeps in (False, True):
         cache = resident(passes)

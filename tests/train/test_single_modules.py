@@ -1,4 +1,4 @@
-"""`EmbeddingBag` and `Embedding` in place of torch's, features of a batch, and the habits of a loop with both."""
+"""`EmbeddingBag` and `Embedding` in place of torch's, features of a batch, and usual loops with both."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def batch(cache: tc.InMemoryCache) -> Iterator[tc.Batch]:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_a_bag_gives_its_feature_of_the_collection(batch: tc.Batch, mode: str) -> None:
-    """Of the feature, and of the whole batch."""
+    """Given the feature, or the whole batch."""
     bag, whole = tc.EmbeddingBag(CASE.schema, "f", mode=mode), tc.EmbeddingBagCollection(CASE.schema, ["f"], mode=mode)
     assert torch.equal(bag(batch.features["f"]), whole(batch))
     assert torch.equal(bag(batch), whole(batch))
 
 
 def test_a_bag_takes_weights_with_a_gradient(batch: tc.Batch) -> None:
-    """As torch's ``per_sample_weights``: their gradient is the product of output gradient and row."""
+    """Like torch's ``per_sample_weights``: their gradient is the product of output gradient and row."""
     ids = batch.features["f"]
     weights = torch.full((len(ids.values),), 2.0, requires_grad=True)
     bag = tc.EmbeddingBag(CASE.schema, "f", mode="sum")
@@ -74,9 +74,9 @@ def test_an_embedding_gives_one_vector_for_each_id(batch: tc.Batch) -> None:
 
 
 def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
-    """The sentence says what to give."""
+    """The error says what to pass."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
-    with one_sentence(TypeError, "looks up 'f'", "given a list", "batch.features['f']", "tensor of keys"):
+    with one_sentence(TypeError, "looks up 'f'", "got a list", "batch.features['f']", "tensor of keys"):
         bag([1, 2, 3])  # type: ignore[arg-type]
     with one_sentence(StateError, "looks up f", "belongs to no cache"):
         bag(torch.arange(3).view(1, 3))
@@ -91,7 +91,7 @@ def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
 
 
 def test_a_batch_moves_as_tensors_do(batch: tc.Batch) -> None:
-    """Label and dense move; ids go where the rows are by themselves."""
+    """Label and dense move; ids are always on the device of the rows."""
     assert batch.to("cpu") is batch
     moved = batch.to("meta")
     assert moved.label.device.type == moved.dense.device.type == "meta"
@@ -103,13 +103,13 @@ def test_a_batch_moves_as_tensors_do(batch: tc.Batch) -> None:
 
 
 def test_batches_and_features_fit_a_line(batch: tc.Batch) -> None:
-    """With the numbers that tell one from another."""
+    """With the numbers that distinguish them."""
     assert repr(batch) == "Batch(16 samples of pass 0: f, g)"
     assert repr(batch.features["f"]) == "JaggedIds('f' of 16 samples)"
 
 
 def test_a_module_in_training_is_copied_and_pickled(cache: tc.InMemoryCache, batch: tc.Batch) -> None:
-    """Neither takes the cache along."""
+    """Neither copies the cache."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
     cache.register(bag=bag)
     for other in (copy.deepcopy(bag), pickle.loads(pickle.dumps(bag))):

@@ -68,7 +68,7 @@ def cursor_of(store: tc.Store) -> tuple[int, int]:
 
 
 def test_loops_have_the_lengths_of_what_they_yield(passes: tc.PassDataset) -> None:
-    """Passes and batches of any size, before a loop begins and while it runs; a length is fixed once it has begun."""
+    """Passes and batches of any size, before a loop begins and while it runs; the length is fixed once it has begun."""
     with store_of(passes) as store, opened(passes, store) as cache:
         training = Training(cache)
         for epochs in (0, 1, 3):
@@ -110,7 +110,7 @@ def test_the_length_of_a_resumed_loop_is_what_is_left(passes: tc.PassDataset, st
             assert len(training.loader) == 0
 
 
-@pytest.mark.parametrize(("size", "epochs", "message"), [(0, 1, "size must be at least 1"), (8, -1, "epochs is -1")])
+@pytest.mark.parametrize(("size", "epochs", "message"), [(0, 1, "invalid batch size 0"), (8, -1, "epochs is -1")])
 def test_a_flat_loop_of_no_size_is_refused_when_it_is_made(
     passes: tc.PassDataset, size: int, epochs: int, message: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_finished_run_says_that_nothing_is_left(passes: tc.PassDataset) -> Non
         Flat(cache, epochs=1).run_flat()
         with pytest.warns(UserWarning, match=r"nothing is left to train: 4 passes are trained, 1 epochs, and epochs=1"):
             assert not [*cache.passes(epochs=1)]
-        with pytest.warns(UserWarning, match="ask for more epochs, or give the path of a new store"):
+        with pytest.warns(UserWarning, match="request more epochs, or pass the path of a new store"):
             assert not [*cache.batches(8, epochs=1)]
         assert not [*cache.passes(epochs=0)]
 
@@ -151,7 +151,7 @@ def test_a_flat_loop_ends_with_the_bits_of_a_loop_over_passes(passes: tc.PassDat
 def test_a_trainer_that_takes_as_many_batches_as_the_length_trains_all_passes(
     passes: tc.PassDataset, plain: Plain, end: str
 ) -> None:
-    """It never asks for one more, so the last pass is committed by what comes next."""
+    """It never requests one more, so a later call commits the last pass."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Flat(cache)
@@ -202,7 +202,7 @@ def test_a_flat_loop_that_was_left_resumes_from_the_last_commit(
 
 
 def test_a_commit_inside_a_pass_is_where_a_flat_loop_resumes(passes: tc.PassDataset, plain: Plain) -> None:
-    """The batches that are left of the pass come first."""
+    """The remaining batches of the pass come first."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Flat(cache)
@@ -240,7 +240,7 @@ def test_a_flat_loop_that_trains_nothing_is_refused(passes: tc.PassDataset) -> N
 
 
 def test_the_last_batch_has_to_be_trained_too(passes: tc.PassDataset) -> None:
-    """A loop that asks for one more is refused; a loop that is left there commits nothing more."""
+    """A loop that requests one more is refused; a loop that is left there commits nothing more."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Flat(cache)
@@ -324,9 +324,9 @@ def test_the_state_of_a_flat_loop_is_that_of_the_last_commit(passes: tc.PassData
             assert len(loader) == STEPS  # as StatefulDataLoader's: with those before the state
             assert len([*islice(loader, 3)]) == 3
             assert len(loader) == STEPS - 6
-            with pytest.raises(StateError, match="asked for the number of batches before it loaded that"):
+            with pytest.raises(StateError, match="requested the number of batches before it loaded"):
                 loader.load_state_dict(state)
-            with pytest.raises(StateError, match=r"the checkpoint was made at commit -1 of .* and the cache stands at"):
+            with pytest.raises(StateError, match=r"the checkpoint was made at commit -1 of .* but the cache is at"):
                 loader.load_state_dict(first)
 
 
@@ -336,7 +336,7 @@ def test_the_state_of_a_flat_loop_is_that_of_the_last_commit(passes: tc.PassData
 def test_evaluation_batches_have_a_length_and_the_rows_of_each_iteration(
     passes: tc.PassDataset, tmp_path: Path
 ) -> None:
-    """Their vectors are those of a lookup of raw keys; a cache that was not restored is restored first."""
+    """Their vectors equal a lookup of raw keys; a cache that was not restored is restored first."""
     others = replace(CASE, num_keys=700, data_seed=5, num_samples=90, pass_rows=48).cut(tmp_path / "others")
     with store_of(passes) as store:
         with opened(passes, store) as cache:
@@ -451,7 +451,7 @@ def test_a_flat_loop_without_samples_is_refused(tmp_path: Path, passes: tc.PassD
     keys = tc.write_key_sets(tmp_path / "keys", CASE.tables, [{"a": np.arange(4), "b": np.arange(4)}])
     with tc.InMemoryCache(keys) as cache:
         with pytest.raises(
-            DatasetError, match=r"has a key set and no samples: give the keys of each batch to Pass.batch"
+            DatasetError, match=r"has a key set but no samples: pass the keys of each batch to Pass.batch"
         ):
             cache.batches(8, epochs=1)
         with pytest.raises(DatasetError, match=r"make the dataset with tc.record_key_sets, or train"):

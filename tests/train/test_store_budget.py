@@ -1,4 +1,4 @@
-"""The bytes that a training or a reorganization takes of the disk are predicted: enough, and less is refused before."""
+"""The disk usage of a training or a reorganization is predicted: enough bytes, and less is refused in advance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATE_BYTES = 32 << 10
 
 
 def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
-    """Return the store budget that the error of too small a one asks for."""
+    """Return the store budget that the error of too small a budget requests."""
     with pytest.raises(BudgetError, match="store_budget is 1 bytes, but the store needs") as caught:
         tiered(store, passes, store_budget=1, **options)
     found = re.search(r"raise store_budget to (\d+) bytes, keep fewer commits", str(caught.value))
@@ -47,7 +47,7 @@ def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
 
 
 def held(path: Path, store: tc.Store) -> int:
-    """Return what the disk keeps for a store, whose writer may be at work on a thread of its own."""
+    """Return the disk usage of a store, whose writer may be running on another thread."""
     if not store.closed:
         with store.commit_writer._lock:
             store._opened.engine.drop((), shrink=True)
@@ -69,7 +69,7 @@ def test_a_training_stays_within_the_predicted_bytes(
     tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int, commit_every: int, order_seed: int | None,
     compression: str | None,
 ) -> None:  # fmt: skip
-    """With the bytes that the plan says, as budget and as bound of the engine: nothing is refused, ever."""
+    """With the planned bytes as budget and as limit of the engine: nothing is ever refused."""
     tables = [replace(t, compression=compression) for t in CASE.tables]
     options: dict[str, Any] = {"commit_every": commit_every, "order_seed": order_seed}
     how: dict[str, Any] = {"tables": tables, "engine": engine, "retention": retention}
@@ -85,7 +85,7 @@ def test_a_training_stays_within_the_predicted_bytes(
 
 
 def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassDataset) -> None:
-    """Before any thread or file: one byte less than is asked for is too little, and that much is enough."""
+    """Before any thread or file: one byte less than requested is too little, and the requested bytes suffice."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         budget = needed(store, passes)
         words = r"of live rows, 2 times the largest pass of .* 15 % .* raise store_budget"
@@ -98,7 +98,7 @@ def test_too_small_a_budget_is_refused_with_the_numbers(passes: tc.PassDataset) 
 
 
 def test_dense_state_counts_before_the_first_batch(passes: tc.PassDataset) -> None:
-    """What is tracked is known when training starts, and what an optimizer will keep is counted before it does."""
+    """Tracked state is known when training starts, and future optimizer state is counted in advance."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         budget = needed(store, passes)
         with tiered(store, passes, store_budget=budget) as cache:
@@ -125,7 +125,7 @@ def test_the_state_of_an_optimizer_is_prior_counts_it_is_there() -> None:
 
 
 def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
-    """A store that was filled from outside keeps them for ever."""
+    """A store that was filled from outside keeps them forever."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         before = needed(store, passes)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
@@ -142,9 +142,9 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
 def test_what_a_reorganization_leaves_is_counted(
     tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int
 ) -> None:
-    """RetainedSegment segments stay, and so do the commits of the day before: the budget of a small day holds them.
+    """Segments stay, and so do the commits of the previous day: the budget of a small day includes them.
 
-    With that budget as bound of the engine the day is trained to its end.
+    With that budget as limit of the engine the day is trained to its end.
     """
     day = replace(CASE, num_samples=256, pass_rows=64, num_keys=60, data_seed=1, epochs=2)
     small, path = day.cut(tmp_path / "day"), tmp_path / "s"
@@ -169,7 +169,7 @@ def test_what_a_reorganization_leaves_is_counted(
 
 
 def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Block by block, at the fullest commit of an epoch, against what the store names after each pass."""
+    """Block by block, at the fullest commit of an epoch, against the store's segments after each pass."""
     live = []
     with tc.Store.open(tmp_path / "s", tables=CASE.tables) as store, tiered(store, passes) as cache:
         plan = cache.store_plan()
@@ -191,7 +191,7 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
 
 DAYS: dict[str, dict[str, Any]] = {
     "a small day": {"num_samples": 256, "pass_rows": 64, "num_keys": 60, "data_seed": 1},
-    "new keys beside the old": {"num_samples": 2048, "pass_rows": 256, "num_keys": 12000, "data_seed": 2},
+    "new keys and old keys": {"num_samples": 2048, "pass_rows": 256, "num_keys": 12000, "data_seed": 2},
     "the same keys in another cut": {"pass_rows": 1024},
 }
 
@@ -214,7 +214,7 @@ def unnamed_bytes(folder: Path, *, temporary: bool = False) -> int:
 
 
 class Watched:
-    """The bytes of a store's folder after each part that is put and each commit, and those of temporary files."""
+    """The bytes of a store's folder after each written part and each commit, and of temporary files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, store: tc.Store) -> None:
         self.path, self.store, self.sizes, self.temporary = path, store, [0], [0]
@@ -258,7 +258,7 @@ class Watched:
 
 
 LITTLE = 1 << 16
-"""So little memory for sorting that all is sorted in files: a minute or two for the larger days."""
+"""So little memory for sorting that everything is sorted in files: a minute or two for the larger days."""
 
 
 @pytest.mark.parametrize(("engine", "retention"), [("lmdb", 1), ("zarr", 2)])
@@ -273,7 +273,7 @@ LITTLE = 1 << 16
 def test_a_reorganization_takes_no_more_than_was_said(
     day: str, engine: str, retention: int, memory: int | None, tmp_path: Path, passes: tc.PassDataset, monkeypatch: Any
 ) -> None:
-    """Files of the store and temporary ones, at their most; what is said is at most three times what it takes."""
+    """Files of the store and temporary ones, at their most; the prediction is at most three times the real usage."""
     if memory is not None:
         monkeypatch.setattr(compaction_plan, "COMPACTION_BYTES", memory)
         monkeypatch.setattr(rewrite, "REWRITE_BYTES", memory)
@@ -297,7 +297,7 @@ def test_a_reorganization_takes_no_more_than_was_said(
 def test_too_small_a_budget_is_refused_before_anything_is_written(
     engine: str, tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """With the numbers, of which one is the budget that is enough; no file is touched."""
+    """With the numbers, one of which is a sufficient budget; no file is touched."""
     day, path = replace(CASE, **DAYS["a small day"]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine) as store:
         with tiered(store, passes) as cache:
@@ -319,7 +319,7 @@ def test_too_small_a_budget_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("keys_per_range", [1 << 20, 50])
 def test_different_keys_are_counted_over_all_passes(passes: tc.PassDataset, keys_per_range: int) -> None:
-    """As a set of them all has them, whatever is in memory at once."""
+    """Like a set of all of them, however many are in memory at once."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         positions = RowOffsets.of(passes, store.groups)
     names = [table.name for table in positions.tables]

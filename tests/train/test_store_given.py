@@ -1,4 +1,4 @@
-"""A cache opens the store at a path, or trains one that its caller opened."""
+"""A cache opens the store at a path, or trains a store that its caller opened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUDGETS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "16MiB"}
 
 
 def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """To the bits of one that was opened before; another cache at the path goes on."""
+    """With the same bits as a store opened before; another cache at the path resumes it."""
     with open_store(tmp_path / "given", CASE, "memory") as store, tiered(store, passes) as cache:
         expected = result_of(store, passes, train(cache, CASE))
     with tc.TierCache(tmp_path / "model.tc", passes, device=device_of_tests(), **BUDGETS) as cache:
@@ -52,7 +52,7 @@ def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: P
 def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_not_trained(
     tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """Mode "r" never writes: what was trained is done, and more is refused."""
+    """Mode "r" never writes: if all passes are trained the loop ends, and more is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE, epochs=1)
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
@@ -60,7 +60,7 @@ def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_
             model, _ = registered(cache, CASE)
             assert list(cache.passes(epochs=1)) == []
             found = [model(batch) for piece in cache.evaluate(passes) for batch in piece.batches(50)]
-            words = "is open for reading: to train, give a path, or a Store opened with mode='a'"
+            words = "is open read-only: to train, give a path, or a Store opened with mode='a'"
             with pytest.raises(StateError, match=words):
                 next(cache.passes(epochs=2))
         assert torch.cat(found).shape[0] == CASE.num_samples
@@ -68,10 +68,10 @@ def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_
 
 
 def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """How it was opened was decided before."""
+    """These options are fixed when it is opened."""
     with open_store(tmp_path, CASE, "memory") as store:
         for options in ({"engine": "zarr"}, {"retention": 3}, {"shard_dirs": [tmp_path]}):
-            words = "engine, retention and shard_dirs are of a store that the cache opens"
+            words = "engine, retention and shard_dirs apply to a store that the cache opens"
             with pytest.raises(ValueError, match=words):
                 tc.TierCache(store, passes, **BUDGETS, **gathered(options))
         with pytest.raises(ValueError, match="unknown table 't9'"):
@@ -81,7 +81,7 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
 def test_a_store_of_other_passes_is_put_into_their_order(
     tmp_path: Path, passes: tc.PassDataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says what may move and what is trained again; where that is not wanted, it is refused."""
+    """A message says what may move and what is trained again; without permission it is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
@@ -96,7 +96,7 @@ def test_a_store_of_other_passes_is_put_into_their_order(
     with tc.TierCache(tmp_path / "model.tc", others, **BUDGETS) as cache:
         said = re.sub(r"\s+", " ", capsys.readouterr().err)
         assert re.search(r"at most [\d.]+ KiB of rows are read", said)
-        assert "training begins at epoch 0 of all 2 sub-datasets, whatever was trained before" in said
+        assert "training begins at epoch 0 of all 2 sub-datasets, including any trained before" in said
         assert cache.store.commit is not None
         assert cache.store.commit.cursor == (0, 0)
         train(cache, CASE, epochs=1)

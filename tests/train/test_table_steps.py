@@ -1,4 +1,4 @@
-"""Adam counts the steps of each table as SparseAdam counts those of a parameter, also of tables that share a group."""
+"""Adam counts the steps of each table as SparseAdam counts a parameter's, also for tables that share a group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASE = Case(
     pass_rows=128,
     num_keys=30,
 )
-"""Three tables of one layout, hence one group, in which rows are looked up in every way."""
+"""Three tables of one layout, hence one group, with rows looked up in every way."""
 
 
 MODES = {spec.name: spec.mode for spec in CASE.specs}
@@ -104,11 +104,11 @@ WHEN: dict[str, Callable[[int], set[str]]] = {
     "one that ends early": lambda i: {"b", "c"} | ({"a"} if i < 4 else set()),
     "two late, at different times": lambda i: {"c"} | ({"a"} if i >= 3 else set()) | ({"b"} if i >= 7 else set()),
 }
-"""Which tables step after batch i."""
+"""The tables that step after batch i."""
 
 
 def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
-    """Train by a plan, beside SparseAdam; return the largest difference of a number of any row."""
+    """Train by a plan, next to SparseAdam; return the largest difference of a number of any row."""
     model = nn.ModuleList(bags_of(cache.schema, FEATURES[name]) for name in NAMES)
     reference = Reference(cache)
     optimizers = [torch.optim.SGD(bag.parameters(), lr=0.1) for bag in model]
@@ -151,13 +151,13 @@ def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
 @pytest.mark.parametrize("how", ["dropped", "frozen", "left out"])
 @pytest.mark.parametrize("when", WHEN)
 def test_a_table_counts_the_steps_that_it_took(passes: tc.PassDataset, when: str, how: str) -> None:
-    """Gradients that are dropped, of a frozen module and of a lookup that did not happen count no step."""
+    """Dropped gradients, a frozen module and a missing lookup do not count as a step."""
     assert follow(resident(passes), WHEN[when], how) < 2e-6
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tables_of_one_module_step_by_their_own_numbers(passes: tc.PassDataset, seed: int) -> None:
-    """Where a module of one table, or an output of one feature, stepped in between, in any order of both."""
+    """If a module of one table, or an output of one feature, stepped in between, in any order of both."""
     cache = resident(passes)
     every, own = bags_of(cache.schema, [*MODES]), bags_of(cache.schema, FEATURES["c"])
     rows = tc.EmbeddingCollection(cache.schema, ["f", "j", "g"])
@@ -192,7 +192,7 @@ def test_tables_of_one_module_step_by_their_own_numbers(passes: tc.PassDataset, 
 
 
 def test_an_embedding_without_any_id_in_the_batch_counts_as_it_does_in_torch(tmp_path: Path) -> None:
-    """SparseAdam counts a gradient of no row; so do rows, on one rank as on several, where another has some."""
+    """SparseAdam counts a gradient without rows; so do rows, on one rank and on several, if another has some."""
     schema = tc.Schema(
         features=(tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="ragged")),
         tables=CASE.tables[:2],
@@ -221,7 +221,7 @@ def test_an_embedding_without_any_id_in_the_batch_counts_as_it_does_in_torch(tmp
 
 @pytest.mark.parametrize("missing", ["init", "zero"])
 def test_gradients_beside_missing_keys_step_by_their_tables_numbers(tmp_path: Path, missing: Any) -> None:
-    """Entries of missing keys are left out, which shifts those of the tables behind them."""
+    """Entries of missing keys are left out, which shifts those of the following tables."""
     held, few = np.arange(20), np.arange(14)
     rows = {}
     for lacking in (False, True):
@@ -254,7 +254,7 @@ def test_gradients_beside_missing_keys_step_by_their_tables_numbers(tmp_path: Pa
 @pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=RATE), tc.optim.Adam(learning_rate=RATE)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_goes_by_the_steps_of_the_table(tmp_path: Path, dtype: str, optimizer: Any) -> None:
-    """Rows of 16 bits end with the bits that they have alone, whatever another table of their layout does."""
+    """16-bit rows end with the bits that they have alone, whatever another table of their layout does."""
     tables = tuple(table(name, 8, optimizer, dtype=dtype) for name in ("a", "b"))
     specs = tuple(Spec(name=f"of_{one.name}", table=one.name) for one in tables)
     ends = []
@@ -275,7 +275,7 @@ def test_rounding_goes_by_the_steps_of_the_table(tmp_path: Path, dtype: str, opt
 
 
 def test_a_resumed_training_goes_on_with_the_steps_of_each_table(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Killed between two passes or in the midst of one, by a store whose commits keep the steps of tables."""
+    """Killed between two passes or in the middle of one, by a store whose commits keep the steps of tables."""
 
     def train(path: Path, stops: tuple[int, ...]) -> tuple[dict[str, int], list[Any]]:
         done = 0
@@ -311,7 +311,7 @@ def test_a_resumed_training_goes_on_with_the_steps_of_each_table(tmp_path: Path,
 
 
 def test_spans_are_those_of_features_and_of_positions() -> None:
-    """A table without a row has none; neighbors of one table are one stretch, whoever asked for them."""
+    """A table without a row has none; neighbors of one table form one span, in any lookup."""
     assert feature_spans(["a", "b"], np.array([0, 2, 2])) == [Span("a", 0, 2), Span("b", 2, 2)]
     positions = np.array([0, 3, 4, 9, 2, 5], np.int32)
     found = position_spans({"a": 0, "none": 4, "b": 4, "c": 9, "last": 10}, positions)

@@ -74,7 +74,7 @@ def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
 
 
 def test_hooks_and_profilers_see_each_step_of_the_optimizer(world: World) -> None:
-    """As of torch's optimizers, though a step without either is not recorded. A hook of all optimizers runs too."""
+    """Like torch's optimizers, but a step without either is not recorded. Hooks of all optimizers run too."""
     seen, optimizer = list[str](), world.optimizer
     of_all = register_optimizer_step_pre_hook(lambda one, *_: seen.append(type(one).__name__))
     before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -94,7 +94,7 @@ def test_hooks_and_profilers_see_each_step_of_the_optimizer(world: World) -> Non
 
 
 def with_closure(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """An optimizer that calls what computes the gradients."""
+    """An optimizer that calls a closure computing the gradients."""
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def test_a_step_with_a_closure_moves_rows_as_torch_moves_weights(world: World) -
 
 
 def by_hand(model: nn.Module, batch: tc.Batch) -> None:
-    """Gradients that autograd.grad returns become those of parameters."""
+    """Gradients from autograd.grad are assigned to parameters."""
     parameters = [*model.parameters()]
     gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -135,14 +135,14 @@ def combined(model: nn.Module, batch: tc.Batch) -> None:
 
 
 def scaled_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
-    """Hooks on parameters change what arrives."""
+    """Hooks on parameters change the gradients."""
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.1)
     model(batch).square().mean().backward()
 
 
 def noise(model: nn.Module, batch: tc.Batch) -> None:
-    """Noise for privacy."""
+    """Add noise for privacy."""
     model(batch).square().mean().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -204,7 +204,7 @@ def test_hooks_that_look_on_count_the_lookups_of_nested_backwards(world: World) 
 
 
 def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
-    """As saliencies of an evaluation are, a thousand times and without a step."""
+    """For example saliencies in an evaluation, a thousand times and without a step."""
     parameters = [*world.model.parameters()]
     for _ in range(5):
         torch.autograd.grad(world.model(world.batches[0]).square().mean(), parameters)
@@ -250,7 +250,7 @@ def test_parameters_that_climb_before_a_second_backward_are_refused(world: World
 
 @pytest.mark.parametrize("by", ["cache.optimizer", "model"])
 def test_parameters_may_be_written_after_a_batch_that_was_dropped(world: World, by: str) -> None:
-    """A backup, or an average, is copied back. A warning says what might be if only the model dropped the gradients."""
+    """A backup, or an average, is copied back. A warning covers the case that only the model dropped the gradients."""
     model, optimizer, batch = world.sides(0)[0]
     model(batch).square().mean().backward()
     (optimizer if by == "cache.optimizer" else model).zero_grad()
@@ -289,7 +289,7 @@ def test_a_frozen_module_and_an_average_are_in_no_part_and_raise_nothing(passes:
 
 
 def test_rows_of_a_pass_that_was_left_are_read_as_they_are(passes: tc.PassDataset) -> None:
-    """A cache without a store cannot go back: it has no commit."""
+    """A cache without a store cannot roll back: it has no commit."""
     model = Ours()
     cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for p in cache.passes(epochs=1):
@@ -344,7 +344,7 @@ def test_parameters_that_no_optimizer_steps_are_named_once(passes: tc.PassDatase
 
 
 def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_one(world: World) -> None:
-    """Sharpness-aware steps: the first backward is dropped for rows, and is none of the step's."""
+    """Sharpness-aware steps: the gradients of the first backward are dropped for rows."""
     for side in world.sides(0):
         model, optimizer, given = side
         model(given).square().mean().backward()

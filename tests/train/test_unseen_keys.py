@@ -1,4 +1,4 @@
-"""A key that was never trained means one thing, in an evaluation and in the model that is served; so does padding."""
+"""A key that was never trained has one meaning, in an evaluation and in the served model; so does padding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEYS = {
     ),
     "bag": (np.array([1, 40, PADDING, PADDING, -7, 8, 40, 1 << 40, 2]), np.array([0, 2, 2, 3, 5, 8, 9])),
 }
-"""Of six samples: keys that were trained, that were not, and padding; alone, beside others and in empty bags."""
+"""Keys of six samples: trained ones, untrained ones, and padding; alone, mixed and in empty bags."""
 BAGS = [("sum", None), ("mean", None), ("max", None), ("sum", PADDING), ("mean", PADDING)]
 """Mode and padding of the modules of the bag."""
 
@@ -55,18 +55,18 @@ class Model(nn.Module):
         self.bags = nn.ModuleList(tc.EmbeddingBag(SCHEMA, "bag", mode=mode, padding_idx=one) for mode, one in BAGS)
 
     def forward(self, one: Any, many: Any, *bag: Any) -> list[torch.Tensor]:
-        """Return what each module looks up."""
+        """Return the output of each module."""
         return [self.one(one), self.padded(many), self.list(many), *(module(*bag) for module in self.bags)]
 
 
 def plain(keys: dict[str, Any]) -> list[torch.Tensor]:
-    """Return keys as a plain model takes them."""
+    """Return keys in the form of a plain model."""
     bag, ends = keys["bag"]
     return [torch.from_numpy(one) for one in (keys["one"], keys["list"], bag, ends[:-1].copy())]
 
 
 def expected(store: tc.Store, keys: dict[str, Any], unseen: str) -> list[torch.Tensor]:
-    """Return what a model looks up, by torch's functions over the rows that the keys have."""
+    """Return the expected outputs of a model, by torch's functions over the rows of the keys."""
 
     def rows(name: str, some: torch.Tensor, padding: int | None) -> torch.Tensor:
         one = next(t for t in SCHEMA.tables if t.name == name)
@@ -98,13 +98,13 @@ def expected(store: tc.Store, keys: dict[str, Any], unseen: str) -> list[torch.T
 
 
 def features(batch: tc.Batch) -> list[Any]:
-    """Return those of a batch, as the model takes them."""
+    """Return the features of a batch, as the model takes them."""
     return [batch.features[name] for name in KEYS]
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[tuple[tc.TierCache, Model]]:
-    """A cache whose store has rows of some keys, trained, and its model."""
+    """A cache whose store has trained rows of some keys, and its model."""
     passes = tc.write_key_sets(tmp_path / "keys", SCHEMA, [{"a": TRAINED, "b": TRAINED}])
     model = Model()
     with tiered(tmp_path / "m.tc", passes, model=model) as made:
@@ -122,7 +122,7 @@ def cache(tmp_path: Path) -> Iterator[tuple[tc.TierCache, Model]]:
 def test_an_unseen_key_is_read_as_one_thing_wherever_it_is_looked_up(
     cache: tuple[tc.TierCache, Model], unseen: str | None
 ) -> None:
-    """In the evaluation of raw keys and in the plain model, pooled in every way; its initial row if nobody says."""
+    """In the evaluation of raw keys and in the plain model, with every pooling; by default its initial row."""
     made, model = cache
     options: Any = {} if unseen is None else {"unseen": unseen}
     batch = made.evaluate_batch(KEYS, **options)
@@ -135,7 +135,7 @@ def test_an_unseen_key_is_read_as_one_thing_wherever_it_is_looked_up(
 
 
 def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) -> None:
-    """Zeros, of the shape that torch's modules return; a key that has a row in one module may be padding in another."""
+    """Zeros, in the shape of torch's modules; a key that has a row in one module may be padding in another."""
     made, model = cache
     served = tc.to_torch(model, made.store)
     keys = torch.tensor([[PADDING, 1, PADDING], [PADDING, PADDING, PADDING]])
@@ -150,7 +150,7 @@ def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) 
 
 @pytest.mark.parametrize("name", ["one", "list", "bag"])
 def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierCache, Model], name: str) -> None:
-    """Which names the table and the first of the keys; keys that were trained are looked up as ever."""
+    """It names the table and the first of the keys; trained keys are looked up as before."""
     made, model = cache
     seen = {
         "one": np.array([1, 8]), "list": np.array([[1, 2, PADDING], [PADDING, PADDING, PADDING]]),
@@ -174,7 +174,7 @@ def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierC
 
 @pytest.mark.parametrize("unseen", ["zero", "init", "", None, 0, "INITIAL"])
 def test_another_way_to_read_unseen_keys_is_refused(cache: tuple[tc.TierCache, Model], unseen: Any) -> None:
-    """With the ways that there are."""
+    """The error lists the valid ways."""
     made, model = cache
     for call in (
         lambda: made.evaluate_batch(KEYS, unseen=unseen), lambda: tc.to_torch(model, made.store, unseen=unseen)
@@ -185,7 +185,7 @@ def test_another_way_to_read_unseen_keys_is_refused(cache: tuple[tc.TierCache, M
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "error"])
 def test_the_out_of_vocabulary_row_stands_for_unseen_keys(tmp_path: Path, unseen: Any) -> None:
-    """Where the table has one, as rare keys of the data do, whatever is asked for others."""
+    """If the table has one, as for rare keys of the data, whatever is requested for others."""
     schema = tc.Schema(features=(tc.Feature(name="one", table="a"),), tables=SCHEMA.tables[:1], label="y")
     keys = np.array([1, 1, 2, 2, 3, 3, 50, 51])
     data = [{"one": keys, "y": np.ones(8, np.float32)}]
@@ -209,7 +209,7 @@ def test_the_out_of_vocabulary_row_stands_for_unseen_keys(tmp_path: Path, unseen
 
 
 def test_a_plain_model_that_reads_zeros_can_be_traced(cache: tuple[tc.TierCache, Model]) -> None:
-    """And one that looks at the keys says why it cannot."""
+    """A model that looks at the keys raises an error."""
     made, model = cache
     served = tc.to_torch(model, made.store, unseen="zeros")
     given = tuple(plain(KEYS))
@@ -239,7 +239,7 @@ def read_on_ranks(ranks: AnyCommunicator, folder: str, unseen: str, other: str) 
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros"])
 def test_ranks_read_unseen_keys_as_one(ranks_pool: RanksPool, tmp_path: Path, unseen: str) -> None:
-    """Whoever owns them."""
+    """Whichever rank owns them."""
     tc.write_key_sets(tmp_path / "keys", SCHEMA, [{"a": TRAINED, "b": TRAINED}])
     for keys, rows in ranks_pool.run(2, f"{__name__}:read_on_ranks", folder=str(tmp_path), unseen=unseen, other=unseen):
         for key, row in zip(keys, rows, strict=True):
@@ -248,13 +248,13 @@ def test_ranks_read_unseen_keys_as_one(ranks_pool: RanksPool, tmp_path: Path, un
 
 
 def test_ranks_that_ask_for_different_ways_are_told(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """And an error of one is raised on all."""
+    """An error of one rank is raised on all."""
     tc.write_key_sets(tmp_path / "keys", SCHEMA, [{"a": TRAINED, "b": TRAINED}])
     run = f"{__name__}:read_on_ranks"
     for error in ranks_pool.errors(2, run, folder=str(tmp_path), unseen="initial", other="zeros"):
         assert error == (
             "ValueError",
-            "ranks gave different values of unseen ('initial', 'zeros'): give the same one on all ranks",
+            "ranks passed different values of unseen ('initial', 'zeros'): pass the same one on all ranks",
         )
     found = ranks_pool.errors(2, run, folder=str(tmp_path), unseen="error", other="error")
     assert {one[0] for one in found if one} <= {KeyMissingError.__name__, RankError.__name__}

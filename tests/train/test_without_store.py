@@ -43,7 +43,7 @@ def made(passes: tc.PassDataset, **options: Any) -> tuple[tc.TierCache, Ours]:
 
 
 def test_it_trains_the_bits_of_the_named_class(passes: tc.PassDataset) -> None:
-    """Which is a TierCache."""
+    """It is a TierCache."""
     cache, model = made(passes)
     train(cache, model, epochs=2)
     torch.manual_seed(0)
@@ -65,13 +65,13 @@ NOT_USED = {
 
 @pytest.mark.parametrize("name", NOT_USED)
 def test_an_argument_about_stores_is_refused(passes: tc.PassDataset, name: str) -> None:
-    """By name, and not ignored."""
+    """By name, not ignored."""
     with one_sentence(ValueError, f"does not use {name}", "path of a store"):
         tc.TierCache(None, passes, **gathered({name: NOT_USED[name]}))  # type: ignore[arg-type]
 
 
 def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:
-    """Plans are of rows that move."""
+    """Plans are about moving rows."""
     cache, _ = made(passes)
     for call in (cache.plan, cache.store_plan):
         with one_sentence(StateError, f"{call.__name__}() needs a store"):
@@ -79,7 +79,7 @@ def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:
 
 
 def test_a_converted_model_with_weights_is_refused(tmp_path: Path) -> None:
-    """Its rows would begin as the schema says, and the weights be lost."""
+    """Its rows would begin as in the schema, and the weights would be lost."""
     model: Any = nn.ModuleDict({"user": nn.Embedding(20, 4)})
     tables = [tc.Table(name="user", dim=4)]
     data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
@@ -90,7 +90,7 @@ def test_a_converted_model_with_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_script_runs_with_its_commits_reports_and_checkpoints(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Nothing is kept; commit() checks the moment as ever."""
+    """Nothing is kept; commit() checks the moment as usual."""
     cache, model = made(passes)
     state = cache.state_dict()
     for p in cache.passes(epochs=1):
@@ -111,7 +111,7 @@ def test_the_same_script_runs_with_its_commits_reports_and_checkpoints(tmp_path:
 
 
 def test_a_training_that_was_ended_goes_on_with_the_pass_that_was_not_trained(passes: tc.PassDataset) -> None:
-    """Its rows keep what they were trained, as there is nothing to go back to."""
+    """Its rows keep their training, because there is nothing to roll back to."""
     cache, model = made(passes)
     train(cache, model, epochs=2, stop_in=1)
     kept = [one.copy() for one in cache.live_rows().fields("a", np.arange(20))]
@@ -125,7 +125,7 @@ def test_a_training_that_was_ended_goes_on_with_the_pass_that_was_not_trained(pa
 
 
 def test_a_closed_cache_says_that_its_rows_are_gone(passes: tc.PassDataset) -> None:
-    """And one that is dropped gives no warning: nothing is lost that was not lost anyway."""
+    """Dropping it gives no warning, because nothing of value is lost."""
     cache, _ = made(passes)
     cache.close()
     with one_sentence(StateError, "its rows are gone"):

@@ -42,8 +42,8 @@ class ArrayRows:
                 raise ValueError(f"format version {version[0]}.{version[1]}; versions 1.0 to 3.0 are known")
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # NumPy's parser of headers raises what Python's does, SyntaxError for one
-            raise SourceError(f"{where} is no .npy file that can be read ({error}): save it with numpy.save") from error
+        except Exception as error:  # NumPy's header parser raises Python's errors, such as SyntaxError
+            raise SourceError(f"{where} is not a readable .npy file ({error}): save it with numpy.save") from error
         if dtype.hasobject or not shape or len(shape) > 2 or (is_fortran and len(shape) > 1):
             raise SourceError(
                 f"{where} holds {dtype} of shape {shape} in {'Fortran' if is_fortran else 'C'} order: it must be an "
@@ -67,14 +67,14 @@ class ArrayRows:
 
 
 def _escaped_header(file: Any) -> io.BytesIO:
-    """Return the header of version 3.0, which is UTF-8, as one of version 2.0: other letters as Python's escapes."""
+    """Return a version 3.0 header, which is UTF-8, as version 2.0, with other letters as Python escapes."""
     text = file.read(int.from_bytes(file.read(4), "little")).decode("utf-8")
     escaped = text.encode("ascii", "backslashreplace")
     return io.BytesIO(len(escaped).to_bytes(4, "little") + escaped)
 
 
 def split_files(path: Path, split: str) -> list[str]:
-    """Return the names of the files of one part of a split-binary data set, from the folder of its spec."""
+    """Return the names of the files of one part of a split-binary data set, relative to its spec."""
     return [str(chunk["files"][0]) for chunk in read_split_spec(path, split)[1]]
 
 
@@ -95,6 +95,6 @@ def read_split_spec(path: Path, split: str) -> tuple[dict[str, Any], list[dict[s
         is_valid = isinstance(chunk, dict) and chunk.get("type") == "split_binary" and chunk.get("features")
         if not is_valid or len(chunk.get("files") or ()) != 1:
             raise SourceError(
-                f"{path} has a chunk of {split!r} that is no split_binary of features in one file: {chunk!r}"
+                f"{path} has a chunk of {split!r} that is not split_binary features in one file: {chunk!r}"
             )
     return spec, parts[split]

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from tiercache.data.sample_layout import SampleLayout
     from tiercache.schema import Feature
 
-_ALIGNED_BYTES = 128  # of what a kernel reads as one array
+_ALIGNED_BYTES = 128  # of an array that a kernel reads
 
 
 class IdOrder(NamedTuple):
-    """Features whose ids are next to each other, feature after feature, as one lookup takes them."""
+    """Features whose ids are contiguous, feature after feature, as one lookup takes them."""
 
     features: tuple[str, ...]
     bags: bool = False
-    """Whether the block has the offsets of bags, of all features one after another, and the weights of all ids if the
-    data have weights for some."""
+    """True if the block has the offsets of bags, of all features one after another, and the weights of all ids if the
+    data has any weights for them."""
 
 
 class _Piece(NamedTuple):
     """A part of the block."""
 
     num_bytes: int
-    """Per id of ``ragged``, if that is a feature; else in all."""
+    """Per id of feature ``ragged``, if given; else in all."""
     ragged: str | None = None
     is_aligned: bool = True
 
@@ -52,7 +52,7 @@ class OrderPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class BlockLayout:
-    """What is where in a block, and how it gets there. Pieces of lists of any length are placed anew for each block."""
+    """The pieces of a block and the copies that fill them. Lists of any length are placed separately for each block."""
 
     size: int
     """N."""
@@ -62,23 +62,23 @@ class BlockLayout:
     arrays: frozenset[str]
     """The arrays of the file that ``copies`` read at the samples' rows."""
     copies: NDArray[np.int64]
-    """As `gather_samples` takes them, but with pieces for places."""
+    """In the form of `gather_samples`, but with pieces instead of offsets."""
     lists: Sequence[tuple[int, str | None, str]]
-    """Of lists of any length: piece, array of the file (None: ones) and feature."""
+    """For lists of any length: piece, array of the file (None: ones) and feature."""
     pieces: Sequence[_Piece]
     columns: Mapping[str, int]
-    """The piece of each array of the file with one row per sample that is no feature's."""
+    """The pieces of arrays with one row per sample, such as labels, that belong to no feature."""
     order_pieces: Sequence[OrderPieces]
     ids: Mapping[str, int]
     """By feature, the piece of its ids."""
     weights: Mapping[str, int]
     """By feature with weights, the piece of these."""
     num_columns: int
-    """The first pieces."""
+    """The number of leading pieces that have the columns."""
     num_device_pieces: int
-    """The first pieces, which a device needs; the others are ids that no order has."""
+    """The number of leading pieces that a device needs; the others are ids that are in no order."""
     fixed: BlockPlaces | None
-    """The places if no feature has lists of any length."""
+    """The offsets if no feature has lists of any length."""
 
     @classmethod
     def of(
@@ -92,12 +92,12 @@ class BlockLayout:
     ) -> BlockLayout:
         """Lay out ``size`` samples of some features; None: of all.
 
-        word_of: the first word of an array in the file; rows: the keys of a table.
+        word_of: the first word of an array in the file; rows: the number of keys of a table.
         """
         return _Builder(layout, word_of, rows, size, features).build(orders)
 
     def place(self, num_ids: Mapping[str, int]) -> BlockPlaces:
-        """Return the places for so many ids of each feature with lists of any length."""
+        """Return the offsets for these numbers of ids of each feature with lists of any length."""
         begins, end = [], 0
         for piece in self.pieces:
             if piece.is_aligned:
@@ -119,7 +119,7 @@ class BlockLayout:
 
 
 class BlockPlaces(NamedTuple):
-    """Where the pieces of one block are."""
+    """Offsets of the pieces of one block."""
 
     begins: Sequence[int]
     """The first byte of each piece, and the end of the last one."""
@@ -127,11 +127,11 @@ class BlockPlaces(NamedTuple):
     num_ids: Mapping[str, int]
     """By feature."""
     starts: Sequence[NDArray[np.int64]]
-    """(F + 1,) by order: where the ids of each feature begin among those of the order."""
+    """(F + 1,) by order: the first id of each feature within the order."""
     column_bytes: int
-    """The first bytes, which have the columns."""
+    """Bytes of the block's front, with the columns."""
     device_bytes: int
-    """The first bytes, which a device needs."""
+    """Bytes of the block's front that a device needs."""
 
 
 class _Builder:
@@ -160,7 +160,7 @@ class _Builder:
             if num_bytes % 4 == 0:  # NumPy copies the others
                 self._copy(name, num_bytes // 4, columns[name])
         num_columns, ids, weights, pieces = len(self._pieces), dict[str, int](), dict[str, int](), []
-        self._piece(0)  # the first byte that is no column's
+        self._piece(0)  # the end of the columns
         for order in orders:
             specs = [self._features[name] for name in order.features]
             is_weighted = order.bags and any(f.weights is not None for f in specs)
@@ -168,7 +168,7 @@ class _Builder:
             first_weight = self._weights(specs, weights) if is_weighted else None
             pieces.append(OrderPieces(first, first_weight, self._offsets(specs) if order.bags else None))
         num_device_pieces = len(self._pieces)
-        self._piece(0)  # the next begins at a line of its own
+        self._piece(0)  # starts the next on a new line
         self._ids([f for name, f in self._features.items() if name not in ids], ids)
         for name, f in self._features.items():
             if f.weights is not None and name not in weights:
@@ -192,7 +192,7 @@ class _Builder:
         self._copies.append((self._word_of(array), words, words, piece, limit))
 
     def _of_ids(self, f: Feature, *, is_aligned: bool) -> int:
-        """Add a piece for a number for each id of a feature."""
+        """Add a piece with one number for each id of a feature."""
         if self._is_ragged(f):
             return self._piece(4, f.name, is_aligned=is_aligned)
         return self._piece(4 * self._size * (f.length or 1), is_aligned=is_aligned)
@@ -240,7 +240,7 @@ class _Builder:
             self._pieces[-1] = _Piece(8 * (len(specs) * self._size + 1))
             return piece
         self._pieces.pop()
-        for f, start in zip(specs, starts, strict=False):  # a piece each, which has the next one's first offset too
+        for f, start in zip(specs, starts, strict=False):  # a piece each, including the next one's first offset
             at = self._piece(8 * self._size, is_aligned=f is specs[0])
             self._copies.append((STEPS, start, f.length or 1, at, NO_LIMIT))
         self._piece(8, is_aligned=False)

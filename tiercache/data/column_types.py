@@ -111,11 +111,11 @@ def kind_of(column_type: Any) -> Literal["integer", "string", "null"] | None:
 def csv_types(
     names: Iterable[str], guessed: Any, uses: Iterable[ColumnUse], declared: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the type to read each used column of a text file as.
+    """Return the types to read the used columns of a text file as.
 
-    The type of a key decides, then that of a kept column, which is bool, int64 or float64. Labels and numbers are
-    float64, or bool if the first lines are. The type of a column in a cross comes from another feature, the schema
-    (``declared``) or the first lines.
+    The type of a key decides, then a kept column, which is bool, int64 or float64. Labels and numbers are float64, or
+    bool if the first lines are. The type of a column in a cross comes from another feature, the schema (``declared``)
+    or the first lines.
     """
     uses, chosen = tuple(uses), dict[str, Any]()
     by_column = uses_by_column(uses)
@@ -167,7 +167,7 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
     if use.use == "cut":
         return not types.is_nested(kind)
     if use.use == "integer" and types.is_floating(kind):
-        return True  # of whole numbers, which is checked value by value
+        return True  # for whole numbers, which are checked value by value
     return kind_of(kind) in ("integer", "string", "null") if use.use == "part" else kind_of(kind) in (use.use, "null")
 
 
@@ -187,5 +187,5 @@ def _change(kind: Any, use: ColumnUse) -> str:
     if use.use == "own" and not types.is_nested(inner):
         return "keep a column of numbers, such as a code or a time in seconds, or make it a feature"
     if types.is_nested(inner):
-        return "put the values to read in a column of their own"
+        return "put the values to read in a separate column"
     return f"cast the column to {_EXPECTED[use.use]}"

@@ -25,7 +25,7 @@ _ARROW = pa.Array, pa.ChunkedArray
 def arrow_array(value: Any) -> Any:
     """Return a column as an Arrow array: a matrix and a nested tensor as lists; masked, None and NaT as null.
 
-    NaN stays NaN, except in pandas, where it means null. Big-endian numbers are swapped. Raises one of
+    NaN stays NaN, except in pandas, where it means null. Big-endian numbers are swapped. Raises an error of
     ``CONVERSION_ERRORS`` that names the dtype.
     """
     if isinstance(value, pa.Array):
@@ -47,7 +47,7 @@ def arrow_array(value: Any) -> Any:
 
 
 def list_array(values: Any, offsets: NDArray[np.int64]) -> Any:
-    """Return values as lists that begin at the offsets, the last one included. Raises ``CONVERSION_ERRORS``."""
+    """Return values as lists that begin at the offsets, including the last. Raises ``CONVERSION_ERRORS``."""
     values = numpy_values(values)
     if isinstance(values, np.ndarray) and values.ndim != 1:
         raise ValueError(f"the values of the lists have shape {values.shape}: give all of them in one dimension")
@@ -179,7 +179,7 @@ class BadValueError(ValueError):
 
 
 def plain_type(kind: Any, uses: AbstractSet[str]) -> Any:
-    """Return the type that ``plain_array`` gives a column that is used so; the type itself if it stays.
+    """Return the type that ``plain_array`` gives a column with these uses; the type itself if it is unchanged.
 
     Decimals that are integer keys become int64, or uint64 beyond it.
     """
@@ -247,7 +247,7 @@ def _is_key(kind: Any) -> bool:
 
 
 def _integers(decimals: Any) -> Any:
-    """Return decimals as int64, or as uint64 if some lie beyond it: they keep their 64 bits."""
+    """Return decimals as int64, or as uint64 if some exceed it: all 64 bits are exact."""
     wide = decimals.cast(pa.decimal256(76, decimals.type.scale))
     for kind in (pa.int64(), pa.uint64()):
         try:

@@ -39,7 +39,7 @@ class SubDatasetView(Protocol):
         ...
 
     def check_samples(self) -> None:
-        """Raise DatasetError if it has a key set and no samples."""
+        """Raise DatasetError if it has a key set but no samples."""
         ...
 
     def span(self, table: str) -> slice:
@@ -112,7 +112,7 @@ class PassDataset:
         if isinstance(data, str | os.PathLike):
             return cls.open(data)
         if not hasattr(data, "passes"):
-            raise DatasetError(f"the data are {type(data).__name__}: give a PassDataset, or the path of one")
+            raise DatasetError(f"data must be a PassDataset or the path of one, not {type(data).__name__}")
         return data
 
     @classmethod
@@ -165,7 +165,7 @@ class PassDataset:
 
     @property
     def made_by(self) -> str:
-        """The function that made it, where that is not an extraction of samples, as errors name it."""
+        """The function that made it, if that is not an extraction of samples, as errors name it."""
         if any(one.is_recorded for one in self.passes):
             return "tc.record_key_sets"
         has_samples = all(one.has_samples for one in self.passes)
@@ -185,7 +185,7 @@ class PassDataset:
         return sum(sub_dataset.num_bytes() for sub_dataset in self.passes)
 
     def rare_keys(self) -> KeySet | None:
-        """Return the keys that were too rare for a row of their own, with counts; None without ``min_count``."""
+        """Return the keys that were too rare for their own row, with counts; None without ``min_count``."""
         rare = self.manifest.rare
         return None if rare is None else open_key_set(self.path / RARE_KEYS, self.tables, rare.rows, rare.digest)
 
@@ -243,5 +243,5 @@ def _difference(old: Schema, new: Schema) -> str:
             return f" (other {what})"
     for feature, changed in zip(old.features, new.features, strict=True):
         if feature != changed:
-            return f" (feature {feature.name!r} is described otherwise)"
+            return f" (feature {feature.name!r} is described differently)"
     return ""

@@ -1,4 +1,4 @@
-"""Datasets from arrays: of samples, and of key sets alone for lookups by raw key with a loader of your own."""
+"""Datasets from arrays: with samples, or only key sets for lookups by raw key with your own loader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_dataset(
 
 
 def write_sub_dataset(directory: Path, index: int, schema: Schema, batch: RawBatch) -> SubDatasetRecord:
-    """Write the file of one sub-dataset and return its record; the manifest is the caller's."""
+    """Write the file of one sub-dataset and return its record; the caller writes the manifest."""
     layout = SampleLayout(schema)
     columns: dict[str, NDArray[Any]] = {}
     local: dict[str, NDArray[np.int32]] = {}
@@ -94,19 +94,18 @@ def write_key_sets(
     device_budget: int | str | None = None,
     devices: int = 1,
 ) -> PassDataset:
-    """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks up keys in it.
+    """Write a dataset whose sub-datasets have key sets but no samples; ``Pass.batch`` looks up keys in it.
 
-    tables: the tables, each with one feature of the same name and any number of keys per sample; or a schema.
-    passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers of NumPy or torch in
-    any order, or files mapped by ``tiercache.io.key_set_file.read_key_set``. A key may repeat: occurrences are counted.
-    A missing table has no keys in the sub-dataset.
+    tables: the tables, each with one feature of the same name and any number of keys per sample; or a schema. passes:
+    for each sub-dataset its keys by table, as one array or an iterable of arrays: integers of NumPy or torch in any
+    order, or files mapped by ``tiercache.io.key_set_file.read_key_set``. A key may repeat: occurrences are counted. A
+    missing table has no keys in the sub-dataset.
     device_budget: the device memory for the rows of a pass, as in `extract`. ``passes`` are then blocks of samples that
-    stay together, such as the files of your data: a sub-dataset has as many of them as fit, in their order
-    (``PassDataset.blocks`` says which). The keys of a block are in memory at once. None: each of ``passes`` is one
-    sub-dataset.
+    stay together, such as the files of your data: a sub-dataset has as many of them as fit, in their order (see
+    ``PassDataset.blocks``). The keys of a block are in memory at once. None: each of ``passes`` is one sub-dataset.
     devices: the number of devices with that budget that train a pass together, as in `extract`.
 
-    Reads one pass at a time, and in it one table at a time, in chunks of a million keys. Memory: 16 bytes for each
+    Reads one pass at a time, and within it one table at a time, in chunks of a million keys. Memory: 16 bytes for each
     unique key of a sub-dataset and up to 100 for each of one table. The dataset is finished on return; after a kill,
     call again. Raises DatasetError for the reserved keys INT64_MIN and INT64_MIN + 1, for unknown tables and for a
     directory with a dataset, BudgetError for a block that exceeds the budget alone, and ValueError for anything but
@@ -139,27 +138,27 @@ def write_key_sets(
 def as_keys(what: str, values: Any) -> NDArray[np.int64]:
     """Return integers of NumPy, torch or Python as int64, in their shape, without a copy if they are int64.
 
-    Raises ValueError, which begins with ``what``, for anything else.
+    Raises ValueError, whose message begins with ``what``, for anything else.
     """
     values = _numpy(values)
     if np.ma.is_masked(values):
         raise ValueError(f"{what} have masked values: leave these out, or give them a key")
     if values.dtype.kind not in "iu" or values.dtype == np.uint64:
         if values.dtype.kind in "USO":
-            raise ValueError(f"{what} are texts or objects: keys are int64, that of a text is tiercache.key_of(text)")
+            raise ValueError(f"{what} are texts or objects: keys are int64, use tiercache.key_of(text) for texts")
         raise ValueError(f"{what} are {values.dtype}: keys are int64, give integers that fit it")
     return values.astype(np.int64, copy=False)  # type: ignore[no-any-return]
 
 
 def _numpy(values: Any) -> NDArray[Any]:
-    if hasattr(values, "detach"):  # a tensor, wherever it is
+    if hasattr(values, "detach"):  # a tensor on any device
         if values.is_sparse or values.is_meta:
             raise ValueError("keys are a sparse tensor, or one without values: give a dense tensor of integers")
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
     array: NDArray[Any] = np.asarray(values)
-    return array if array.size else array.astype(np.int64)  # NumPy takes an empty list for floats
+    return array if array.size else array.astype(np.int64)  # NumPy makes an empty list float
 
 
 def _write_packed(
@@ -192,14 +191,14 @@ def _write_packed(
 
 
 def _check_tables(where: str, schema: Schema, keys: Mapping[str, Any]) -> None:
-    """Raise DatasetError unless keys are by names of tables."""
+    """Raise DatasetError unless keys are given by table names."""
     if not isinstance(keys, Mapping):
         raise DatasetError(f"{where} is {type(keys).__name__}: give a mapping from tables to their keys")
     known = {table.name for table in schema.tables}
     for name in keys:
         if name not in known:
             raise DatasetError(
-                f"{where} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
+                f"{where} has keys of the unknown table {name!r}{nearest(name, known)}: the tables are "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -229,7 +228,7 @@ def _key_chunks(table: Table, where: str, keys: Any) -> Iterator[NDArray[np.int6
         if int(chunk.min()) <= NULL_KEY:
             raise DatasetError(
                 f"{where} has the key {int(chunk.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
-                "keys of the out-of-vocabulary row and the null row, so give such values another key"
+                "keys of the out-of-vocabulary row and the null row, so use another key for such values"
             )
         yield chunk
 

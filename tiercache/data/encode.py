@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _FIRST_ROWS = 512
 _EXACT_BELOW = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 << 53}
-"""Floats of a type hold all whole numbers below it: a larger one may be a rounded number."""
+"""Floats of a type represent all whole numbers below it exactly; a larger one may be rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Nulls:
-    """The meaning of null and NaN in a column of numbers."""
+    """The treatment of null and NaN in a column of numbers."""
 
     advice: str
     """The end of the error message for them, and for infinite numbers."""
@@ -44,7 +44,7 @@ _WEIGHT = _Nulls("a weight must be a finite number: give it one")
 
 
 def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
-    """Turn the rows of a source batch into samples. Raises SourceError naming file, row and column.
+    """Encode the rows of a source batch as samples. Raises SourceError naming file, row and column.
 
     hashed: False checks everything, but puts zeros in place of hashes and compiles nothing.
     """
@@ -73,7 +73,7 @@ def encode_kept(schema: Schema, batch: SourceBatch) -> dict[str, NDArray[Any]]:
     """Return several labels and kept columns by name, (n,) each, in their own dtypes.
 
     A null in a kept column of floats is NaN. Raises SourceError for other nulls, for labels that are not finite, and
-    for values that the dtype does not have.
+    for values that do not fit the dtype.
     """
     found = {one.name: _in_dtype(batch, one.column, np.dtype(one.dtype), is_label=True) for one in schema.labels}
     return found | {one.name: _in_dtype(batch, one.column, np.dtype(one.dtype)) for one in schema.keep}
@@ -121,10 +121,10 @@ def _reals(
 ) -> NDArray[np.float32]:
     """Return a column of numbers or bools as float32, all finite. Raises SourceError naming file, row and column.
 
-    values, lengths: the values of a column of lists, and how many belong to each row.
+    values, lengths: the values of a column of lists, and the number of values in each row.
     """
     array = batch.columns.column(column) if values is None else values
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, and infinite is refused below
+    with np.errstate(over="ignore"):  # overflow becomes infinite, which is refused below
         out = _number_array(array).astype(np.float32)
     if rule.fill is not None:
         missing = np.isnan(out)
@@ -200,14 +200,14 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         weights = _reals(batch, feature.weights, _WEIGHT, values=weight_values, lengths=weight_lengths)
         weights = weights[np.repeat(~is_null, weight_lengths)]
     if is_null.any():
-        # A null list is a list of null rows: of one, or of as many as the feature has.
+        # A null list is a list of null rows: of one, or of the feature's length.
         filled = np.where(is_null, feature.length or 1, lengths)
         is_value = np.repeat(~is_null, filled)
         keys = _spread(keys, is_value, NULL_KEY)
         weights = None if weights is None else _spread(weights, is_value, 1.0)
         lengths = filled
     if feature.max_length is not None and lengths.max(initial=0) > feature.max_length:
-        # Of a longer list, keep the last keys.
+        # Keep the last keys of a longer list.
         from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(keys.size)
         is_kept = from_end <= feature.max_length
         keys, weights = keys[is_kept], None if weights is None else weights[is_kept]
@@ -220,7 +220,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
 def _keys(
     feature: Feature, batch: SourceBatch, values: Any, lengths: NDArray[np.int64] | None, hashed: bool
 ) -> NDArray[np.int64]:
-    """Return the keys of values; lengths: of the lists with these values, None if each row has one value."""
+    """Return the keys of values; lengths: of the lists of these values, None if each row has one value."""
     column = feature.columns[0]
     if feature.key == "bucket":
         values, keys = _bucketed(feature, values)
@@ -332,7 +332,7 @@ def _with_plain_nulls(array: Any) -> Any:
 
 
 def _bounded(feature: Feature, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return hashes as keys: modulo the feature's buckets, or all bits; one equal to a reserved key moves by 2."""
+    """Return hashes as keys: modulo the feature's buckets, or all bits; reserved keys move by 2."""
     if feature.num_buckets is not None:
         hashes = hashes % np.uint64(feature.num_buckets)
     keys = hashes.view(np.int64)
@@ -342,7 +342,7 @@ def _bounded(feature: Feature, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _unpack(array: Any) -> tuple[NDArray[np.bool_], NDArray[np.int64], Any]:
-    """Return which lists are null, the length of each (0 for null), and the values of all others."""
+    """Return a mask of null lists, the length of each (0 for null), and the values of all others."""
     if types.is_null(array.type):
         return np.ones(len(array), bool), np.zeros(len(array), np.int64), pa.array([], pa.int64())
     lengths = pc.list_value_length(array)
@@ -388,7 +388,7 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
 
     One text or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
     values: the key of a cross of columns with these values, in the order of the schema. None, alone or in a cross: the
-    key of the null row. ``num_buckets``: that of the feature in the schema, if it has one.
+    key of the null row. ``num_buckets``: as for the feature in the schema, if it has buckets.
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 

@@ -64,27 +64,27 @@ def extract(
     dask: Any = None,
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
-    """Turn files of samples into a dataset in the directory ``out``, and return it.
+    """Convert files of samples to a dataset in the directory ``out``, and return it.
 
     data: files, folders, patterns and URLs of Parquet, Arrow IPC, CSV or TSV (plain, gz, zst), NumPy and split-binary
-    files; or an iterable of batches, which must give the same ones each time (``docs/schema.md`` says which).
-    schema: a Schema, or the path of a TOML file; None for Criteo's files.
-    format: the format of every file, whatever its suffix, as [source] format in the schema: for example "criteo".
+    files; or an iterable of batches, which must give the same ones each time (see ``docs/schema.md``). schema: a
+    Schema, or the path of a TOML file; None for Criteo's files.
+    format: the format of every file, overriding its suffix, as [source] format in the schema: for example "criteo".
     device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in training.
     devices: the number of devices with that budget that train a pass together, tables sharded row-wise. Passes leave a
     margin for keys that do not divide evenly (``tiercache.data.pass_builder.max_device_rows``).
     split_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
     ``column=NAME`` when the file or the value of a column changes.
-    batch_multiple: for budget and rows, every pass but the last ends at a multiple of this many samples.
-    min_count: keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row.
-    memory_limit: memory for samples in progress and tables of keys, besides Python itself. Does not change the result.
-    workers: threads; None: one for each core that the process may use. Does not change the result.
-    samples: False writes key sets alone: ``Pass.batch`` then looks up the keys that your own loader gives.
+    batch_multiple: for budget and rows, every pass but the last ends at a multiple of this many samples. min_count:
+    keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row. memory_limit:
+    memory for samples in progress and tables of keys, besides Python itself. Does not change the result. workers:
+    threads; None: one for each core that the process may use. Does not change the result.
+    samples: False writes only key sets: ``Pass.batch`` then looks up keys from your own loader.
     append: add sub-datasets for the files that the dataset in ``out`` does not have yet, and keep the others.
     prior_counts: earlier datasets of the same model, whose counts are added.
     dask: the address of a Dask scheduler, or a ``distributed.Client``: its workers read the files and write the passes.
-    ``out`` may then be a URL. memory_limit and workers (default 1) are per stage; min_count is not supported.
-    progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
+    ``out`` may then be a URL. memory_limit and workers (default 1) are per stage; min_count is not supported. progress:
+    True shows a bar, False nothing; a function is called with each ExtractionProgress.
 
     After a kill, the same call resumes from the last closed pass (while counting: from the last run) and writes the
     same bits. A finished dataset with equal inputs and options is returned unchanged. Options that do not change the
@@ -121,7 +121,7 @@ def extract(
         "prior_counts": [dataset.digest for dataset in earlier],
         "samples": samples,
     }
-    if devices > 1:  # sets of one device say nothing of it
+    if devices > 1:  # key sets made for one device do not record devices
         options["devices"] = devices
     records = tuple(file.record() for file in inputs)
     kept: tuple[SubDatasetRecord, ...] = ()
@@ -188,7 +188,7 @@ def extract(
 
 
 def _with_dtypes(schema: Schema, inputs: Sequence[InputFile], out: Path) -> Schema:
-    """Return the schema with the dtypes of kept columns: those of the finished dataset in ``out``, or of the data."""
+    """Return the schema with the dtypes of kept columns, from the finished dataset in ``out`` or from the data."""
     if all(one.dtype is not None for one in schema.kept):
         return schema
     before = Manifest.read(out).schema.kept if is_finished(out) else ()
@@ -208,15 +208,15 @@ def _local(out: str | Path) -> Path:
 
 @contextmanager
 def _disk_errors(out: Path) -> Iterator[None]:
-    """Turn errors of a full disk into an ExtractionError."""
+    """Convert errors of a full disk to an ExtractionError."""
     try:
         yield
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise
         raise ExtractionError(
-            f"{out} cannot take more ({error.strerror}): free space there, or raise ulimit -f; what is closed stays, "
-            "and the same command goes on"
+            f"{out} has no space left ({error.strerror}): free space there, or raise ulimit -f; closed passes stay, "
+            "and the same command resumes"
         ) from error
 
 

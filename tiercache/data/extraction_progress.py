@@ -28,10 +28,10 @@ class ExtractionProgress:
     passes: int
     """Passes that are closed or being closed, earlier processes included."""
     done_bytes: int
-    """About how many bytes of the files are done."""
+    """Approximate bytes of the files that are done."""
     total_bytes: int
     seconds: float
-    """Since this stage began."""
+    """Seconds since this stage began."""
 
 
 class ProgressReporter:

@@ -29,7 +29,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(self.count, "extraction")
 
     def run(self, work: Iterable[Callable[[], Any]]) -> None:
-        """Run all of it, on this thread too, and raise the first error."""
+        """Run all of it, also on this thread, and raise the first error."""
         pending = deque(work)
 
         def take() -> None:
@@ -75,7 +75,7 @@ class MemoryShares:
     unit: int
     """The most that one batch multiple of samples may take."""
     use_threads: bool
-    """Whether decoding may use several threads, which doubles its memory."""
+    """True if decoding may use several threads, which doubles its memory."""
     keys: int
     """Tables of keys, and the memory for closing a pass or writing a run of counts."""
 

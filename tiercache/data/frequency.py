@@ -1,4 +1,4 @@
-"""The keys that are frequent enough for a row of their own: counts over all data, in bounded memory.
+"""The keys that are frequent enough for their own row: counts over all data, in bounded memory.
 
 Counting fills a table of keys, which becomes a run on disk when it is full: a key set like those of passes. The
 decision merges the runs and the key sets of earlier datasets, one hash range at a time.
@@ -59,7 +59,7 @@ class KeyCounter:
                     self._unique[table].add(keys, np.empty(keys.size, np.int32))
 
         self._workers.run(partial(count, name) for name in self._unique)
-        # Twice: a table that grows holds the old one too, and sorting a run takes about as much.
+        # Twice: while a table grows, the old one is still in memory, and sorting a run takes about as much.
         return 2 * sum(unique.nbytes for unique in self._unique.values()) > self._num_bytes
 
     def write_run(self, path: Path) -> SubDatasetRecord:
@@ -168,7 +168,7 @@ def _merged(
         own = sum(b - a for a, b in list(zip(begins, ends, strict=True))[: len(runs)])
         counts = np.where(np.arange(keys.size) < own, totals, 0)
         begins = ends
-        is_plain = keys > NULL_KEY  # the reserved keys of earlier sets are no keys of the data
+        is_plain = keys > NULL_KEY  # reserved keys of earlier sets are not keys of the data
         keys, counts, totals = keys[is_plain], counts[is_plain], totals[is_plain]
         hashes = hash_keys(keys, table.table_id)
         order = np.argsort(hashes, kind="stable")

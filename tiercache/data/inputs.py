@@ -1,4 +1,4 @@
-"""The input files of an extraction: how they are found, and their formats by suffix."""
+"""The input files of an extraction: finding them, and their formats by suffix."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _BOOLS = {"true": True, "false": False}
 def partition_values(file: InputFile, uses: Iterable[ColumnUse]) -> dict[str, Any]:
     """Return the columns in the folder names of a file, as Arrow scalars; uses: of columns that the file lacks.
 
-    A column with a use as strings is a string; other keys are integers, which keep 64 bits up to 2^64. Columns used in
-    crosses and cuts alone are integers if they look like integers. Raises SourceError for a value that does not fit.
+    A column with a use as strings is a string; other keys are integers, exact up to 2^64. Columns used only in crosses
+    and cuts are integers if they look like integers. Raises SourceError for a value that does not fit.
     """
     values: dict[str, Any] = {}
     by_column: dict[str, dict[str, str]] = {}
@@ -54,14 +54,14 @@ def partition_texts(file: InputFile, names: Iterable[str]) -> dict[str, str | No
     for name in names:
         texts = {text for column, text in file.partition if column == name}
         if len(texts) > 1:
-            raise SourceError(f"{file.path} lies in several folders {name!r} of different values: rename all but one")
+            raise SourceError(f"{file.path} is in several folders {name!r} of different values: rename all but one")
         for text in texts:
             found[name] = text
     return found
 
 
 def check_repeated(file: InputFile, name: str, text: str | None, array: Any, row: int) -> None:
-    """Raise SourceError if a column of the file has another value than its folder; row: in the file, of the first.
+    """Raise SourceError if a column of the file has another value than its folder; row: the first row's number.
 
     Integers and strings are compared; columns of other types are not.
     """
@@ -77,7 +77,7 @@ def check_repeated(file: InputFile, name: str, text: str | None, array: Any, row
         else:
             expected = pa.scalar(text.encode(), pa.large_binary())
             differs = pc.fill_null(pc.not_equal(plain.cast(pa.large_binary()), expected), True)
-    except (ValueError, OverflowError):  # no number, none of the column's type, or no UTF-8
+    except (ValueError, OverflowError):  # not a number, not of the column's type, or not UTF-8
         differs = pa.repeat(True, len(plain))
     if differs.true_count:
         at = int(np.argmax(differs.to_numpy(zero_copy_only=False)))
@@ -157,7 +157,7 @@ class InputFile:
     size: int
     """Bytes."""
     mtime_ns: int
-    """Time of the last change; 0 where there is none."""
+    """Modification time; 0 if there is none."""
     version: str = ""
     """The version of a remote file, or a digest of the first batch of an iterable."""
     partition: tuple[tuple[str, str | None], ...] = ()
@@ -180,12 +180,12 @@ class InputFile:
             raise SourceError(f"{self.path} was changed while it was read: delete the dataset and start over")
 
 
-def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]:  # noqa: A002 - what users call it
+def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]:  # noqa: A002 - public API
     """Return the files named by paths, URLs, patterns (``*``, ``?``, ``[...]``, ``**``) and folders.
 
-    Named files keep their order; those of one pattern or folder are sorted by name. A folder includes its subfolders;
-    names that begin with "." or "_" are left out. An iterable of anything but paths is one file of batches.
-    format: the format of every file, whatever its suffix (``SourceFormat.format``).
+    Named files keep their order; files of one pattern or folder are sorted by name. A folder includes its subfolders;
+    names that begin with "." or "_" are left out. An iterable of anything but paths is one file of batches. format: the
+    format of every file, overriding its suffix (``SourceFormat.format``).
 
     Raises SourceError if nothing matches, or a file is repeated, empty, or of an unknown suffix.
     """
@@ -249,7 +249,7 @@ def file_system(path: Path | str) -> tuple[Any, str]:
 
 def _expand(item: Path | str, format_name: str | None) -> list[Path | str]:
     if not str(item) or "\0" in str(item):
-        raise SourceError(f"{str(item)!r} is no name of a file: {_ADVICE}")
+        raise SourceError(f"{str(item)!r} is not a file name: {_ADVICE}")
     fs, name = file_system(item)
     is_local = "file" in fs.protocol
     try:
@@ -275,7 +275,7 @@ def _expand(item: Path | str, format_name: str | None) -> list[Path | str]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Yield the files in a folder and all below, through links too. Raises OSError for a folder that cannot be read."""
+    """Yield the files in a folder and its subfolders, following links. Raises OSError for an unreadable folder."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -346,7 +346,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
     for one, stat in zip(paths, stats, strict=True):
         if not S_ISREG(stat.st_mode):
-            raise SourceError(f"{one} is no regular file: write what it gives to a file first")
+            raise SourceError(f"{one} is not a regular file: write its contents to a file first")
     return sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats), ""
 
 

@@ -1,4 +1,4 @@
-"""KeyPacker: blocks of keys to key sets that fit the device budget."""
+"""KeyPacker: packs blocks of keys into key sets that fit the device budget."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class KeyPacker:
         self, keys: Mapping[str, NDArray[np.int64]], block: str, smaller: str,
         times: Mapping[str, NDArray[np.int64]] | None = None,
     ) -> bool:  # fmt: skip
-        """Add a block: its keys by table, all of its occurrences. Returns False if the open sub-dataset has no room.
+        """Add a block: its keys by table, with all their occurrences. Returns False if the open sub-dataset is full.
 
-        times: occurrences of each key; None: each is one.
+        times: occurrences of each key; None: one each.
 
-        Nothing is added then, and the block fits the next sub-dataset. Raises BudgetError, in which ``block`` names the
-        block and ``smaller`` says how to make it smaller, if it fits none.
+        Nothing is added then, and the block fits the next sub-dataset. Raises BudgetError, whose message has ``block``,
+        the block's name, and ``smaller``, how to make it smaller, if the block fits no sub-dataset.
         """
         before, times = {name: list(unique.counts) for name, unique in self._unique.items()}, times or {}
         for name, unique in self._unique.items():

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: the small file that makes it finished."""
+"""The manifest of a dataset: the small file that marks it as finished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
 """The working folder of an extraction, deleted when the dataset is finished."""
 RARE_KEYS = "rare.safetensors"
-"""Keys that were too rare for a row of their own, with counts; only with ``min_count``."""
+"""Keys that were too rare for their own row, with counts; only with ``min_count``."""
 _OLD_MANIFEST = "passes.json"
 VERSION = 3
 """The format version. Version 2 has the same files, but other rules for keys of texts and floats."""
@@ -65,7 +65,7 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def file_errors(directory: Path) -> Iterator[None]:
-    """Turn an OSError into a DatasetError that names the path."""
+    """Convert an OSError to a DatasetError that names the path."""
     try:
         yield
     except OSError as error:
@@ -77,7 +77,7 @@ def file_errors(directory: Path) -> Iterator[None]:
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all values of a manifest, also those that its digest leaves out."""
+    """Return the SHA-256 of all values of a manifest, including those that its digest leaves out."""
     values = {name: value for name, value in record.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -92,11 +92,11 @@ class Recording(BaseModel):
     lookups: _Count
     """Digests of lookups, of all batches; 0: keys were recorded without the model's forward."""
     batch_size: _Count | None
-    """Samples of a batch; None: batches have sizes of their own."""
+    """Samples of a batch; None: batches vary in size."""
     first_batch: _Count
     """Batches of the loader before the first one of this sub-dataset."""
     dataset_length: _Count | None
-    """Samples of the loader's dataset; None: the loader was an iterable, and batches have no indices of samples."""
+    """Samples of the loader's dataset; None: the loader was an iterable, and samples have no indices."""
     seed: int
     """Seed of the recording."""
     same_draws: bool
@@ -113,11 +113,11 @@ class SubDatasetRecord(BaseModel):
     rows: dict[str, _Count]
     """Unique keys, by table."""
     values: dict[str, _Count] | None
-    """Ids of all lists, by feature with lists of any length; None: it has a key set and no samples."""
+    """Ids of all lists, by feature with lists of any length; None: it has a key set but no samples."""
     digest: _Digest
-    """Digest of its file, and so of its content."""
+    """Digest of its file, and therefore of its content."""
     recorded: Recording | None = None
-    """The batches of a loader that its keys are of; None: its keys were extracted or written."""
+    """The recorded batches of its keys; None: its keys were extracted or written."""
 
     def to_record(self) -> dict[str, Any]:
         """Return the values for a JSON file."""
@@ -156,7 +156,7 @@ class Manifest:
     rare: SubDatasetRecord | None = None
     """The file of rare keys; None: there is none."""
     version: int = VERSION
-    """Version of the rules that made keys of its data."""
+    """Version of the rules by which keys were made from its data."""
 
     @property
     def digest(self) -> str:
@@ -187,12 +187,12 @@ class Manifest:
         path = directory / MANIFEST
         if not path.exists():
             if (directory / UNFINISHED).exists():
-                raise DatasetError(f"the dataset {directory} is unfinished: run the same extraction again, it goes on")
+                raise DatasetError(f"the dataset {directory} is unfinished: run the same extraction again to resume it")
             if (directory / _OLD_MANIFEST).exists():
                 raise DatasetError(
                     f"the dataset {directory} has the format of an older tiercache: delete it and extract it again"
                 )
-            raise DatasetError(f"there is no dataset in {directory}: extract it first")
+            raise DatasetError(f"no dataset found in {directory}: extract it first")
         try:
             text = read_whole(str(path))
             record = _Record.model_validate_json(text)

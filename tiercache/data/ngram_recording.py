@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiercache.data.token_files import TokenFiles
 
 _LARGEST_BLOCK = 1 << 20  # tokens
-_BLOCKS_OF_PASS = 8  # at least, where every n-gram is unique
+_BLOCKS_OF_PASS = 8  # at least, if every n-gram is unique
 
 
 def record_ngrams(
@@ -51,11 +51,11 @@ def record_ngrams(
     """Write a dataset with the unique n-gram keys and the sequence indices of each pass, as `record_key_sets` does.
 
     A sub-dataset has as many sequences, in their order, as fit the device budget; ``Pass.loader(tokens, batch_size)``
-    feeds exactly these in training. The model looks up ``grams(x)`` of each batch ``x``, or of part of its tokens.
+    yields exactly these in training. The model looks up ``grams(x)`` of each batch ``x``, or of part of its tokens.
 
     Args:
-        tokens: the sequences. They must stay as they are.
-        grams: how n-grams become keys; by table if there are several.
+        tokens: the sequences. They must not change.
+        grams: the n-gram keys; by table if there are several.
         out: the directory for the dataset.
         tables: the tables, each with one feature of the same name; ``tc.Embedding(data.schema, name)`` looks it up.
         device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in `extract`.
@@ -70,7 +70,7 @@ def record_ngrams(
     sub-dataset; a finished dataset of the same arguments is returned unchanged. Not collective.
 
     Raises:
-        ValueError: a token is outside a vocabulary, or an argument makes no sense.
+        ValueError: a token is outside a vocabulary, or an argument is invalid.
         BudgetError: the n-grams of one block of sequences, at least ``batch_multiple``, exceed the budget.
         ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
     """
@@ -78,8 +78,8 @@ def record_ngrams(
     by_table = dict.fromkeys(of_table, grams) if isinstance(grams, NGrams) else dict(grams)
     if by_table.keys() != of_table.keys() or (isinstance(grams, NGrams) and len(of_table) != 1):
         raise ValueError(
-            f"n-grams were given for {', '.join(by_table) or 'no table'}, and tables {', '.join(of_table)}: give a "
-            "dict with the NGrams of each table"
+            f"n-grams were given for {', '.join(by_table) or 'no table'}, but the tables are {', '.join(of_table)}: "
+            "give a dict with the NGrams of each table"
         )
     for name, number in {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -107,21 +107,21 @@ def record_ngrams(
         schema=schema, device_bytes=budget, devices=devices, min_count=min_count,
         memory_bytes=parse_bytes(memory_limit), options=options, recording=recording, has_large_batches=True,
         batch_name=f"of {block:,} sequences",
-        smaller="give shorter sequences, n-grams with fewer heads, or a smaller batch_multiple",
+        smaller="use shorter sequences, n-grams with fewer heads, or a smaller batch_multiple",
     )  # fmt: skip
     folder = local_path(out, "a dataset that one machine writes")
     return write_recording(folder, plan, _Blocks(tokens, by_table, block), progress)
 
 
 def _digest(grams: NGrams) -> str:
-    """Return what tells the keys of n-grams from others."""
+    """Return a digest that distinguishes keys of n-grams from other keys."""
     facts = {one.name: getattr(grams, one.name) for one in fields(grams) if one.init and one.name != "token_map"}
     content = b"" if grams.token_map is None else grams.token_map.tobytes()
     return hashlib.sha256(repr(sorted(facts.items())).encode() + content).hexdigest()[:32]
 
 
 class _Blocks:
-    """The unique keys of blocks of sequences, with their occurrences: heads are computed for unique n-grams alone."""
+    """The unique keys of blocks of sequences, with their occurrences; heads are computed only for unique n-grams."""
 
     def __init__(self, tokens: TokenFiles, grams: Mapping[str, NGrams], block: int) -> None:
         self._tokens, self._grams, self._block = tokens, grams, block

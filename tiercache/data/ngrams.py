@@ -1,7 +1,7 @@
 """N-gram keys of tokens, for the tables of language models.
 
-A key is a function of a token and those before it, so the keys of a text are known before training. `NGrams` computes
-them; `ngrams` returns the published ways by name.
+A key is a function of a token and the tokens before it, so the keys of a text are known before training. `NGrams`
+computes them; `ngrams` returns the published recipes by name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST = (1 << 63) - 1
 _MASK = (1 << 64) - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _OF_LAYER = 10007
-"""The seeds of two layers are this far apart, in both published recipes."""
+"""The seeds of two layers differ by this, in both published recipes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NGrams:
-    """How n-grams become keys: the heads of each order, one after another.
+    """The computation of n-gram keys: the heads of each order, one after another.
 
     The tokens of an n-gram, the last one first, are multiplied by ``factors`` and XORed, modulo 2^64. Each head takes
     the result modulo its modulus and adds its offset.
@@ -38,17 +38,17 @@ class NGrams:
     orders: tuple[int, ...]
     """Tokens of an n-gram, ascending, from 2 on."""
     factors: tuple[int, ...]
-    """Of the last token and of those before it: as many as the largest order."""
+    """Factors of the last token and the tokens before it, one for each token of the largest order."""
     moduli: tuple[tuple[int, ...], ...]
-    """By order and head; all of an order 0: none, every n-gram has a key of its own."""
+    """By order and head; if all of an order are 0, every n-gram has its own key."""
     offsets: tuple[tuple[int, ...], ...]
     """By order and head: the first key."""
     vocab_size: int
     """Tokens are in [0, vocab_size)."""
     padding: int
-    """The number in place of tokens before the beginning of a sequence, as `token_map` maps it."""
+    """The number used for tokens before the beginning of a sequence, after `token_map`."""
     border: int | None = None
-    """The token that ends a sequence, as `token_map` maps it: no n-gram has it before its last place. None: none."""
+    """The token that ends a sequence, after `token_map`: n-grams contain it only as their last token. None: none."""
     token_map: NDArray[np.int64] | None = None
     """(vocab_size,): the number of each token; None: the token."""
     num_embeddings: int = _MOST
@@ -81,14 +81,14 @@ class NGrams:
 
     @property
     def num_heads(self) -> int:
-        """Keys of a token."""
+        """Number of keys per token."""
         return sum(map(len, self.moduli))
 
     def __call__(self, tokens: Any) -> Any:
         """Return the keys of each token: int64 (..., num_heads) for integers (..., T), of NumPy or torch.
 
-        The last axis of ``tokens`` is that of a sequence. Keys of a tensor are computed on its device. A GPU is not
-        waited for, so tokens there are not checked. Raises ValueError for tokens outside the vocabulary, TypeError for
+        The last axis of ``tokens`` is the sequence. Keys of a tensor are computed on its device. Tokens on a GPU are
+        not checked, to avoid waiting for it. Raises ValueError for tokens outside the vocabulary, TypeError for
         anything but integers.
         """
         if hasattr(tokens, "detach") and tokens.device.type != "cpu":
@@ -120,7 +120,7 @@ class NGrams:
         return array.astype(np.int64, copy=False)
 
     def mixed(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of each n-gram that ends at a token, (orders, N * T), of checked tokens (N, T).
+        """Return the number of each n-gram that ends at a token, (orders, N * T), for checked tokens (N, T).
 
         N-grams of one order have the same keys if they have the same number.
         """
@@ -150,7 +150,7 @@ class NGrams:
             numbers = self._on[device][-1][numbers]
         places = torch.arange(tokens.shape[-1], device=device)
         begins = torch.zeros_like(numbers)
-        if self.border is not None:  # the first place after the last border before each token
+        if self.border is not None:  # the first position after the last border before each token
             after = torch.where(numbers == self.border, places + 1, 0)
             begins[..., 1:] = after.cummax(dim=-1).values[..., :-1]
         number, found = numbers * self.factors[0], list[Any]()
@@ -167,34 +167,34 @@ class NGrams:
 
 
 def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), **options: Any) -> NGrams:
-    """Return n-gram keys by the name of how they are computed.
+    """Return n-gram keys by the name of their recipe.
 
-    "exact": every n-gram has a key of its own, one of each order. They have to fit 62 bits: orders up to 3 have fewer
-    than 2^20 tokens, orders up to 4 fewer than 2^15. Options: ``border``.
+    "exact": every n-gram has its own key, one of each order. They have to fit 62 bits: orders up to 3 have fewer than
+    2^20 tokens, orders up to 4 fewer than 2^15. Options: ``border``.
 
     "qwen4_exp": as `Qwen4ExpTextNGramEmbedding` of transformers, key for key: ``heads`` (8) of each order, each with a
-    prime modulus from ``rows_per_head`` (its ngram_vocab_size_base) on. ``border`` is its eos_token_id, which also
-    takes the place of tokens before the first one. Options: ``layer`` (0, its ple_layer_index), ``seed`` (1234),
-    ``divisible_by`` (128, of the number of rows).
+    prime modulus from ``rows_per_head`` (its ngram_vocab_size_base) on. ``border`` is its eos_token_id, which is also
+    used for tokens before the first one. Options: ``layer`` (0, its ple_layer_index), ``seed`` (1234), ``divisible_by``
+    (128, of the number of rows).
 
     "engram": as DeepSeek's Engram (arXiv 2601.07372): ``heads`` (8) of each order, with different primes from
     ``rows_per_head`` on for all orders of all ``layers``, of which this is ``layer``. vocab_size is the number of
-    canonical tokens, to which ``token_map`` maps those of the tokenizer (None: they are the same), and ``padding`` the
+    canonical tokens, to which ``token_map`` maps the tokenizer's tokens (None: they are the same), and ``padding`` the
     canonical token before the first one. Options: ``seed`` (0).
 
     Args:
         recipe: the name.
         vocab_size: tokens of the vocabulary.
-        orders: tokens of an n-gram; for the published recipes 2 up to a largest one.
+        orders: tokens of an n-gram; for the published recipes all orders from 2 to the largest.
         options: of the recipe.
 
     Raises:
-        ValueError: the numbers make no keys.
+        ValueError: an argument is invalid.
         TypeError: the recipe has no such option.
     """
     makers = {"exact": _exact, "qwen4_exp": _qwen4_exp, "engram": _engram}
     if recipe not in makers:
-        raise ValueError(f"{recipe!r} is no recipe: use {', '.join(map(repr, makers))}, or an NGrams of your own")
+        raise ValueError(f"unknown recipe {recipe!r}: expected {', '.join(map(repr, makers))}; or create an NGrams")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}: give the number of tokens, at least 1")
     heads = options.get("heads", 1)
@@ -210,7 +210,7 @@ def _exact(vocab_size: int, orders: tuple[int, ...], *, border: int | None = Non
     bits, most, largest = vocab_size.bit_length(), 62 - (len(orders) - 1).bit_length(), max(orders, default=0)
     if bits * largest > most:
         raise ValueError(
-            f"{largest} tokens of a vocabulary of {vocab_size:,} take {bits * largest} bits, and a key has {most} for "
+            f"{largest} tokens of a vocabulary of {vocab_size:,} take {bits * largest} bits, but a key has {most} for "
             "them: use smaller orders, or the recipe 'engram'"
         )
     return NGrams(
@@ -294,7 +294,7 @@ def _primes(first: int, count: int) -> list[int]:
     if isinstance(first, bool) or not isinstance(first, int) or not 2 <= first <= 1 << 40:
         raise ValueError(f"rows_per_head is {first!r}: give the rows of a head, from 2 to 2^40")
     found, size = list[int](), 1 << 12
-    while len(found) < count:  # a sieve of one stretch after another
+    while len(found) < count:  # a sieve of one segment after another
         least, is_prime = np.arange(first, first + size), np.ones(size, np.bool_)
         for divisor in _small_primes(math.isqrt(first + size)).tolist():
             begin = max(divisor * divisor, -(-first // divisor) * divisor)

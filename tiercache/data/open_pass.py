@@ -66,10 +66,10 @@ class OpenPass:
         """Samples taken so far."""
         self.batches: list[ScratchBatch] = []
         self.values = dict.fromkeys((f.name for f in layout.ragged), 0) if with_samples else None
-        """Ids of all lists so far, by feature with any number of them; None: the pass gets a key set alone."""
+        """Ids of all lists so far, by feature with any number of them; None: the pass gets only a key set."""
         self._workers = workers
         tables = layout.schema.ordered_tables
-        parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # so that all workers have work
+        parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # enough work for all workers
         self.unique = {
             table.name: UniqueKeys(table.table_id, parts, count) for table, count in zip(tables, expected, strict=True)
         }

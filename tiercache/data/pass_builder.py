@@ -37,8 +37,8 @@ SLOT_MAP_BYTES = 28
 """Bytes on the device for each row, besides the row itself: int32 maps from local ids to slots of this pass and the
 next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""
 STREAM_BYTES = 8
-"""More bytes on the device for each row of a 16-bit dtype: its key, which stochastic rounding takes its random
-bits from."""
+"""More bytes on the device for each row of a 16-bit dtype: its key, the source of random bits for stochastic
+rounding."""
 _UNLIKELY = 21.0
 """The natural logarithm of one in 10^9."""
 
@@ -49,7 +49,7 @@ def device_bytes(group: Group) -> int:
 
 
 def max_device_rows(rows: int, devices: int) -> int:
-    """Return the most of ``rows`` that one of so many devices gets if the hashes of keys divide them.
+    """Return the most of ``rows`` that one of ``devices`` devices gets if the hashes of keys divide them.
 
     Each of n keys falls to one of W devices with the chance 1/W: a device gets a binomial number of them, n/W in the
     mean with the variance v = n/W (1 - 1/W), and, by Bernstein's inequality, more than
@@ -129,13 +129,13 @@ class Cut:
             if rows % batch_multiple:
                 better = -(-rows // batch_multiple) * batch_multiple
                 raise ExtractionError(
-                    f"split_by rows={rows} is no multiple of batch_multiple={batch_multiple}: take rows={better} or "
+                    f"split_by rows={rows} is not a multiple of batch_multiple={batch_multiple}: use rows={better} or "
                     "another batch_multiple"
                 )
             return cls("rows", rows=rows)
         if name == "column" and value:
             return cls("column", column=value)
-        raise ExtractionError(f"split_by is {text!r}: one of budget, rows=N, file, column=NAME")
+        raise ExtractionError(f"invalid split_by {text!r}: expected one of budget, rows=N, file, column=NAME")
 
 
 class Cutter:
@@ -205,7 +205,7 @@ class PassBuilder:
         on_close: Callable[[int], None],
         first_pass: int = 0,
     ) -> None:
-        """unit: samples that stay in one pass together. with_samples: False writes key sets alone.
+        """unit: samples that stay in one pass together. with_samples: False writes only key sets.
 
         ``on_close`` is called with the number of passes after each handover. first_pass: passes that others write.
         """
@@ -225,12 +225,12 @@ class PassBuilder:
         self._open: OpenPass | None = None
 
     def note(self, batch: SourceBatch) -> None:
-        """Remember the position in the files of the samples that come next."""
+        """Record the position in the files of the next samples."""
         self._trail.append((self._noted, batch.file_index, batch.first_row))
         self._noted += batch.columns.num_rows
 
     def add(self, samples: RawBatch) -> None:
-        """Add samples. Raises BudgetError if they fit no pass."""
+        """Add samples. Raises BudgetError if they fit in no pass."""
         self._pending.append(samples)
         self._pending_bytes += samples.num_bytes
         self._pending_samples += samples.num_samples
@@ -272,7 +272,7 @@ class PassBuilder:
         self._pending = [batch.copy() for batch in rest]  # a view would keep the whole batch alive
         self._pending_bytes = sum(batch.num_bytes for batch in self._pending)
         self._pending_samples -= count
-        low, failing = 0, 0  # units from `low` on that are known not to fit, 0: none
+        low, failing = 0, 0  # the range of units from `low` on known not to fit; 0: none
         while low < count:
             step = self._step(count - low, failing)
             high = min(count, low + step * self._unit) if self._cut.kind == "budget" else count
@@ -309,7 +309,7 @@ class PassBuilder:
         return self._open
 
     def _try(self, samples: list[RawBatch]) -> Literal["device", "host"] | None:
-        """Add samples to the open pass, or do nothing and return which budget they would exceed."""
+        """Add samples to the open pass; if they do not fit, change nothing and return the exceeded budget."""
         target = self._opened()
         counts, parts = target.counts(), list[RawBatch]()
         numbers = self._number(target, samples, parts)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class PythonBatches:
-    """The batches of an iterable, whose first one was taken to see what it is.
+    """The batches of an iterable, whose first one is taken to determine its type.
 
-    An iterator can be read once; the first batch may be read as often as one likes before.
+    An iterator can be read once; the first batch may be read any number of times before that.
     """
 
     def __init__(self, data: Iterable[Any], first: Any, rest: Iterator[Any]) -> None:
@@ -29,7 +29,7 @@ class PythonBatches:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of the first batch: what tells the iterable from another one."""
+        """Hexadecimal digest of the first batch, which identifies the iterable."""
         names = [str(i) for i in range(len(self.first))] if isinstance(self.first, tuple | list) else []
         digest = hashlib.sha256()
         for name, value in named_parts(self.first, names) or ():
@@ -45,7 +45,7 @@ class PythonBatches:
             if iter(self._data) is self._data:
                 raise SourceError(
                     "the data is an iterator, which can be read once, and it must be read again: give an iterable that "
-                    "begins anew, such as a list or a DataLoader"
+                    "can restart, such as a list or a DataLoader"
                 )
             self._rest = iter(self._data)
             self.first = next(self._rest)
@@ -55,7 +55,7 @@ class PythonBatches:
 
 
 def named_parts(item: Any, names: Sequence[str]) -> list[tuple[str, Any]] | None:
-    """Return the parts of a batch and their names; None if nothing says their names."""
+    """Return the parts of a batch and their names; None if they have no names."""
     if isinstance(item, Mapping):
         return [(str(name), value) for name, value in item.items()]
     if is_keyed(item):

@@ -23,8 +23,8 @@ def num_samples(
     counts: the lengths of plain columns. lists: for each column of values and offsets, the number of offsets, the last
     of them (0 if there is none), and the number of values. None: no number fits all of them.
 
-    Two numbers fit if nothing else decides: offsets that end at the number of values may include the last or lack it.
-    as_bags: then they lack it, as those of `nn.EmbeddingBag` do; otherwise raises ValueError.
+    If nothing else decides, two numbers fit: offsets that end at the number of values may include the last or lack it.
+    as_bags: then they lack it, as in `nn.EmbeddingBag`; otherwise raises ValueError.
     """
     fits: set[int] | None = None
     for count in counts:
@@ -35,8 +35,8 @@ def num_samples(
         fits = either if fits is None else fits & either
     if fits is not None and len(fits) > 1 and not as_bags:
         raise ValueError(
-            f"offsets of {', '.join(map(repr, lists))} end at the number of values and nothing else says how many "
-            f"samples there are: {min(fits)}, or {max(fits)} if offsets lack the last and the last list is empty"
+            f"offsets of {', '.join(map(repr, lists))} end at the number of values and nothing else gives the number "
+            f"of samples: {min(fits)}, or {max(fits)} if offsets lack the last and the last list is empty"
         )
     return max(fits) if fits else None
 

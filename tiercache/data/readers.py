@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LARGEST_BATCH = 1 << 15
 _MOST_DECODING_BYTES = 4 << 20
-"""Of one Parquet column: 1 MiB each for a page, compressed and decompressed, its dictionary and a buffer."""
+"""Bytes for one Parquet column: 1 MiB each for a page, compressed and decompressed, its dictionary and a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Piece:
 
 
 class FileReader(ABC):
-    """Reads one file. Made once to check its columns, and again for each reading."""
+    """Reads one file. Created once to check its columns, and again for each reading."""
 
     schema: Any
     """The Arrow schema of the file."""
@@ -62,7 +62,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
-        """uses: the uses of all columns that will be read, and perhaps of others."""
+        """uses: the uses of all columns that will be read, and possibly of others."""
 
     @abstractmethod
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
@@ -95,7 +95,7 @@ class ParquetReader(FileReader):
                 skip -= sizes[first]
                 first += 1
             done = row - skip
-            # Encoded bytes may be a small part of the decoded ones; 8 bytes a value is what keys take.
+            # Encoded bytes may be far fewer than the decoded ones; a key takes 8 bytes per value.
             in_groups = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             width = max(8 * len(columns), in_groups // max(1, meta.num_rows))
             self._reading = done, columns
@@ -176,7 +176,7 @@ def batch_rows(batch_bytes: int, row_bytes: int) -> int:
 
 
 def _dictionary_columns(meta: Any) -> list[str]:
-    """Return the columns to read as dictionaries, so that a value is hashed once, not once a row.
+    """Return the columns to read as dictionaries, so that a value is hashed once, not once per row.
 
     These are the columns whose values take few bytes in the first row group. If a dictionary grew too large, the rest
     of its column is plain, and making a dictionary of that would cost more than hashing it.
@@ -252,7 +252,7 @@ class _ArrayReader(FileReader):
 
     @contextmanager
     def _damaged(self) -> Iterator[None]:
-        """Turn what zipfile, NumPy and its header parser raise for damaged files into a SourceError."""
+        """Convert errors of zipfile, NumPy and its header parser for damaged files to a SourceError."""
         try:
             yield
         except (SourceError, OSError, MemoryError):
@@ -321,7 +321,7 @@ class SplitBinaryReader(_ArrayReader):
             where = path.parent / chunk["files"][0]
             size, width = where.stat().st_size, dtype.itemsize * len(names)
             if size % width:
-                raise SourceError(f"{where} has {size:,} bytes, which are no whole rows of {width}: it is cut short")
+                raise SourceError(f"{where} has {size:,} bytes, not a multiple of {width} bytes a row: it is cut short")
             source = stack.enter_context(open_binary(where))
             parts["\0".join(names)] = ArrayRows(source, str(where), dtype, (size // width, len(names)))
         return parts
@@ -400,7 +400,7 @@ class PythonReader(FileReader):
                 matrix = numpy_values(value)
                 matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(matrix)
                 if matrix.shape[1] != len(dense):
-                    raise SourceError(f"{where} has {matrix.shape[1]} dense columns and the schema {len(dense)}")
+                    raise SourceError(f"{where} has {matrix.shape[1]} dense columns, but the schema {len(dense)}")
                 parts += [(column, matrix[:, i]) for i, column in enumerate(dense)]
             else:
                 parts.append((str(self._schema.label) if is_batch and name == "label" else name, value))
@@ -421,7 +421,7 @@ class PythonReader(FileReader):
 
 @contextmanager
 def _named_errors(where: str) -> Iterator[None]:
-    """Raise SourceError, naming the place, for what cannot be converted."""
+    """Raise SourceError, naming the place, for values that cannot be converted."""
     try:
         yield
     except CONVERSION_ERRORS as error:

@@ -1,4 +1,4 @@
-"""The batches of a loader that the key set of a recorded sub-dataset is of."""
+"""The batches of a loader whose keys a recorded sub-dataset has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def lookup_digest(keys: NDArray[np.int64], table_id: int) -> int:
-    """Return the digest of one lookup: of its keys and how often each occurs, whatever their order.
+    """Return the digest of one lookup: of its keys and their counts, in any order.
 
     ``mix`` of the sum of the keys' hashes and their number, modulo 2^64.
     """
@@ -34,7 +34,7 @@ class RecordedBatches:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """(B,): the samples up to the end of each batch."""
+        """(B,): the end of each batch, in samples."""
         return self._whole("ends")
 
     def indices(self, places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Recordings: the keys of a loader's batches to a dataset of key sets, through any stop."""
+"""Recordings: writes the keys of a loader's batches to a dataset of key sets, and resumes after any stop."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class RecordedBatch:
     """The keys of one batch of a loader."""
 
     keys: Mapping[str, NDArray[np.int64]]
-    """By table: all of them, or unique ones with ``times``."""
+    """By table: all keys, or unique ones with ``times``."""
     digests: Sequence[int]
     """Digests of its different lookups, ascending."""
     num_samples: int
     indices: NDArray[np.int64] | None
-    """The samples in the loader's dataset, if it has indices."""
+    """The indices of its samples in the loader's dataset, if it has indices."""
     times: Mapping[str, NDArray[np.int64]] | None = None
-    """By table, the occurrences of each key; None: one."""
+    """By table, the occurrences of each key; None: one each."""
 
     @property
     def occurrences(self) -> dict[str, NDArray[np.int64]]:
@@ -66,12 +66,12 @@ class RecordedBatch:
 
 
 class BatchSource(Protocol):
-    """The batches of a loader, which are the same ones each time."""
+    """The batches of a loader, the same ones each time."""
 
     def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
-        """Yield the batches from number ``first`` on; ``skipped`` gets the indices of those before, if they have any.
+        """Yield the batches from number ``first`` on; ``skipped`` gets the indices of earlier ones, if they have any.
 
-        Ends at once if all batches come before.
+        Ends at once if there are no batches from ``first`` on.
         """
         ...
 
@@ -87,20 +87,20 @@ class RecordingPlan:
     memory_bytes: int
     """For the tables of keys while keys are counted."""
     options: dict[str, Any]
-    """The options and the facts of the loader that decide the content."""
+    """The options and the facts of the loader that determine the content."""
     recording: Recording
     """The record of a sub-dataset, without its batches."""
     has_large_batches: bool = False
     """True to share the work of one batch among threads."""
     batch_name: str = "of the loader"
     smaller: str = "make the loader's batches smaller"
-    """In the error of a batch that exceeds the budget alone: of what it is, and how to make it smaller."""
+    """For the error of a batch that alone exceeds the budget: the batch's name, and how to make it smaller."""
 
 
 def write_recording(
     out: Path, plan: RecordingPlan, source: BatchSource, progress: bool | Callable[[ExtractionProgress], None]
 ) -> PassDataset:
-    """Write the key sets of a loader, cut where the next batch would exceed the device budget, and return the dataset.
+    """Write the key sets of a loader, cut before a batch that would exceed the device budget; return the dataset.
 
     Resumes after the last closed sub-dataset. A finished dataset of the same plan is returned unchanged. Raises
     BudgetError, DatasetError, ExtractionError, and the errors of the source.
@@ -176,7 +176,7 @@ class _Writer:
         if self._open:
             self._close()
         elif not self._state.passes:
-            raise DatasetError("the loader gave no batches, and so no keys: give a loader with at least one batch")
+            raise DatasetError("the loader gave no batches and no keys: use a loader with at least one batch")
         return self._state
 
     def _close(self) -> None:
@@ -218,14 +218,14 @@ class _Writer:
                 recorded.update(closed.recorded.indices(places).tobytes())
         if recorded.hexdigest() != digest:
             raise DatasetError(
-                f"the loader gives other samples than before the stop, of which {self._state.row:,} batches are "
-                f"recorded in {self._out}: give its sampler a seed, so that it gives the same order each time, or "
+                f"the loader yields other samples than before the stop, of which {self._state.row:,} batches are "
+                f"recorded in {self._out}: seed its sampler, so that it yields the same order each time, or "
                 "delete that folder and record again"
             )
 
 
 class _RareKeys:
-    """Keys that occur too rarely for a row of their own."""
+    """Keys that occur too rarely for their own row."""
 
     filter: FrequencyFilter
 
@@ -268,7 +268,7 @@ class _RareKeys:
         self.filter = FrequencyFilter(self._schema, files)
 
     def without(self, keys: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        """Return keys by table, with the out-of-vocabulary key in place of each rare one."""
+        """Return keys by table, with each rare key replaced by the out-of-vocabulary key."""
         return {name: one.keys for name, one in self.filter.apply(self._raw(keys)).features.items()}
 
     def _raw(self, keys: Mapping[str, NDArray[np.int64]]) -> RawBatch:
@@ -282,7 +282,7 @@ class _RareKeys:
 
 
 def _compact(indices: NDArray[np.int64] | None) -> Any:
-    """Return indices that count up as a range, which takes no memory for each of them."""
+    """Return consecutive indices as a range, which takes no memory for each of them."""
     if indices is None or indices.size < 2 or (np.diff(indices) != 1).any():
         return indices
     return range(int(indices[0]), int(indices[-1]) + 1)

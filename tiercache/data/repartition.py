@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CHUNK_SAMPLES = 1 << 15
 _ALIGN = 8192
 _PARTS = "parts"
-"""The option with the samples of each part, for each pass of the source."""
+"""The name of the option with the samples of each part, for each pass of the source."""
 
 
 def repartition(
@@ -53,7 +53,7 @@ def repartition(
     shuffled. A part begins at a multiple of ``batch_multiple`` samples of its pass (None: as extracted, else 8,192) and
     is as long as fits: its rows on ``devices`` devices of ``device_budget`` each, as an extraction counts them, or its
     keys, of all tables, in ``rows``. Passes that fit stay whole: their files are linked, or copied to another file
-    system. Key sets, counts and digests are those of an extraction of these parts.
+    system. Key sets, counts and digests equal those that an extraction of these parts would write.
 
     Memory: a few MiB, about 30,000 samples (or ``batch_multiple``) and at most 13 bytes for each key of a pass. Passes
     that are cut are read twice. After a kill, call again; a finished dataset of the same arguments is returned
@@ -63,14 +63,14 @@ def repartition(
     """
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
-        raise ValueError("give either device_budget or rows: what a part of a pass has to fit")
+        raise ValueError("give either device_budget or rows, the limit of each part of a pass")
     batch_multiple = (
         int(old.manifest.options.get("batch_multiple", _ALIGN)) if batch_multiple is None else batch_multiple
     )
     if batch_multiple < 1 or (rows is not None and rows < 1):
-        raise ValueError(f"batch_multiple is {batch_multiple} and rows is {rows}: both are whole numbers, at least 1")
+        raise ValueError(f"invalid batch_multiple {batch_multiple} or rows {rows}: expected whole numbers, at least 1")
     if devices < 1 or (rows is not None and devices > 1):
-        raise ValueError(f"devices is {devices}: it is a whole number, at least 1, and goes with device_budget alone")
+        raise ValueError(f"invalid devices {devices}: expected a whole number, at least 1, and only with device_budget")
     limit: _Limit = _Keys(rows or 0)
     num_bytes = None if device_budget is None else parse_bytes(device_budget)
     if num_bytes is not None:
@@ -81,7 +81,7 @@ def repartition(
         "rows": rows,
         "batch_multiple": batch_multiple,
     }
-    if devices > 1:  # sets of one device say nothing of it
+    if devices > 1:  # key sets made for one device do not record devices
         options["devices"] = devices
     directory = new_folder(out)
     with file_errors(directory), _exclusive(directory):
@@ -97,7 +97,7 @@ def _split(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, 
     for source in old.passes:
         if source.is_recorded:
             raise DatasetError(
-                f"{old.path} has key sets of a loader and no samples, so it cannot be cut: record key sets again, with "
+                f"{old.path} has key sets of a loader but no samples, so it cannot be cut: record key sets again, with "
                 "tc.record_key_sets and the smaller device_budget"
             )
         source.check_samples()
@@ -128,7 +128,7 @@ def _split(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, 
 def _exclusive(directory: Path) -> Iterator[None]:
     """Lock the folder. Raises DatasetError if another process holds the lock.
 
-    The lock is on the folder itself, so a killed call leaves nothing behind.
+    The lock is on the folder itself, so a killed call leaves no lock.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -186,13 +186,13 @@ def split_cursor(
     epoch, place = divmod(pass_index, len(parts))
     if order_seed is not None and (place or sample):
         raise DatasetError(
-            f"training stands at pass {pass_index}, inside epoch {epoch} of a seeded order, which smaller ones would "
-            "not follow: train to the end of the epoch, or keep the sub-datasets as they are"
+            f"training is at pass {pass_index}, inside epoch {epoch} of a seeded order, which smaller sub-datasets "
+            "would not follow: train to the end of the epoch, or keep the sub-datasets as they are"
         )
     if sample and (order is None or order.get("shuffle", True)):
         raise DatasetError(
-            f"training stands {sample:,} samples inside pass {pass_index}, whose samples are shuffled or were looked "
-            "up by raw keys, so no part of its sub-dataset has these behind it: train to the end of the pass, then "
+            f"training is {sample:,} samples inside pass {pass_index}, whose samples are shuffled or were looked "
+            "up by raw keys, so they do not end at a part of its sub-dataset: train to the end of the pass, then "
             "split"
         )
     part, sizes = 0, parts[place]
@@ -270,7 +270,7 @@ def _parts(
             if low == first:
                 raise BudgetError(
                     f"a part of sub-dataset {source.index} of {min(batch_multiple, high - low):,} samples from sample "
-                    f"{low:,} on {limit.excess(grown_UT[0].tolist())}: give more, or lower batch_multiple (now "
+                    f"{low:,} on {limit.excess(grown_UT[0].tolist())}: raise it, or lower batch_multiple (now "
                     f"{batch_multiple:,})"
                 )
             limit.close(rows)

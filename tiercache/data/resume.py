@@ -26,7 +26,7 @@ class ExtractionState:
     """Progress of an extraction: everything before the cursor is in closed passes, or in counted runs."""
 
     options: dict[str, Any]
-    """The options that decide the content, besides the inputs."""
+    """The options that determine the content, besides the inputs."""
     inputs: tuple[dict[str, Any], ...]
     """The records of the input files, to detect changes."""
     passes: tuple[SubDatasetRecord, ...] = ()
@@ -51,7 +51,7 @@ class ExtractionState:
 
     @classmethod
     def read(cls, folder: Path) -> ExtractionState | None:
-        """Return the state in ``folder``; None where there is none yet."""
+        """Return the state in ``folder``; None if there is none yet."""
         path = folder / _STATE
         if not path.exists():
             return None
@@ -69,17 +69,17 @@ class ExtractionState:
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
     def check_same(self, options: dict[str, Any], inputs: tuple[dict[str, Any], ...], where: Path) -> None:
-        """Raise ExtractionError if options, inputs or rules differ from those of the work in ``where``."""
+        """Raise ExtractionError if options, inputs or rules differ from the work in ``where``."""
         check_rules(self.version, where)
         check_same(self.options, self.inputs, options, inputs, where)
 
 
 def check_rules(version: int, where: Path) -> None:
-    """Raise ExtractionError if keys in ``where`` follow other rules: a text has one key in a dataset."""
+    """Raise ExtractionError if keys in ``where`` follow other rules: a text must have one key in a dataset."""
     if version != VERSION:
         raise ExtractionError(
-            f"{where} was extracted by the rules of dataset version {version}, and texts and floats become keys by "
-            f"those of version {VERSION} now: extract the new files into another directory, or all files again"
+            f"{where} was extracted by the rules of dataset version {version}, but texts and floats become keys by "
+            f"the rules of version {VERSION} now: extract the new files into another directory, or all files again"
         )
 
 
@@ -117,16 +117,16 @@ class WorkFolder:
             raise ExtractionError(f"the path {str(out)!r} has a NUL character: give the dataset another directory")
         try:
             if out.exists() and not out.is_dir():
-                raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
+                raise ExtractionError(f"{out} is not a directory: choose another path for the dataset")
             if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
-                raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
+                raise ExtractionError(f"{out} holds other files but no dataset: give an empty or a new directory")
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK).open("a+b")
         except OSError as error:
             if error.errno in FULL:
                 raise
             raise ExtractionError(
-                f"{out} may not be written to ({error.strerror}): give another directory, or the right to"
+                f"{out} is not writable ({error.strerror}): give another directory, or change its permissions"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +163,7 @@ class WorkFolder:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Return the difference between two values of an option, in the words of the schema."""
+    """Return the difference between two values of an option, in terms of the schema."""
     if name == "schema":
         return "the schema has other columns, features or tables now"
     if name == "groups":
@@ -172,10 +172,10 @@ def _difference(name: str, before: Any, now: Any) -> str:
             old, new = (rows[table] for rows in bytes_of)
             if old != new:
                 return (
-                    f"a row of table {table!r} took {old} bytes on the device and takes {new} now, by its dim, dtype "
+                    f"a row of table {table!r} took {old} bytes on the device but takes {new} now, by its dim, dtype "
                     "or optimizer"
                 )
-        return "tables with rows of one kind are others now, by their dims, dtypes or optimizers"
+        return "tables are grouped differently now, by their dims, dtypes or optimizers"
     return f"{name} was {_short(before)} and is {_short(now)} now"
 
 

@@ -45,14 +45,14 @@ class SampleLayout:
     ``label`` (N,), ``dense`` (N, D), ``ids`` (N, S): the features with one id in the schema's order, adjacent so that a
     shuffled sample costs one memory access and not S. Then for each feature with lists ``ids.NAME``, and for each
     feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, with ``offsets.NAME`` (N + 1,). And
-    ``column.NAME`` (N,) for each label of several and each kept column, in its own dtype.
+    ``column.NAME`` (N,) for each of several labels and each kept column, in its own dtype.
     """
 
     schema: Schema
 
     @cached_property
     def columns(self) -> tuple[SampleColumn, ...]:
-        """All arrays but keys, counts and offsets, in the order of the file."""
+        """All arrays except keys, counts and offsets, in the order of the file."""
         columns = []
         if self.schema.label is not None:
             columns.append(SampleColumn("label", np.float32, 1))
@@ -96,7 +96,7 @@ class SampleLayout:
         """Return the file of a sub-dataset.
 
         rows: unique keys by table. values: ids of all lists, by feature with lists of any length; None: the sub-dataset
-        has a key set and no samples. recorded: the batches that its key set is of.
+        has a key set but no samples. recorded: the batches whose keys it has.
         """
         tables = self.schema.ordered_tables
         if recorded is not None:
@@ -130,8 +130,8 @@ def key_set_arrays(tables: Iterable[Table], rows: Mapping[str, int]) -> list[Arr
 def recorded_arrays(samples: int, recorded: Recording) -> list[ArraySpec]:
     """Return the arrays of recorded batches.
 
-    ``ends`` (B,): the samples up to the end of each batch. ``lookups`` (B + 1,): where the digests of each batch begin
-    in ``digests`` (E,). ``indices`` (N,): the samples in the loader's dataset, if batches are of a dataset.
+    ``ends`` (B,): the end of each batch, in samples. ``lookups`` (B + 1,): the start of each batch's digests in
+    ``digests`` (E,). ``indices`` (N,): the samples in the loader's dataset, if it has indices.
     """
     arrays = [
         ArraySpec("ends", np.int64, (recorded.batches,)),

@@ -92,7 +92,7 @@ class Source:
         self._counts: dict[int, BadRows] = {}
         kinds: dict[str, tuple[InputFile, str]] = {}
         self.dtypes: dict[str, str] = {}
-        """The dtypes of the kept columns that the schema has none for, by column."""
+        """The dtypes of kept columns for which the schema has none, by column."""
         for file in self.files:
             reader = self._open(file)
             self._decoding_bytes = max(self._decoding_bytes, reader.decoding_bytes)
@@ -101,7 +101,7 @@ class Source:
                 arrow_schema = arrow_schema.append(pa.field(name, value.type))
             try:
                 check_columns(file.path, arrow_schema, self._uses)
-            except UnicodeError as error:  # in the name of a column
+            except UnicodeError as error:  # in a column name
                 raise _unreadable(file, reader, error) from error
             for use in self._uses:
                 kind = kind_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
@@ -127,7 +127,7 @@ class Source:
 
     @property
     def done_bytes(self) -> int:
-        """About how many of ``total_bytes`` were read up to the last batch."""
+        """Approximate bytes of ``total_bytes`` that were read up to the last batch."""
         return self._done_before + int(self._done_in_file)
 
     @property
@@ -163,7 +163,7 @@ class Source:
             self._done_before, self._done_in_file = self._done_before + file.size, 0.0
 
     def _kept(self, index: int, reader: FileReader, row: int, **how: Any) -> Iterator[SourceBatch]:
-        """Read one file from its ``row``-th row that is kept on."""
+        """Read one file from its ``row``-th kept row on."""
         file, unlabeled = self.files[index], 0
         constants = self._constants(file, reader)
         drops = self._schema.label_null == "drop" and bool(self._schema.label_columns)
@@ -191,9 +191,9 @@ class Source:
         self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
 
     def _plain(self, file: InputFile, piece: Piece, read: int) -> Any:
-        """Return the columns of a piece in plain types; read: how many rows of the file come before it."""
+        """Return the columns of a piece in plain types; read: the number of the file's rows before it."""
         batch = piece.columns
-        if {*batch.schema.names} - {*self._used_as}:  # Parquet's reader takes "u.id" for the field of a struct u too
+        if {*batch.schema.names} - {*self._used_as}:  # Parquet's reader also takes "u.id" for the field of a struct u
             batch = batch.select([name for name in batch.schema.names if name in self._used_as])
         columns, arrays = batch.columns, []
         for name, array in zip(batch.schema.names, columns, strict=True):
@@ -208,7 +208,7 @@ class Source:
     def _labeled(
         self, batch: Any, read: int, rows: NDArray[np.int64] | None, *, is_first: bool
     ) -> tuple[Any, NDArray[np.int64] | None]:
-        """Drop rows of which a label is null or NaN; is_first: none was dropped before."""
+        """Drop rows with a null or NaN label; is_first: none was dropped before."""
         labels = [batch.column(name) for name in self._schema.label_columns]
         keep = reduce(pc.and_, [pc.invert(pc.is_null(label, nan_is_null=True)) for label in labels])
         if is_first and keep.false_count == 0:
@@ -231,7 +231,7 @@ class Source:
 def _unreadable(file: InputFile, reader: FileReader | None, error: Exception) -> SourceError:
     explained = None if reader is None else reader.explain(error)
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, OSError) and error.errno:  # the system's; Arrow's own have none
+    if isinstance(error, OSError) and error.errno:  # errors of the system have a number; Arrow's do not
         return SourceError(f"{file.path} cannot be read ({os.strerror(error.errno)}): check its permissions and disk")
     return explained or SourceError(
         f"{file.path} cannot be read ({text}): the file is damaged, cut short or of another type"

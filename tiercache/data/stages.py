@@ -1,8 +1,8 @@
 """Extraction in stages that may run on different machines: scan each file, place the passes, write each pass.
 
-A scan returns an Arrow table with what a file says about where passes end. Placing goes through these tables in the
-order of the files and applies the rules of ``Cutter`` and ``PassBuilder``. Writing reads the samples of one pass again,
-numbers them and closes it. The files are the same as those of one machine.
+A scan returns an Arrow table with the information of a file about the ends of passes. Placing goes through these tables
+in file order and applies the rules of ``Cutter`` and ``PassBuilder``. Writing reads the samples of one pass again,
+numbers them and closes it. The files are the same as from one machine.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class Job:
 
 
 class PassRange(NamedTuple):
-    """The samples of one pass: where they begin in the files and where they end."""
+    """The samples of one pass: their start and end in the files."""
 
     samples: int
     first_file: int
     first_row: int
-    """Rows of the first file that are kept and lie before the pass."""
+    """Kept rows of the first file before the pass."""
     last_file: int
     last_row: int
-    """Rows of the last file that are kept and lie before the end of the pass."""
+    """Kept rows of the last file before the end of the pass."""
 
 
 def scan_file(job: Job, file: InputFile, row: int = 0) -> pa.Table:
-    """Scan the rows of a file, from its ``row``-th kept row on, and return what decides where passes end.
+    """Scan the rows of a file, from its ``row``-th kept row on, and return the data that decides where passes end.
 
     The table has one row for each chunk of samples: ``samples`` (int64) counts them. If the row budget cuts, a chunk is
     ``job.unit`` samples, and ``keys.TABLE``, ``first.TABLE`` and ``last.TABLE`` are lists of its unique keys and of the
@@ -155,7 +155,7 @@ def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, ind
     is_local, name, remaining = "file" in fs.protocol, file_name(index), samples
     scratch = f"{folder}/{UNFINISHED}" if is_local else None
     if scratch is not None and not fs.isdir(scratch):
-        raise ExtractionError(f"a worker does not find {scratch}: give a directory that all machines share, or a URL")
+        raise ExtractionError(f"a worker cannot find {scratch}: give a directory that all machines share, or a URL")
     with (
         TemporaryDirectory(prefix="stage-", dir=scratch) as place,
         closing(WorkFolder(Path(place))) as work,
@@ -169,7 +169,7 @@ def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, ind
             workers,
             cut=Cut("file"),
             unit=job.unit,
-            rows=RowBudget(job.schema.tables, 1 << 62),  # whoever placed the passes knows those before
+            rows=RowBudget(job.schema.tables, 1 << 62),  # placing has already counted earlier passes
             memory=memory,
             with_samples=job.with_samples,
             on_close=lambda _: None,
@@ -337,7 +337,7 @@ def extract_on(
     out: str,
     progress: bool | Callable[[ExtractionProgress], None],
 ) -> PassDataset:
-    """Run an extraction on a cluster, write its dataset to ``out`` and return it; that of a URL cannot be read here.
+    """Run an extraction on a cluster, write its dataset to ``out`` and return it; at a URL it cannot be read here.
 
     dask: the address of a scheduler, or a client. inputs: the last files of ``begin``. out: a directory that all
     machines share, or a URL. After a stop, the same call resumes after the last pass that was gathered; with a URL it
@@ -349,7 +349,7 @@ def extract_on(
     is_local = "file" in fs.protocol
     where = folder if is_local else out  # workers have other current directories
     if not begin.passes and fs.exists(f"{folder}/{MANIFEST}"):
-        raise ExtractionError(f"there is a dataset in {out}: choose another place, or delete it to start over")
+        raise ExtractionError(f"{out} already has a dataset: choose another path, or delete it to start over")
     with ExitStack() as stack:
         client = stack.enter_context(_connected(dask))
         root = Path(folder)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleLayout
 
-_MOST_LAYOUTS = 32  # of a dataset, which may have thousands of sub-datasets
+_MOST_LAYOUTS = 32  # per dataset, which may have thousands of sub-datasets
 
 
 class SampleBlock(NamedTuple):
@@ -40,7 +40,7 @@ class SampleBlock(NamedTuple):
     places: BlockPlaces
 
     def array(self, piece: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``count`` numbers from where a piece begins."""
+        """Return ``count`` numbers from the start of a piece."""
         begin = self.places.begins[piece]
         return self.memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
 
@@ -50,7 +50,7 @@ class EncodedBatch:
     """n samples. Arrays may be views of one another and of the buffers that they were read into."""
 
     label: NDArray[np.float32] | None
-    """(n,); None where the schema has no label."""
+    """(n,); None if the schema has no label."""
     dense: NDArray[np.float32]
     """(n, D), D may be 0."""
     ids: Mapping[str, FeatureIds]
@@ -58,7 +58,7 @@ class EncodedBatch:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     """(n,) each: several labels and kept columns in their own dtype, by name."""
     block: SampleBlock | None = None
-    """All of this, if it was read from a sub-dataset."""
+    """The block, if it was read from a sub-dataset."""
 
     @property
     def num_samples(self) -> int:
@@ -93,7 +93,7 @@ class SampleBuffers:
 class SubDataset:
     """The samples and the key set of a pass, mapped at first use until ``close``.
 
-    A sub-dataset of ``write_key_sets`` has a key set and no samples. Each MiB of the file is checked when it is first
+    A sub-dataset of ``write_key_sets`` has a key set but no samples. Each MiB of the file is checked when it is first
     read; a damaged one raises DatasetError. Any number of threads may read at once, each into its own buffers.
     """
 
@@ -113,7 +113,7 @@ class SubDataset:
 
     @property
     def whole(self) -> SubDataset:
-        """Itself: it has all keys."""
+        """Itself, because it has all keys."""
         return self
 
     def span(self, table: str) -> slice:
@@ -138,7 +138,7 @@ class SubDataset:
             )
         if not self.has_samples:
             raise DatasetError(
-                f"sub-dataset {self.index} of {self.path.parent} has a key set and no samples: give the keys of each "
+                f"sub-dataset {self.index} of {self.path.parent} has a key set but no samples: pass the keys of each "
                 "batch to Pass.batch"
             )
         _ = self._file
@@ -152,21 +152,21 @@ class SubDataset:
         return self.key_set.keys(table)
 
     def counts(self, table: str) -> NDArray[np.int64]:
-        """Return how often each of ``keys(table)`` occurs in the sub-dataset: mapped, read-only."""
+        """Return the number of occurrences of each of ``keys(table)``: mapped, read-only."""
         return self.key_set.counts(table)
 
     @property
     def is_recorded(self) -> bool:
-        """True if its key set is of the batches of a loader; opens nothing."""
+        """True if its keys were recorded from the batches of a loader; opens nothing."""
         return self._record.recorded is not None
 
     @cached_property
     def recorded(self) -> RecordedBatches:
-        """The batches of a loader that its key set is of. Raises DatasetError if its keys were not recorded."""
+        """The recorded batches of its key set. Raises DatasetError if its keys were not recorded."""
         if self._record.recorded is None:
             raise DatasetError(
-                f"sub-dataset {self.index} of {self.path.parent} does not know the samples of your dataset that it is "
-                "of: make the dataset with tc.record_key_sets, or train p.batches() where samples were extracted"
+                f"sub-dataset {self.index} of {self.path.parent} does not record which samples of your dataset it has: "
+                "make the dataset with tc.record_key_sets, or train p.batches() if samples were extracted"
             )
         return RecordedBatches(lambda: self._file, self._record.recorded)
 
@@ -185,15 +185,15 @@ class SubDataset:
     ) -> EncodedBatch:
         """Read the samples at ``indices`` (n,), in that order, into one block; an index may repeat.
 
-        features: the features whose ids are read; None: all. orders: which of their ids are next to each other. The
-        memory is new, or of ``into``. Raises IndexError for an index below 0 or past the last sample, and DatasetError
-        for damage and for an id outside the key set of its table.
+        features: the features whose ids are read; None: all. orders: groups of ids to place contiguously. The memory is
+        new, or from ``into``. Raises IndexError for an index below 0 or past the last sample, and DatasetError for
+        damage and for an id outside the key set of its table.
         """
         self.check_samples()
         indices = np.ascontiguousarray(indices, dtype=np.int64)
         if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= self.samples):
             raise IndexError(
-                f"samples {indices.min()} .. {indices.max()} were asked for, but sub-dataset {self.index} has "
+                f"samples {indices.min()} .. {indices.max()} were requested, but sub-dataset {self.index} has "
                 f"{self.samples}: indices start at 0"
             )
         layout, file, lists = self._block_layout(indices.size, orders, features), self._file, _Lists({}, {})
@@ -250,7 +250,7 @@ class SubDataset:
         return found
 
     def _find_lists(self, layout: BlockLayout, indices: NDArray[np.int64]) -> _Lists:
-        """Return where lists of any length are in the file, and the offsets of their ids in the block."""
+        """Return the ranges of lists of any length in the file, and the offsets of their ids in the block."""
         found, file = _Lists({}, {}), self._file
         for name in (f.name for f in self._layout.ragged if f.name in layout.ids):
             begins, offsets = np.empty(indices.size, np.int64), np.empty(indices.size + 1, np.int64)
@@ -262,13 +262,13 @@ class SubDataset:
                 first, last = all_offsets[sample : sample + 2]
                 raise DatasetError(
                     f"{file.label}feature {name!r} of sample {sample} in {file.path} has the values {first} to "
-                    f"{last}, and there are {num_values}: delete the dataset and extract it again"
+                    f"{last}, but there are {num_values}: delete the dataset and extract it again"
                 )
             found.begins[name], found.offsets[name] = begins, offsets
         return found
 
     def _gather_lists(self, block: SampleBlock, lists: _Lists) -> int:
-        """Copy lists of any length to all their pieces, and write the offsets of bags of orders that have some.
+        """Copy lists of any length to all their pieces, and write the offsets of bags for orders that need them.
 
         Return a negative number if an id is not in its table.
         """
@@ -319,23 +319,23 @@ class SubDataset:
             bad = check_ids(found.ids, np.array([0, found.num_ids]), np.array([limit]))
             if bad >= 0:
                 raise DatasetError(
-                    f"sub-dataset {self.index}: feature {name!r} has the id {found.ids[bad]} in {self.path}, and "
+                    f"sub-dataset {self.index}: feature {name!r} has the id {found.ids[bad]} in {self.path}, but "
                     f"table {table!r} has ids 0 to {limit - 1}: delete the dataset and extract it again"
                 )
-        raise AssertionError("an id was wrong and is not any more")
+        raise AssertionError("an invalid id became valid")
 
 
 class _Lists(NamedTuple):
     """Lists of any length, by feature."""
 
     begins: dict[str, NDArray[np.int64]]
-    """(n,) of the sub-dataset's ids."""
+    """(n,) starts in the sub-dataset's ids."""
     offsets: dict[str, NDArray[np.int64]]
-    """(n + 1,) of the ids in the block."""
+    """(n + 1,) offsets of the ids in the block."""
 
 
 class BlockIds(Mapping[str, FeatureIds]):
-    """The ids in a block, by feature. Arrays are made when they are first used: few batches need any of them."""
+    """The ids in a block, by feature. Arrays are made at their first use, because few batches need any of them."""
 
     def __init__(self, block: SampleBlock, offsets: Mapping[str, NDArray[np.int64]]) -> None:
         self._block, self._offsets, self._made = block, offsets, dict[str, FeatureIds]()
@@ -367,5 +367,5 @@ class BlockIds(Mapping[str, FeatureIds]):
 
 
 def _offsets(num_lists: int, num_ids: int) -> NDArray[np.int64]:
-    """Return the offsets of lists of one length."""
+    """Return the offsets of lists of equal length."""
     return np.arange(num_lists + 1, dtype=np.int64) * (num_ids // max(1, num_lists))

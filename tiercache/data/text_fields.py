@@ -142,7 +142,7 @@ class _Quotes:
                 spans = self._spans_lines or bool((block[start:position] == 0x0A).any())
                 if spans and not self._ends[following[number]]:
                     raise SourceError(
-                        f"{self._path}, line {self._began}: a quoted field goes on to line "
+                        f"{self._path}, line {self._began}: a quoted field continues to line "
                         f"{self._line_of(block, position)} and ends in the middle of a "
                         'field there: double the quotes within a field, or say quote = "" in [csv] if quotes are '
                         "plain characters"
@@ -170,7 +170,7 @@ class InvalidTextError(ValueError):
 
 
 def without_nulls(texts: Any, null_words: Sequence[str]) -> Any:
-    """Return trimmed texts, with null in place of the words that say it."""
+    """Return trimmed texts, with null words replaced by null."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(list(null_words), pa.string())), None, texts)
 
@@ -178,7 +178,7 @@ def without_nulls(texts: Any, null_words: Sequence[str]) -> Any:
 def integers(texts: Any, null_words: Sequence[str]) -> Any:
     """Return texts as int64, or as uint64 if a number is above 2^63 - 1; as float64 if one has a fraction.
 
-    A whole number may be written as a float below 2^53, such as 5.0. Raises InvalidTextError.
+    A whole number below 2^53 may be written as a float, such as 5.0. Raises InvalidTextError.
     """
     texts = without_nulls(texts, null_words)
     for kind in (pa.int64(), pa.uint64()):

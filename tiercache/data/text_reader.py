@@ -42,7 +42,7 @@ CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in 
 """The columns of Criteo's files, which have no header."""
 _BLOCK_BYTES = 2 << 20
 _MOST_BLOCK_BYTES = _BLOCK_BYTES << 9
-"""1 GiB, for a file with such a long row."""
+"""1 GiB, for files with very long rows."""
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())
 _DELIMITERS = (",", ";", "\t", "|", "::", ":", " ")
 """The delimiters to suggest if the schema's does not fit a file."""
@@ -90,7 +90,7 @@ class TextReader(FileReader):
             except pa.ArrowInvalid as error:
                 if not self._grows(error):
                     raise self.explain(error) or error from error
-        # Of repeated columns, the first: the check of columns has a better message for them.
+        # Keep the first of repeated columns: the check of columns has a better message for them.
         known = pa.schema({field.name: field for field in reversed(list(guessed))}.values())
         self._check_names(guessed.names)
         self._check_lists(known)
@@ -127,7 +127,7 @@ class TextReader(FileReader):
                 )
 
     def _check_lists(self, known: Any) -> None:
-        """Raise SourceError if a feature needs lists and the schema does not say how their values are separated."""
+        """Raise SourceError if a feature needs lists but the schema names no separator for their values."""
         use = next((use for use in self._uses if use.is_list and use.column in known.names), None)
         if use is None or self._csv.list_separator is not None:
             return
@@ -151,10 +151,10 @@ class TextReader(FileReader):
         return True
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
-        """Read from the beginning of the file, as the offset of a row is unknown.
+        """Read from the beginning of the file, because the offset of a row is unknown.
 
         If the parser rejects a field of a column of numbers, the column is read as text from the row after the last one
-        yielded, and its fields are converted as `text_fields` says.
+        yielded, and its fields are converted as in `text_fields`.
         """
         kinds = {name: self._kinds.get(name, self.schema.field(name).type) for name in columns}
         types = {name: pa.string() if name in self._lists else kind for name, kind in kinds.items()}
@@ -309,7 +309,7 @@ class TextReader(FileReader):
         return f"; if its delimiter is {fits[0]!r}, say {_say(fits[0])} in [csv]" if fits else ""
 
     def _advice(self, column: str) -> str:
-        """Return the advice for a field that is no number."""
+        """Return the advice for a field that is not a number."""
         uses = {use.use for use in self._uses if use.column == column}
         if "integer" in uses:
             return ', or say key = "string" for the feature'
@@ -318,7 +318,7 @@ class TextReader(FileReader):
         return ", or leave the row out"
 
     def _converted(self, batch: Any, name: str, read_as: Any, kind: Any, rows: NDArray[np.int64]) -> Any:
-        """Return a batch with a column of text as its kind: numbers and lists as `text_fields` says."""
+        """Return a batch with a column of text converted to numbers or lists, as in `text_fields`."""
         column = batch.column(name)
         owners = rows
         try:
@@ -357,7 +357,7 @@ class TextReader(FileReader):
         return str(self.schema.names[int(match[1])]) if match else None
 
     def _note(self, noted: list[_BadRow], bad: Any) -> str:
-        """Note a row with another number of fields than the first line."""
+        """Record a row with another number of fields than the first line."""
         noted.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
         return "skip"
 
@@ -384,8 +384,8 @@ class TextReader(FileReader):
                 delimiter=self._parsed_delimiter,
                 quote_char=self._quote or False,
                 newlines_in_values=bool(self._quote),
-                # A reader that ends later notes nothing here. Without a handler Arrow says the same of the first bad
-                # row, of other encodings too, and its threads need no Python, which may be ending.
+                # A reader that ends later records nothing here. Without a handler Arrow reports the first bad row
+                # too, also in other encodings, and its threads need no Python, which may be shutting down.
                 invalid_row_handler=None
                 if self._csv.bad_rows == "error"
                 else partial(self._note, [] if quiet else self._bad),

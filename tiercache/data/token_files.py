@@ -27,8 +27,8 @@ _TABLES = {".parquet", ".arrow", ".feather", ".ipc"}
 class TokenFiles:
     """Sequences of tokens in files, or in arrays: a dataset of torch, with a length and an index.
 
-    Sequence i is an int64 tensor of ``sequence_length`` tokens. Files are cut one by one, from their first token on;
-    what is left at the end of each makes no sequence.
+    Sequence i is an int64 tensor of ``sequence_length`` tokens. Each file is cut from its first token on; a remainder
+    at its end is left out.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class TokenFiles:
             dtype: of files of bare tokens, such as ``np.uint16`` or ``np.uint32``.
 
         Raises:
-            ValueError: ``sequence_length`` or ``dtype`` makes no sense.
-            DatasetError: a file cannot be read, does not have integers with one axis, or there is no whole sequence.
+            ValueError: ``sequence_length`` or ``dtype`` is invalid.
+            DatasetError: a file cannot be read, does not have integers with one axis, or is shorter than a sequence.
         """
         if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
             raise ValueError(f"sequence_length is {sequence_length!r}: give the tokens of a sequence, at least 1")
@@ -61,7 +61,7 @@ class TokenFiles:
         if not len(self):
             raise DatasetError(
                 f"{len(given)} files with {sum(one.size for one in self._arrays):,} tokens have no sequence of "
-                f"{sequence_length:,}: give more tokens, or a smaller sequence_length"
+                f"{sequence_length:,}: use more tokens, or a smaller sequence_length"
             )
 
     def __len__(self) -> int:

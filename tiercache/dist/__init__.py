@@ -1,1 +1,1 @@
-"""Ranks that train together: what they tell each other, over torch.distributed."""
+"""Training on several ranks: communication between them over torch.distributed."""

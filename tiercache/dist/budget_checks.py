@@ -1,4 +1,4 @@
-"""Checks that a training fits its budgets, made before a store is rewritten for it."""
+"""Budget checks made before a store is rewritten for a training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
     replicas = replica_bytes(source)
     if replicas > budgets.device_budget:
         raise BudgetError(
-            f"the replicated tables need {format_bytes(replicas)} on every device and device_budget is "
+            f"the replicated tables need {format_bytes(replicas)} on every device, but device_budget is "
             f"{format_bytes(budgets.device_budget)}: raise it, or shard them row_wise"
         )
     num_ranks = source.sharding.num_ranks
@@ -58,7 +58,7 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
         budgets.device_budget,
         num_ranks=num_ranks,
         replicas=replicas,
-        advice="" if divided else "; that counts with tables that are all sharded row_wise",
+        advice="" if divided else "; this assumes that all tables are sharded row_wise",
         cut=source.whole.made_by,
     )
     return replace(budgets, device_budget=budgets.device_budget - replicas)
@@ -74,11 +74,11 @@ def check_plan(
     state_bytes: int = 0,
     start: int | None = None,
 ) -> None:
-    """Raise BudgetError if host or store are too small for a store whose rows are in the order of ``source``.
+    """Raise BudgetError if the host or the store is too small for a store ordered as ``source``.
 
-    The store keeps ``commits`` of such a state and has the rows of ``source`` alone: ``check_store`` counts the others.
-    Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``. In a seeded order the store's bytes are
-    those of the epoch of pass ``start``, and are not checked if it is None.
+    The store keeps ``commits`` commits with ``state_bytes`` of dense state, and only the rows of ``source``;
+    ``check_store`` counts other rows. Finds the uses of all keys in a temporary file in ``folder``, 8 bytes each. In a
+    seeded order, store bytes are checked for the epoch of pass ``start``, and not at all if it is None.
     """
     positions, schedule = _positions(source), Schedule.of(source, order)
     host = HostBudget.of(
@@ -105,14 +105,14 @@ def check_plan(
 
 
 def check_store(budgets: Budgets, share: ShardView, store: Store, *, order: OrderRule) -> None:
-    """Raise BudgetError if a shard whose rows are in the order of ``share`` would outgrow its budget."""
+    """Raise BudgetError if a shard whose rows are ordered as ``share`` would outgrow its budget."""
     if budgets.store_budget is not None:
         plans, _ = plans_of(budgets, share, store, order=order)
         plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
 
 
 def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: OrderRule) -> tuple[Plans, NextUseFiles]:
-    """Return what plans the passes of a store, and the files of next uses that it reads."""
+    """Return the plans of a store's passes, and the files of next uses that they read."""
     positions, schedule = RowOffsets.of(source, store.groups), Schedule.of(source, order)
     host = HostBudget.of(
         positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats,
@@ -126,7 +126,7 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
 
 
 def replica_bytes(share: ShardView) -> int:
-    """Return the bytes that the vectors of replicated tables take on every device; one rank has no copies."""
+    """Return the bytes of replicated vectors on each device; 0 for one rank, which has no replicas."""
     if share.sharding.num_ranks == 1:
         return 0
     copied = [table for table in share.whole.tables if share.sharding.tables[table.name].kind == "data_parallel"]

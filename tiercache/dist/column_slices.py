@@ -1,4 +1,4 @@
-"""Row-wise optimizers of tables whose columns are on several ranks: their squares add up to those of whole rows."""
+"""Row-wise optimizers for tables split by column over ranks: partial sums of squares add up to whole rows."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class _OwnSlice:
     """A slice that this rank owns."""
 
     group: int
-    """Of this rank's part; no other table is in it."""
+    """The group in this rank's part; it has no other table."""
     ranks: tuple[int, ...]
-    """Who owns the slices of the table, in the order of columns."""
+    """The owners of the table's slices, in column order."""
     whole_dim: int
 
 
 class SliceSteps:
-    """Steps the column slices that this rank owns of tables with row-wise optimizers.
+    """Steps this rank's column slices of tables with row-wise optimizers.
 
-    The owners of a table's slices receive gradients of the same rows: every rank asks all of them for all of its rows.
-    So each sums the squares of its columns for the rows in the order of their positions, they add these up in the order
-    of columns, and each updates its columns with the sum; all have the same state.
+    All owners of a table's slices receive gradients of the same rows, since every rank asks all of them for all its
+    rows. Each owner sums the squares of its columns in row order, the owners add these sums in column order, and each
+    updates its columns with the total; so all have the same optimizer state.
     """
 
     def __init__(
@@ -63,25 +63,25 @@ class SliceSteps:
         self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._own_slices}
 
     def note(self, positions: Mapping[int, Sequence[NDArray[np.int32]]], into: GroupGradients) -> None:
-        """Note by group the positions of the rows whose gradients were added last."""
+        """Record, by group, the positions of the rows whose gradients were added last."""
         for group, noted in self._positions.items():
             if group in positions:
                 noted.append(np.concatenate(positions[group]))
             assert len(noted) == len(into[group])
 
     def note_rows(self, group: int, positions: NDArray[np.int32], into: GroupGradients) -> None:
-        """Note the position of each entry of the one gradient that was added last."""
+        """Record the position of each entry of the one gradient that was added last."""
         if group in self._positions:
             self._positions[group].append(positions)
             assert len(self._positions[group]) == len(into[group])
 
     def forget(self) -> None:
-        """Forget what was noted."""
+        """Drop the recorded positions."""
         for noted in self._positions.values():
             noted.clear()
 
     def step(self, steps: Sequence[OptimizerStep], rows: Sequence[GroupRows]) -> list[OptimizerStep]:
-        """Take the steps of slices, and return all others. Collective."""
+        """Step the slices and return the other steps. Collective."""
         if not self._any:
             return [*steps]
         of_slices = {one.group.index: one for one in steps if one.group.index in self._positions}
@@ -104,7 +104,7 @@ class SliceSteps:
         gradient, current = (p.tensor(p.empty((positions.size, dim), np.float32)) for _ in range(2))
         if not positions.size:
             return slots, gradient, gradient.sum(dim=1)
-        assert step is not None, "noted gradients wait for a step"
+        assert step is not None, "recorded gradients need a step"
         numbers = torch.split(p.tensor(p.to_device(number.astype(np.int32))), [some.size for some in noted])
         renamed = [replace(old, slots=p.array(new)) for old, new in zip(step.saved, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
@@ -113,7 +113,7 @@ class SliceSteps:
         return slots, gradient, (decayed * decayed).sum(dim=1)
 
     def _add_up(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
+        """Return the squares of whole rows; all owners of a table pass the same number of rows. Collective."""
         rank, W = self._ranks.rank, self._ranks.size
         shared = [[i for i, one in enumerate(self._own_slices) if r in one.ranks and r != rank] for r in range(W)]
         sizes = [sum(own[i].numel() for i in some) for some in shared]

@@ -1,6 +1,6 @@
-"""Communicator: the collectives of ranks; every call of torch.distributed for a training is here.
+"""Communicator: the collectives of the ranks. All torch.distributed calls of a training are here.
 
-`communicator_of` returns one for a process group, or a `LocalCommunicator`, which does nothing, for one rank.
+`communicator_of` returns one for a process group; for one rank, a `LocalCommunicator`, which does nothing.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGREEMENT_TIMEOUT = timedelta(days=30)
-"""Longer than any disk takes: a rank that is waited for either comes, or its process ends and Gloo says so."""
+"""Longer than any disk takes: the other rank either arrives, or its process ends and Gloo reports it."""
 MOST_NAMED = 8
 SPLITS_FRAME = 32
 _FRAME = 8
 _AGREEING, _COMPARING = 1, 2
-"""Marks of what agreements do; checksums of words are others."""
+"""Marks of agreement kinds; other marks are checksums of the description."""
 _POLL_SECONDS = 5e-5
 
 
 class Communicator:
-    """The ranks of a process group, and what they tell each other.
+    """The ranks of a process group and their collectives.
 
     Every method but ``close`` is collective: all ranks call the same methods in the same order, from one thread at a
-    time. ``clone`` makes the same ranks for another thread. Collectives of the user's own do not mix with these.
+    time. Use ``clone`` for another thread. The user's own collectives do not interfere with these.
 
     ``raise_on_all``, ``agree``, ``all_gather_object``, ``all_reduce_min`` and ``barrier`` are agreements. They wait for
-    a rank for as long as its process lives, so a slow disk on one rank ends no training. The other methods move data:
-    they wait for as long as torch's default for a process group. While process groups are made, ranks wait for each
-    other for as long as the group that they are made from does. Tensors on the CPU go by Gloo, tensors on a GPU by
-    NCCL, on the current stream: those calls return when the transfer is queued.
+    a rank as long as its process lives, so a slow disk on one rank does not end the training. The other methods move
+    data and wait for torch's default process group timeout. Creating process groups waits for the timeout of the group
+    they are created from. CPU tensors go over Gloo, GPU tensors over NCCL on the current stream: those calls return
+    when the transfer is queued.
 
-    A collective that fails raises RankError, with torch's own error as its cause. Over Gloo that is at once where a
+    A collective that fails raises RankError, with torch's own error as its cause. Over Gloo that is immediate if a
     process ended; on a GPU, NCCL's watchdog ends this process. In both cases torchrun ends the others and names the
     rank that failed first.
 
     Attributes:
         rank: the number of this process, from 0.
-        size: how many ranks there are.
-        device: where the rows of this rank are.
+        size: the number of ranks.
+        device: the device of this rank's rows.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -69,8 +69,8 @@ class Communicator:
         host = self._new_group("gloo")
         self._data: dist.ProcessGroup | None = data
         self._host: dist.ProcessGroup | None = host
-        self.barrier("connecting the ranks")  # else one could be through and close while another still connects
-        if device.type == "cuda":  # NCCL connects at the first transfer, and takes memory then: before rows do
+        self.barrier("connecting the ranks")  # else one rank could finish and close while another still connects
+        if device.type == "cuda":  # NCCL takes memory at the first transfer: before rows do
             torch.cuda.set_device(device)
             ones = [1] * self.size
             self.all_to_all(torch.zeros(self.size, device=device), ones, ones, what="connecting the devices")
@@ -87,22 +87,22 @@ class Communicator:
         return made
 
     def clone(self, device: str | torch.device | None = None) -> Communicator:
-        """Return the same ranks with process groups of their own, for another thread; close it too.
+        """Return the same ranks with separate process groups, for another thread; close it too.
 
-        device: "cpu" where it moves nothing but host memory.
+        device: "cpu" if it only moves host memory.
         """
         return Communicator(self._like, self.device if device is None else torch.device(device))
 
     def close(self, *, failed: bool = False) -> None:
-        """Give up the process groups. Not collective; a second time does nothing.
+        """Destroy the process groups. Not collective; a second call does nothing.
 
-        failed: this rank leaves by an error, so it waits for no other. NCCL's groups then stay until the process ends.
+        failed: this rank leaves with an error and waits for no other. NCCL's groups then stay until the process ends.
         """
         if self._closed:
             return
         host, data = self._host, self._data
         self._closed, self._host, self._data = True, None, None
-        # torch gives the next group of some of the processes the name of one that was destroyed, and they do not meet
+        # torch may give the next group of a subset of processes the name of a destroyed one: they then fail to connect
         if not self._is_part and dist.is_initialized():
             dist.destroy_process_group(host)
             if not (failed and self.device.type == "cuda"):
@@ -112,21 +112,21 @@ class Communicator:
 
     @contextmanager
     def raise_on_all(self, what: str) -> Iterator[None]:
-        """Run the body, then ``agree`` on how it ended: so no rank waits for one that failed.
+        """Run the body, then ``agree`` on the outcome, so no rank waits for one that failed.
 
-        The body may take any time, and has no collective.
+        The body may take any time but must not run a collective.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as raised:  # told to all, and raised again by agree
+        except Exception as raised:  # sent to all ranks, and raised again by agree
             error = raised
         self.agree(what, error)
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Agree that all ranks got through ``what``: if any rank brings an error, every rank raises.
+        """Check that all ranks got through ``what``: if any rank has an error, every rank raises.
 
-        A rank with an error raises its own, the others RankError with the sentence of the first rank that has one.
+        A rank with an error raises it; the others raise RankError with the message of the first rank that has one.
         ``what`` follows "while": "opening the store".
         """
         try:
@@ -143,25 +143,25 @@ class Communicator:
             raise RankError(f"rank {failed[0]} failed while {what}{also}: {failures[failed[0]].decode()}")
 
     def all_gather_object(self, own: Any, what: str = "exchanging values") -> list[Any]:
-        """Return every rank's value, in rank order; ``own`` is what JSON can say (tuples arrive as lists)."""
+        """Return every rank's value, in rank order. Values must be JSON serializable; tuples arrive as lists."""
         return [json.loads(gathered) for gathered in self._all(json.dumps(own).encode(), what)]
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
-        """Return, place by place, the least number of all ranks (int64); all bring equally many."""
+        """Return the elementwise minimum (int64) over all ranks; all must pass the same number of values."""
         return [int(number) for number in self._gather_frames(numbers, _COMPARING, what).min(axis=0)]
 
     def barrier(self, what: str = "waiting for all ranks") -> None:
-        """Return when all ranks have come."""
+        """Return when all ranks have called it."""
         self.all_reduce_min([0], what)
 
     def _all(self, own: bytes, what: str) -> list[bytes]:
-        """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
+        """Return every rank's bytes, in rank order. Costs one small collective if all are empty."""
         sizes = self._gather_frames([len(own)], _AGREEING, what)[:, 0].tolist()
         gathered = self._gather(torch.from_numpy(np.frombuffer(own, np.uint8).copy()), sizes, self._host, what)
         return [piece.numpy().tobytes() for piece in torch.split(gathered, sizes)]
 
     def _gather_frames(self, numbers: Sequence[int], mark: int, what: str) -> NDArray[np.int64]:
-        """Return the numbers (size, n) of all ranks, which all bring equally many with one mark."""
+        """Return the numbers (size, n) of all ranks, which must all pass n numbers and the same mark."""
         work, received = self._begin_frames(numbers, mark)
         with self._reaching(what):
             work.wait()
@@ -169,7 +169,7 @@ class Communicator:
         return received[:, 1 : len(numbers) + 1]
 
     def _begin_frames(self, numbers: Sequence[int], mark: int) -> tuple[Any, NDArray[np.int64]]:
-        """Send a mark and numbers to all ranks; returns what to wait for, and where theirs come."""
+        """Send a mark and numbers to all ranks; return the pending work and the array that receives theirs."""
         own = np.zeros(splits_width(len(numbers), _FRAME), np.int64)
         own[0], own[1 : len(numbers) + 1] = mark, numbers
         received = np.empty((self.size, own.size), np.int64)
@@ -177,7 +177,7 @@ class Communicator:
         return dist.all_gather(into, torch.from_numpy(own), group=self._host, async_op=True), received
 
     def _check_marks(self, received: NDArray[np.int64], mark: int, what: str) -> None:
-        """Raise RankError if another rank does something else."""
+        """Raise RankError if another rank is in a different call."""
         if others := np.nonzero(received[:, 0] != mark)[0].tolist():
             raise RankError(
                 f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
@@ -187,9 +187,9 @@ class Communicator:
     # -- data ---------------------------------------------------------------------------------------------
 
     def exchange_splits(self, to: NDArray[np.int64], what: str = "exchanging splits") -> NDArray[np.int64]:
-        """Send row r of ``to`` (size, n; int64) to rank r; row r of what is returned is what rank r sent here.
+        """Send row r of ``to`` (size, n; int64) to rank r; row r of the result is the row that rank r sent here.
 
-        ``what`` is the same on all ranks. Raises RankError where another rank exchanges splits for something else.
+        ``what`` is the same on all ranks. Raises RankError if another rank exchanges splits for something else.
         """
         with self._reaching(what):
             work, received = self._begin_splits(to, what)
@@ -205,9 +205,9 @@ class Communicator:
         return dist.all_to_all_single(*pair, group=self._data, async_op=True), received
 
     def meet(self, data: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        """Do ``data.exchange_splits``, and raise RankError on all ranks if another rank makes an agreement instead.
+        """Do ``data.exchange_splits``, but raise RankError on all ranks if another rank makes an agreement instead.
 
-        For calls that a loop may make on one rank only by mistake, such as a validation. Meanwhile the other ranks may
+        For calls that a training loop may wrongly make on one rank only, such as a validation. The other ranks may then
         be in a step, which exchanges on ``data``, or at the end of a pass, which is an agreement of this communicator.
         """
         assert isinstance(data, Communicator)
@@ -223,7 +223,7 @@ class Communicator:
                 try:
                     with self._reaching(what):
                         one[0].wait()
-                except RankError as error:  # a rank ended: the other answer may say what it did before
+                except RankError as error:  # a rank ended; the other answer may show what it did before
                     failed = error
                 else:
                     self._check_marks(one[1], mark, what)
@@ -240,14 +240,14 @@ class Communicator:
         into: Tensor | None = None,
         what: str = "exchanging rows",
     ) -> Tensor:
-        """Send ``send_splits[r]`` elements of the flat ``send``, which stand in rank order, to every rank r.
+        """Send ``send_splits[r]`` elements of the flat ``send``, which is in rank order, to every rank r.
 
-        Returns what came, ``receive_splits[r]`` elements from rank r, in rank order: in ``into`` where given, else in a
-        new tensor of the same dtype and device. Any dtype; splits may be 0.
+        Returns ``receive_splits[r]`` elements from each rank r, in rank order: in ``into`` if given, else in a new
+        tensor of the same dtype and device. Any dtype; splits may be 0.
         """
         received = torch.empty(sum(receive_splits), dtype=send.dtype, device=send.device) if into is None else into
         width = send.element_size()
-        # as bytes: the same transfer whatever the dtype, and Gloo has no bfloat16 in older versions of torch
+        # as bytes: same transfer for every dtype, and Gloo in older versions of torch has no bfloat16
         come, go = _bytes_of(received), _bytes_of(send.contiguous())
         with self._reaching(what):
             dist.all_to_all_single(
@@ -256,11 +256,11 @@ class Communicator:
         return received
 
     def all_gather(self, own: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
-        """Return every rank's flat tensor, in rank order; rank r brings ``sizes[r]`` elements of any dtype, or none."""
+        """Return every rank's flat tensor, in rank order; rank r passes ``sizes[r]`` elements, any dtype; 0 allowed."""
         return self._gather(own, sizes, self._data, what)
 
     def _gather(self, own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str) -> Tensor:
-        """Gather pieces of equal sizes in one collective, others in one for each rank, as all-gathers need."""
+        """Gather pieces of equal size in one collective, and others in one per rank, as all-gather requires."""
         gathered = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         pieces = torch.split(gathered, list(sizes))
         if sizes[0] and len(set(sizes)) == 1:
@@ -281,22 +281,22 @@ class Communicator:
 
     @contextmanager
     def _reaching(self, what: str) -> Iterator[None]:
-        """Raise RankError where the body, a collective, fails; memory that ran out on the device as it is."""
+        """Raise RankError if the body, a collective, fails; an out-of-memory error of the device passes through."""
         if self._closed:
-            raise RankError(f"rank {self.rank} was {what} on a communicator that is closed: open the store again")
+            raise RankError(f"rank {self.rank} was {what} on a closed communicator: open the store again")
         try:
             yield
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise RankError(
-                f"a rank ended or did not answer while rank {self.rank} was {what} ({_first_line(error)}): training "
-                "goes on from the last commit: start all ranks again"
+                f"a rank ended or did not answer while rank {self.rank} was {what} ({_first_line(error)}): restart all "
+                "ranks to resume from the last commit"
             ) from error
 
 
 class LocalCommunicator:
-    """One rank alone, with the methods of `Communicator`: it waits for nobody, and copies nothing."""
+    """A single rank with the methods of `Communicator`: it never waits or copies."""
 
     rank, size = 0, 1
 
@@ -304,7 +304,7 @@ class LocalCommunicator:
         self.device = device
 
     def clone(self, device: str | torch.device | None = None) -> LocalCommunicator:
-        """Return another one."""
+        """Return a new LocalCommunicator."""
         return LocalCommunicator(self.device if device is None else device)
 
     def close(self, *, failed: bool = False) -> None:
@@ -316,12 +316,12 @@ class LocalCommunicator:
         yield
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Raise ``error`` where there is one."""
+        """Raise ``error`` if it is not None."""
         if error is not None:
             raise error
 
     def all_gather_object(self, own: Any, what: str = "") -> list[Any]:
-        """Return ``own`` as it would arrive: tuples as lists."""
+        """Return ``own`` as other ranks would receive it: tuples as lists."""
         return [json.loads(json.dumps(own))]
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "") -> list[int]:
@@ -359,14 +359,14 @@ AnyCommunicator: TypeAlias = Communicator | LocalCommunicator
 
 
 class Communicators(NamedTuple):
-    """The ranks of a cache, connected anew for each thread that exchanges."""
+    """The communicators of a cache, one for each thread that exchanges."""
 
     control: AnyCommunicator
-    """Of agreements, and of what loops do in turn."""
+    """For agreements and for the collectives of the training loop."""
     exchange: AnyCommunicator
-    """Of rows and gradients."""
+    """For rows and gradients."""
     input: AnyCommunicator
-    """Of the inputs of batches."""
+    """For the inputs of batches."""
 
     @classmethod
     def connect(cls, ranks: AnyCommunicator) -> Communicators:
@@ -383,17 +383,17 @@ class Communicators(NamedTuple):
 def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> AnyCommunicator:
     """Return a communicator of the ranks of ``group``, by default of the default process group. Collective.
 
-    Where torch.distributed is not initialized, or the group has one rank, it is a `LocalCommunicator`. "cuda" is the
-    GPU of LOCAL_RANK, or the only one that this process sees. The ranks get process groups of their own. For that the
-    ranks of a ``group`` that is not of all processes must have made equally many process groups so far.
+    It is a `LocalCommunicator` if torch.distributed is not initialized or the group has one rank. "cuda" is the GPU of
+    LOCAL_RANK, or the only GPU visible to this process. The ranks get separate process groups. For that, the ranks of a
+    ``group`` that does not have all processes must have created the same number of process groups so far.
 
-    Raises RankError where this process is not in ``group``, or a rank does not come.
+    Raises RankError if this process is not in ``group``, or if a rank does not arrive.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return LocalCommunicator(device)
     device = _device_of(device)
     if dist.get_rank(group) < 0:
-        raise RankError("this process is not in the process group that was given: give a group that it is in")
+        raise RankError("this process is not in the given process group: pass a group that includes it")
     if dist.get_world_size(group) == 1:
         return LocalCommunicator(device)
     if device.type == "cuda" and not dist.is_nccl_available():
@@ -402,7 +402,7 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
 
 
 def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> LocalCommunicator:
-    """Return the communicator of a training that is not divided.
+    """Return the communicator of a training that is not sharded.
 
     Warns if ``group``, by default the default process group, has several ranks.
     """
@@ -419,27 +419,27 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Wire:
-    """Sends flat tensors and counts among the ranks; what stays on this rank does not come here."""
+    """Sends flat tensors and counts between ranks; data that stays on this rank bypasses it."""
 
     def __init__(self, ranks: AnyCommunicator, dtype: torch.dtype) -> None:
-        """Raises ValueError for a dtype that is none of `WIRE_DTYPES`."""
+        """Raises ValueError for a dtype that is not in `WIRE_DTYPES`."""
         if dtype not in WIRE_DTYPES:
             raise ValueError(f"rows cannot travel as {dtype}: it must be one of {', '.join(map(str, WIRE_DTYPES))}")
         self.ranks, self.dtype = ranks, dtype
         self.bytes_sent = 0
-        """Bytes that left this rank for others so far."""
+        """Bytes sent from this rank to others so far."""
 
     def remote(self, sizes_W: Iterable[int]) -> list[int]:
-        """Return sizes by rank without this rank's own."""
+        """Return sizes by rank, with 0 for this rank."""
         return [0 if rank == self.ranks.rank else int(size) for rank, size in enumerate(sizes_W)]
 
     def count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        """Tell every rank its row of ``to``, and return what each told this one. Collective."""
+        """Send every rank its row of ``to``, and return the rows received from each. Collective."""
         self.bytes_sent += 8 * splits_width(to.shape[1]) * (self.ranks.size - 1)
         return self.ranks.exchange_splits(to, what)
 
     def send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
-        """Send to the others, float32 in the wire's dtype, and receive ``into``. Collective."""
+        """Send ``send`` to the other ranks, float32 in the wire's dtype, and receive ``into``. Collective."""
         narrow = send.dtype == torch.float32 and self.dtype != torch.float32
         send = send.to(self.dtype) if narrow else send
         self.bytes_sent += send.numel() * send.element_size()
@@ -450,16 +450,16 @@ class Wire:
 
 
 def splits_width(num_splits: int, frame: int = SPLITS_FRAME) -> int:
-    """Return how many int64 go to each rank for so many splits.
+    """Return the number of int64 that go to each rank for ``num_splits`` splits.
 
-    They come in frames: where another rank does something else, as many numbers as are awaited come from it, mostly.
-    Where other ones did, Gloo would end the process.
+    They are padded to whole frames, so a rank that is in a different call usually sends as many numbers as are
+    expected. If the numbers differed, Gloo would end the process.
     """
     return -(-(1 + num_splits) // frame) * frame
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0 and 2" or, of many, the first of them and how many more."""
+    """Return "rank 1", "ranks 0 and 2" or, for many, the first few and the count of the rest."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MOST_NAMED:
@@ -468,18 +468,18 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return what an error says, with its type where it is not one of ours."""
+    """Return an error's message, prefixed with its type if it is not a tiercache error."""
     words = _first_line(error)
     return words if isinstance(error, (TierCacheError, StoreError)) else f"{type(error).__name__}: {words}"
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of what an error says: torch adds many."""
+    """Return the first line of an error's message: torch adds many."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return how long a process group waits; torch's default where its backend does not say."""
+    """Return the timeout of a process group, or torch's default if its backend does not report one."""
     group = c10d._get_default_group() if group is None else group
     backends = (group._get_backend(device) for device in group._device_types)
     found = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends)
@@ -488,12 +488,12 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 
 def _device_of(device: str | torch.device) -> torch.device:
     device = torch.device(device)
-    if str(device) == "cuda":  # no number said
-        only = torch.cuda.device_count() == 1  # as where CUDA_VISIBLE_DEVICES gives each process its own
+    if str(device) == "cuda":  # no device index
+        only = torch.cuda.device_count() == 1  # e.g. CUDA_VISIBLE_DEVICES gives each process its own
         return torch.device("cuda", 0 if only else int(os.environ.get("LOCAL_RANK", "0")))
     return device
 
 
 def _bytes_of(flat: Tensor) -> Tensor:
-    """Return its memory. An empty tensor, as of an empty NumPy array, may have strides that no view takes."""
+    """Return the tensor's memory. An empty tensor, such as from an empty NumPy array, may have unviewable strides."""
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=flat.device)

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _COMPARING = "comparing what must be the same"
 MOST_LETTERS = 48
-"""Longer values are told as their digest: tables and sharding plans of a thousand ranks would be many megabytes."""
+"""Longer values are sent as digests: tables and sharding plans of a thousand ranks would be many megabytes."""
 
 
 def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
-    """Check that every fact (words for users: a value that JSON can say) is the same on all ranks. Collective.
+    """Check that every fact (a name shown to users: a JSON serializable value) is the same on all ranks. Collective.
 
-    The version of tiercache is a fact of its own, checked always. Facts that only some ranks bring differ.
+    The version of tiercache is always checked too. A fact that only some ranks pass differs.
 
     Raises:
-        RankError: on every rank, with one sentence that names what differs, its values and on which ranks.
+        RankError: on every rank; its message names each difference, the values, and the ranks.
     """
     own = {"the version of tiercache": __version__, **facts}
     facts_W = ranks.all_gather_object({name: _short(value) for name, value in own.items()}, _COMPARING)
@@ -37,10 +37,10 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
 
 
 def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> None:
-    """Check that each path, which may be relative, leads to the same place on all ranks, by its name. Collective.
+    """Check that each named path, which may be relative, leads to the same place on all ranks. Collective.
 
-    Paths do if they are equal when made absolute, or if links or mounts of one machine lead to the same folder. What is
-    not there yet is in the nearest folder above that is.
+    Paths match if they are equal when made absolute, or if links or mounts of one machine lead to the same folder. A
+    path that does not exist is identified by its nearest existing parent.
 
     Raises:
         RankError: as ``check_same``.
@@ -56,11 +56,11 @@ def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> Non
 
 
 def _identity(path: Path) -> list[str | int]:
-    """Return what no other place has: its machine, and the nearest folder that is there with the names below it."""
+    """Return a unique identity: the machine, the nearest existing folder, and the names below it."""
     for above in (path, *path.parents):
         try:
             found = above.stat()
-        except (OSError, ValueError):  # not there, or no path
+        except (OSError, ValueError):  # missing, or not a path
             continue
         return [socket.gethostname(), found.st_dev, found.st_ino, *path.relative_to(above).parts]
     return [str(path)]
@@ -68,11 +68,11 @@ def _identity(path: Path) -> list[str | int]:
 
 def _refuse(differences: Mapping[str, str | None]) -> None:
     if differing := "; ".join(f"{name} ({words})" for name, words in differences.items() if words):
-        raise RankError(f"ranks differ in {differing}: give all ranks the same, then start them again")
+        raise RankError(f"ranks differ in {differing}: give all ranks the same values and restart them")
 
 
 def _difference(values: list[str]) -> str | None:
-    """Return each value with its ranks where they are not all the same; ``values`` by rank."""
+    """Return each value with its ranks, or None if all are equal; ``values`` is by rank."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

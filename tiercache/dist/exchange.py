@@ -1,7 +1,7 @@
-"""The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
+"""The exchange of rows: each batch receives unique rows from their owners and sends gradients back.
 
-Legend as in `shard_layout`. On the wire travel, for each batch, two numbers that say which one it is, and each unique
-row; at the step counts and each row's gradient. What a rank owns itself does not travel.
+Legend as in `shard_layout`. Each batch sends two numbers that identify it and each unique row; each step sends counts
+and each row's gradient. Rows that this rank owns are not sent.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 
 class ReceivedGradients:
-    """Gradients of one batch, from every rank, this one too."""
+    """Gradients of one batch, from every rank including this one."""
 
     def __init__(
         self, rank: int, requested_WS: NDArray[np.int64], received_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
     ) -> None:
-        """asked_WS: rows that each rank asked for. came_WS: gradients that come. dims_H: of this rank's groups."""
+        """requested_WS: rows each rank asked for. received_WS: gradients received. dims_H: of this rank's groups."""
         self._rank, self._requested_WS, self._received_WS = rank, requested_WS, received_WS
         self._dims_S = np.concatenate([dims_H, dims_H])
         self.numbers_W = (received_WS * self._dims_S).sum(axis=1)
-        """Numbers that come from each rank."""
+        """Numbers received from each rank."""
         self._selected: Mapping[int, NDArray[np.int32]] = {}
         self.positions: dict[int, list[NDArray[np.int32]]] = {}
-        """By group: where the rows of the gradients stand in the pass, once they are added."""
+        """By group: positions in the pass of the gradients' rows, once they are added."""
         self.replicated: dict[int, list[NDArray[np.int32]]] = {}
-        """By group: the same of rows that have replicas."""
+        """By group: the same for rows that have replicas."""
 
     def select(self, selected: Mapping[int, NDArray[np.int32]]) -> None:
-        """Say by rank which of the rows it asked for have a gradient, where not all have."""
+        """Set, by rank, which of the requested rows have a gradient, if not all have."""
         self._selected = selected
 
     def add(
@@ -62,8 +62,7 @@ class ReceivedGradients:
     ) -> None:  # fmt: skip
         """Add the gradients of ``rows``, this rank's, to ``into``, one entry for each rank and row, in rank order.
 
-        positions, slots: of all rows asked for, by rank, this rank's own last. flat: the gradients by rank, this rank's
-        own first.
+        positions, slots: of all requested rows, by rank, this rank last. flat: the gradients by rank, this rank first.
         """
         num_groups = self._dims_S.size // 2
         requested_W = self._requested_WS.sum(axis=1)
@@ -104,12 +103,12 @@ class ReceivedGradients:
 
 
 class RowExchange:
-    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective but ``close`` and
-    ``discard``.
+    """Exchanges the rows of batches between ranks, for one cache. All calls but ``close`` and ``discard`` are
+    collective.
 
-    All ranks make the same calls in the same order, one thread at a time: where the backend queues its work the
-    training thread, so that all ranks queue it in one order, between the same calls of the user's. On a CPU only
-    ``step`` and ``send_gradients`` are there: they use the backend's scratch.
+    All ranks make the same calls in the same order from one thread at a time. If the backend queues its work, that is
+    the training thread, so that all ranks queue it in one order, between the same calls of the user. On a CPU only
+    ``step`` and ``send_gradients`` must be on it: they use the backend's scratch.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class RowExchange:
         *,
         wire_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Raises ValueError for a wire dtype that is none of `WIRE_DTYPES`.
+        """Raises ValueError for a wire dtype that is not in `WIRE_DTYPES`.
 
         groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
         """
@@ -135,7 +134,7 @@ class RowExchange:
 
     @property
     def slices(self) -> SliceSteps:
-        """What steps the column slices of the pass that is open."""
+        """Steps the column slices of the open pass."""
         assert self._slices is not None
         return self._slices
 
@@ -145,23 +144,23 @@ class RowExchange:
         return self._replicas.num_bytes
 
     def open_pass(self, layout: ShardLayout, rows: Sequence[GroupRows]) -> None:
-        """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
+        """Begin to exchange rows of a pass; ``rows`` are the groups of this rank's part."""
         owners = layout.owners
         self._rows = rows
         self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
         self._replicas.open(owners if layout.replicated else None, rows)
 
     def close(self) -> None:
-        """Let go of the rows of the pass that is open."""
+        """Release the rows of the open pass."""
         self._rows, self._slices = (), None
         self._replicas.open(None, ())
 
     def serve(self, batch: ExchangedInput, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
-        """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
+        """Return the rows of a batch, by group of whole tables, and the slots of ``positions``.
 
-        Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing on the
-        device is waited for. error: what went wrong on this rank since it asked. Where a rank has one, or was asked for
-        rows that it has not, every rank raises; and all where they bring different batches.
+        Each batch has separate rows, which only lookups read. Does not wait for the device if the backend queues its
+        work. error: an error on this rank since the request. If a rank has one, or was asked for rows that it does not
+        have, or if ranks pass different batches, every rank raises.
         """
         what = f"exchanging rows of {batch.where}"
         error = error or batch.error
@@ -174,7 +173,7 @@ class RowExchange:
         return self._groups_of(batch.request, self._unpack(batch.layout, batch.request, flat)), slots
 
     def _serve(self, batch: ExchangedInput, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send every rank the rows that it asked for; return the slots, and rows that came, then this rank's own."""
+        """Send every rank its requested rows; return the slots and the rows: received ones, then this rank's."""
         p, H = self._backend, batch.layout.num_groups
         positions = p.tensor(p.to_device(batch.positions))
         slots = p.tensor(p.empty((batch.positions.size,), np.int32))
@@ -212,7 +211,7 @@ class RowExchange:
         return np.array(dims + [0] * (num_groups - len(dims)), dtype=np.int64)
 
     def _unpack(self, s: ShardLayout, request: Request, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each group, (U, dim): ``flat`` itself where there is one group of whole rows."""
+        """Return the rows of each group, (U, dim): ``flat`` itself if there is one group of whole rows."""
         p = self._backend
         if s.is_plain:
             return [flat.view(request.num_unique, self._groups[0].dim)]
@@ -241,7 +240,7 @@ class RowExchange:
             for rows, group in zip(found, self._groups, strict=True)
         ]  # fmt: skip
 
-    # -- the way back -------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------
 
     def send_gradients(
         self, batch: ExchangedInput, slots: torch.Tensor, gradients: GroupGradients, into: GroupGradients,
@@ -249,11 +248,11 @@ class RowExchange:
     ) -> list[bool]:  # fmt: skip
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
-        slots: as of ``serve``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
-        row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
-        backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
+        slots: from ``serve``. gradients: of lookups in the batch's rows, by group of whole tables; summed by row and
+        averaged over all ranks. Rows without a gradient are skipped. Gradients arrive in rank order. Does not wait for
+        the device if the backend queues its work, except for gradients whose rows only the device knows.
 
-        says: flags that ranks tell one another with it; returns which of them any rank has set.
+        flags: sent to all ranks; returns, for each, True if any rank has set it.
         """
         p, s, request, what = self._backend, batch.layout, batch.request, "exchanging gradients"
         S = 2 * s.num_groups
@@ -293,7 +292,7 @@ class RowExchange:
     def _rows_with_gradients(
         self, batch: ExchangedInput, g: int, pending: Sequence[SavedGradient]
     ) -> NDArray[np.bool_] | None:
-        """Return which rows of a group have a gradient; None where all have."""
+        """Return a mask of the rows of a group that have a gradient; None if all have."""
         request, num_rows = batch.request, int(batch.request.num_rows_G[g])
         if not num_rows:
             return None
@@ -316,9 +315,9 @@ class RowExchange:
         received_WS: NDArray[np.int64],
         what: str,
     ) -> dict[int, NDArray[np.int32]]:
-        """Tell owners which of their rows have a gradient; return that of rows asked for here, by rank.
+        """Send owners the indices of their rows that have a gradient; return those of rows requested here, by rank.
 
-        Nothing is said where all have one. By way of the host, whose numbers are looked at.
+        Sends nothing if all rows have one. The numbers go through host memory, where they are checked.
         """
         s, request = batch.layout, batch.request
         wire_R = exclusive(request.rows_R)
@@ -338,12 +337,12 @@ class RowExchange:
         pieces = dict(enumerate(np.split(received, np.cumsum(receive)[:-1])))
         pieces[self.ranks.rank] = part[sum(send) :]
         for rank, piece in pieces.items():
-            if error := out_of_bounds(self.ranks.rank, piece, int(received_W[rank]), f"of those rank {rank} asked for"):
+            if error := out_of_bounds(self.ranks.rank, piece, int(received_W[rank]), f"of rank {rank}'s request"):
                 raise error
         return {rank: piece for rank, piece in pieces.items() if receive_W[rank]}
 
     def _sum(self, request: Request, gradients: GroupGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the sum of each row's gradients over W, of each group (U, dim); of the only one ``into`` memory."""
+        """Return the sum of each row's gradients over W, by group (U, dim); a single group is written to ``into``."""
         p, sums = self._backend, []
         for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients, strict=True):
             flat = p.tensor(p.empty((rows * group.dim,), np.float32)) if into is None else into
@@ -366,16 +365,16 @@ class RowExchange:
             at += part.numel()
 
     def step(self, steps: Sequence[OptimizerStep], rows: Sequence[GroupRows]) -> None:
-        """Step the rows that this rank owns; replicas follow.
+        """Step the rows that this rank owns and update their replicas.
 
-        Column slices of a table with row-wise Adagrad add up their squares first.
+        Column slices of a table with row-wise Adagrad first add up their squares.
         """
         if others := self.slices.step(steps, rows):
             self._backend.step(others)
         self._replicas.update(rows)
 
     def discard(self) -> None:
-        """Forget what `send_gradients` noted, where its gradients are dropped in place of a step. Not collective."""
+        """Drop the positions that `send_gradients` recorded, if its gradients are not stepped. Not collective."""
         if self._slices is not None:
             self._slices.forget()
         self._replicas.forget()

@@ -1,4 +1,4 @@
-"""A dense part in stages on several devices (torch.distributed.pipelining), with the embeddings outside of it."""
+"""Pipeline parallelism (torch.distributed.pipelining) for the dense part, with the embeddings outside the pipeline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 
 def check_micro_batches(passes: PassDataset, *, batch_size: int, micro_batches: int, stages: int) -> None:
-    """Raise ValueError where a pipeline could not train these passes: call it before training.
+    """Raise ValueError if a pipeline could not train these passes: call it before training.
 
-    Its schedules need at least as many micro-batches as stages, and all of one size: a batch that is short, as the
-    last of a pass may be, would end the run in its midst.
+    A pipeline schedule needs at least as many micro-batches as stages, all of one size. A short batch, such as the last
+    of a pass, would end the run.
     """
     if micro_batches < stages:
-        raise ValueError(
-            f"{micro_batches} micro-batches cannot fill {stages} stages: give at least {stages} micro-batches"
-        )
+        raise ValueError(f"{micro_batches} micro-batches cannot fill {stages} stages: use at least {stages}")
     if batch_size % micro_batches:
         raise ValueError(
-            f"batches of {batch_size} samples do not divide into {micro_batches} equal micro-batches: give a batch "
+            f"batches of {batch_size} samples do not divide into {micro_batches} equal micro-batches: use a batch "
             f"size that is a multiple of {micro_batches}"
         )
     for source in passes.passes:
@@ -39,10 +37,10 @@ def check_micro_batches(passes: PassDataset, *, batch_size: int, micro_batches: 
 
 
 class StageInput:
-    """Brings what the ranks looked up to the rank of the first stage, and its gradient back to them.
+    """Sends embedding outputs of all ranks to the rank of the first stage, and their gradients back.
 
     For each batch: ``collect`` the outputs of the embedding modules, run the pipeline's step on the first stage with
-    what it returns, then ``give_back``. All ranks of the cache take part, those of later stages too.
+    the result, then ``give_back``. All ranks of the cache take part, including those of later stages.
     """
 
     def __init__(self, ranks: AnyCommunicator, *, first_stage: int = 0) -> None:
@@ -51,11 +49,11 @@ class StageInput:
         self._sizes: list[int] = []
 
     def collect(self, looked_up: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """Return the vectors of all ranks' samples (N, T), in the order of ranks, on the first stage; else None.
+        """Return the vectors of all ranks' samples (N, T), in rank order, on the first stage; else None.
 
-        It takes gradients; ``give_back`` hands them on.
+        The result takes gradients; ``give_back`` returns them to the ranks.
         """
-        self._own = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 is another rank's
+        self._own = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 belongs to another rank
         self._sizes = self._sizes_of(self._own)
         found = self.bring(self._own.detach(), to=self._first)
         return None if found is None else found.requires_grad_()
@@ -73,21 +71,21 @@ class StageInput:
         return found.reshape(-1, *own.shape[1:]) if is_target else None
 
     def _sizes_of(self, own: torch.Tensor) -> list[int]:
-        """Return how many rows each rank has."""
+        """Return the number of rows on each rank."""
         to = np.full((self._ranks.size, 1), own.shape[0], np.int64)
         return [int(size) for size in self._ranks.exchange_splits(to, "counting rows of a pipeline")[:, 0]]
 
     def give_back(self, collected: torch.Tensor | None) -> None:
-        """Hand the gradient of ``collected`` to the ranks that looked the vectors up, whose rows then wait for a step.
+        """Send the gradient of ``collected`` back to the ranks that did the lookups; their rows then await a step.
 
-        For a loss that is the mean over the whole batch, as the last stage's is. Raises ValueError, RankError on the
-        other ranks, where no backward has come to ``collected`` yet.
+        For a loss that is the mean over the whole batch, as on the last stage. Raises ValueError, and RankError on the
+        other ranks, if ``collected`` has no gradient yet.
         """
         assert self._own is not None, "collect comes first"
         ranks, own = self._ranks, self._own
         width = own.shape[1]
         is_target, gradient = collected is not None, own.new_empty(0)
-        with ranks.raise_on_all("giving gradients of collected vectors back"):
+        with ranks.raise_on_all("returning gradients of collected vectors"):
             if collected is not None and collected.grad is not None:
                 gradient = collected.grad.reshape(-1)
             elif collected is not None and collected.numel():

@@ -1,10 +1,10 @@
-"""Pooled features: which features of a batch their owners pool, and what they are sent for it. On the host.
+"""Pooled features: which features of a batch their owners pool, and the messages that ask for it. On the host.
 
 Legend: W ranks, P features that may be pooled, n samples of a rank's batch, E ids of one feature of it.
 
-A *block* is what one rank has one owner pool: some features, by the group of the owner's part that their table is in.
-Its vectors are (n, width), the features' columns side by side. Its *message* has, feature after feature, the lengths of
-the bags if these may have any number of ids, the ids, and their weights if the data have some: int32 words.
+A *block* is the set of features that one rank asks one owner to pool, by the group of the owner's part that their table
+is in. Its vectors are (n, width), the features' columns side by side. Its *message* has, for each feature, the lengths
+of the bags if these vary, the ids, and their weights if the data has weights: int32 words.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
 
 
 MODES = {"sum": SUM, "mean": MEAN}
-"""How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
+"""Pooling modes that owners support. For max they would also have to send the winning entry of each number."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolableFeature:
-    """A feature that may be pooled where its table's rows are: one rank has all rows, whole or in columns."""
+    """A feature that can be pooled on its owners: one rank has all rows, or several have slices of columns."""
 
     name: str
     table: str
     length: int | None
-    """Ids of each sample; None: any number."""
+    """Ids per sample; None: any number."""
     weighted: bool
-    """Whether the data have weights for it."""
+    """True if the data has weights for it."""
     dim: int
     rows: int
-    """Of the table, in the pass."""
+    """Rows of the table in the pass."""
     owners: tuple[Destination, ...]
-    """In the order of columns."""
+    """The owners, in column order."""
 
     def words(self, num_samples: int, num_ids: int) -> int:
-        """Return the words of its part of a message."""
+        """Return the number of words of its part of a message."""
         return (num_samples if self.length is None else 0) + num_ids * (2 if self.weighted else 1)
 
 
 def poolable_features(owners: Owners, features: Sequence[Feature]) -> tuple[PoolableFeature, ...]:
-    """Return the features whose tables stand whole on one rank, or in columns on several; in the schema's order."""
+    """Return the features whose tables are whole on one rank or split by column over several; in schema order."""
     found = []
     for feature in features:
         t = owners.index(feature.table)
@@ -77,26 +77,26 @@ def poolable_features(owners: Owners, features: Sequence[Feature]) -> tuple[Pool
 
 
 def pooled_by_owner(poolable: Sequence[PoolableFeature], modes: Mapping[str, str | None]) -> list[PoolableFeature]:
-    """Return the features that are read on the ranks that own their tables, where these read by owner."""
+    """Return the features that are read on the ranks that own their tables, if those read by owner."""
     return [one for one in poolable if modes.get(one.name) in MODES]
 
 
 @dataclass(frozen=True, slots=True)
 class PooledBlock:
-    """What one rank asks of one owner."""
+    """The features that one rank asks one owner to pool."""
 
     features: tuple[int, ...]
-    """Which of the P, in order."""
+    """Indices in P, ascending."""
     owners: tuple[Destination, ...]
-    """Of each: what of its table the owner has."""
+    """By feature: the owner's part of its table."""
     cols: tuple[int, ...]
-    """Of each: its first column in the block."""
+    """By feature: its first column in the block."""
     width: int
-    """Columns."""
+    """Number of columns."""
 
     @classmethod
     def of(cls, poolable: Sequence[PoolableFeature], requested_P: NDArray[np.int64], rank: int) -> PooledBlock:
-        """Return what is asked of ``rank``, where ``requested_P`` is not 0."""
+        """Return the block of ``rank``: the features whose ``requested_P`` is not 0."""
         found = [
             (d.group, p, d) for p in np.nonzero(requested_P)[0].tolist() for d in poolable[p].owners if d.rank == rank
         ]
@@ -109,15 +109,15 @@ class PooledBlock:
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """The bags of some features of one group, as one rank asks this one for them. In host memory."""
+    """The bags that one rank asks this rank to pool, for some features of one group. In host memory."""
 
     group: int
     features: tuple[int, ...]
     entries: LookupIds
     offsets: NDArray[np.int64]
-    """Those of the bags."""
+    """Offsets of the bags."""
     weights: list[tuple[int, int, NDArray[np.float32]]]
-    """Of entries from a first up to a last."""
+    """(first entry, end entry, weights)."""
 
     def on(self, backend: Backend) -> LookupIds:
         """Return the entries on the device."""
@@ -128,26 +128,26 @@ class PooledPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledInput:
-    """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
+    """The pooling requests of one batch between all ranks, in host memory; nothing is pooled yet."""
 
     poolable: tuple[PoolableFeature, ...]
     modes: dict[str, str]
-    """By name, of the features of this rank's batch that are pooled elsewhere."""
+    """By name: features of this rank's batch that other ranks pool."""
     num_samples_W: NDArray[np.int64]
     outgoing_W: tuple[PooledBlock, ...]
-    """What this rank asks of each."""
+    """The requests of this rank, by owner."""
     incoming_W: tuple[PooledBlock, ...]
-    """What each asks of this rank."""
+    """The requests to this rank, by rank."""
     parts_W: list[list[PooledPart]]
-    """The same, bag by bag."""
+    """The same, decoded into bags."""
 
 
 class PoolingChoice:
-    """Decides by bytes which features of a batch are pooled by their owners. On one thread at a time.
+    """Decides by bytes which features of a batch are pooled by their owners. For one thread at a time.
 
-    Rows: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample. In
-    training the gradient of each row, or vector, comes on top. What other features of the table bring is not looked
-    at, and neither is what of it stays on this rank: so the answer is the same wherever the table is.
+    Unpooled: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample.
+    Training adds the gradient of each row or vector. Rows shared with other features of the table, and rows that stay
+    on this rank, are not considered: so the answer does not depend on where the table is.
     """
 
     def __init__(self) -> None:
@@ -164,9 +164,9 @@ class PoolingChoice:
         trained: bool,
         where: str,
     ) -> list[int]:
-        """Return which of the candidates are pooled. item_bytes: of a number on the wire.
+        """Return the candidates to pool. item_bytes: bytes per number on the wire.
 
-        Raises IndexError for a local id that its table does not have in the pass, which ``where`` names.
+        Raises IndexError, which names ``where``, for a local id that its table does not have in the pass.
         """
         found, times = [], 2 if trained else 1
         for p, one in enumerate(poolable):
@@ -186,22 +186,22 @@ class PoolingChoice:
 
 
 def check_pooled_ids(one: PoolableFeature, ids: NDArray[np.int32], where: str) -> None:
-    """Raise IndexError for a local id that the table does not have, as a lookup does."""
+    """Raise IndexError for a local id that is not in the table, as a lookup does."""
     bad = check_ids(ids, np.array([0, ids.size]), np.array([one.rows]))
     if bad >= 0:
         raise wrong_id(one.name, int(ids[bad]), bad, one.table, one.rows, where)
 
 
 def wrong_id(feature: str, local_id: int, entry: int, table: str, rows: int, where: str) -> IndexError:
-    """Return the error about a local id that a table does not have."""
+    """Return the error for a local id that is not in its table."""
     return IndexError(
-        f"feature {feature!r} has local id {local_id} at entry {entry} of the batch, and table {table!r} has local ids "
+        f"feature {feature!r} has local id {local_id} at entry {entry} of the batch, but table {table!r} has local ids "
         f"0 to {rows - 1} in {where}: use batches of the pass that is being trained"
     )
 
 
 def split_by_rank(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
-    """Divide the ids of all ranks' samples, which stand in rank order, by rank."""
+    """Divide the ids of all ranks' samples, which are in rank order, by rank."""
     found, first = [], 0
     for last in np.cumsum(num_samples_W).tolist():
         mine = {}
@@ -221,7 +221,7 @@ def split_by_rank(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -
 def encode_block(
     block: PooledBlock, poolable: Sequence[PoolableFeature], ids: Mapping[str, FeatureIds]
 ) -> list[NDArray[np.int32]]:
-    """Return the pieces of the message that asks for a block."""
+    """Return the pieces of the message that requests a block."""
     pieces: list[NDArray[np.int32]] = []
     for p in block.features:
         one = poolable[p]
@@ -245,9 +245,9 @@ def decode_block(
     modes_P: NDArray[np.int8],
     n: int,
 ) -> list[PooledPart]:
-    """Return the bags of a message that came to ``rank``, feature after feature, by group.
+    """Return the bags of a message received by ``rank``, in feature order, by group.
 
-    Raises RankError where another rank asks for what this one has not.
+    Raises RankError if another rank asks for features or ids that this one does not have.
     """
     at, parts = 0, []
     every = zip(block.features, block.owners, block.cols, strict=True)
@@ -268,7 +268,7 @@ def decode_block(
                 raise error
             if int(lengths[-1].sum(dtype=np.int64)) != count or (n and int(lengths[-1].min()) < 0):
                 raise RankError(f"rank {rank} was asked to pool {count} ids of {one.name!r} in bags "
-                                "of another number: start all ranks again with one dataset")  # fmt: skip
+                                "of another size: start all ranks again with one dataset")  # fmt: skip
             if one.weighted:
                 weights.append((starts[-1], starts[-1] + count, message[at : at + count].view(np.float32)))
                 at += count

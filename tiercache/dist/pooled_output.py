@@ -1,4 +1,4 @@
-"""Pooled output dist: owners pool features for the other ranks, and get the gradients of the vectors back.
+"""Pooled output dist: owners pool features for other ranks and receive the gradients of the vectors.
 
 Legend as in `pooled`.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ServedPart(NamedTuple):
-    """What this rank pooled for another one."""
+    """One block that this rank pooled for another rank."""
 
     part: PooledPart
     entries: LookupIds
@@ -36,17 +36,17 @@ class ServedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledBatch:
-    """The pooled vectors of one batch, and what the gradients need on the way back."""
+    """The pooled vectors of one batch, and the data needed to send their gradients back."""
 
     vectors: Mapping[str, torch.Tensor]
     """By feature: (N, dim)."""
     inputs: PooledInput
     served_W: tuple[tuple[ServedPart, ...], ...]
-    """What this rank pooled for each."""
+    """The blocks that this rank pooled, by rank."""
 
 
 class PooledOutputDist:
-    """Has features pooled by the ranks that own their tables. ``serve`` and ``send_gradients`` are collective.
+    """Has owner ranks pool features. ``serve`` and ``send_gradients`` are collective.
 
     It uses the ranks, the wire and the threads of a `RowExchange`.
     """
@@ -57,13 +57,13 @@ class PooledOutputDist:
         self._rows: Sequence[GroupRows] = ()
 
     def open(self, rows: Sequence[GroupRows]) -> None:
-        """Begin with a pass: ``rows`` are the groups of this rank's part; none: with no pass."""
+        """Begin a pass; ``rows`` are the groups of this rank's part. Empty: no pass."""
         self._rows = rows
 
     def serve(self, inputs: PooledInput) -> PooledBatch:
-        """Have features pooled, after ``RowExchange.serve`` of the same batch.
+        """Have features pooled. Call it after ``RowExchange.serve`` of the same batch.
 
-        Where the backend queues its work, nothing is waited for.
+        Does not wait for the device if the backend queues its work.
         """
         entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in inputs.parts_W]
         vectors_W, served_W = self._serve(inputs, entries_W)
@@ -74,7 +74,7 @@ class PooledOutputDist:
     def _serve(
         self, inputs: PooledInput, entries_W: Sequence[Sequence[tuple[PooledPart, LookupIds]]]
     ) -> tuple[list[torch.Tensor], tuple[tuple[ServedPart, ...], ...]]:
-        """Pool what each rank asked for; return the vectors of each of this rank's blocks, and what was served."""
+        """Pool each rank's requests; return the vectors of this rank's blocks, and the blocks it served."""
         served_W: list[tuple[ServedPart, ...]] = [()] * self._ranks.size
         incoming_W, outgoing_W, num_samples = (
             inputs.incoming_W,
@@ -104,7 +104,7 @@ class PooledOutputDist:
 
     @staticmethod
     def _vectors(inputs: PooledInput, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the columns of a feature side by side."""
+        """Concatenate the columns of a feature."""
         found = []
         for owner in inputs.poolable[p].owners:
             block = inputs.outgoing_W[owner.rank]
@@ -112,7 +112,7 @@ class PooledOutputDist:
             found.append(vectors_W[owner.rank][:, col : col + owner.last_column - owner.first_column])
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
-    # -- the way back -------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------
 
     def send_gradients(
         self, batch: PooledBatch, gradients: Mapping[str, Sequence[torch.Tensor]], into: GroupGradients
@@ -121,7 +121,7 @@ class PooledOutputDist:
 
         gradients: by feature, to be added up.
 
-        In rank order, in each by feature. Features that no backward came to take no part. Call it after
+        Gradients are added in rank order, then feature order. Features without a gradient are skipped. Call it after
         ``RowExchange.send_gradients`` of the same batch.
         """
         inputs, P, what = batch.inputs, len(batch.inputs.poolable), "exchanging gradients of pooled vectors"
@@ -152,7 +152,7 @@ class PooledOutputDist:
             self._add(batch, rank, flags[rank, :P], gradient, into)
 
     def _write(self, inputs: PooledInput, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
-        """Write the gradient of a block; zeros for features without one, which are not added there."""
+        """Write the gradient of a block; zeros for features without one, which the owner does not add."""
         block = inputs.outgoing_W[rank]
         if not out.numel():
             return
@@ -167,7 +167,7 @@ class PooledOutputDist:
 
     def _add(self, batch: PooledBatch, rank: int, has_P: NDArray[np.int64], gradient: torch.Tensor,
              into: GroupGradients) -> None:  # fmt: skip
-        """Add what came from a rank."""
+        """Add the gradients received from a rank."""
         width = batch.inputs.incoming_W[rank].width
         for part, e, found in batch.served_W[rank]:
             starts = e.starts.tolist()

@@ -1,4 +1,4 @@
-"""A store follows a new schedule: another day of data, another cut into passes, rows from outside."""
+"""Reorganizing a store for a new schedule: another day of data, other passes, or imported rows."""
 
 from __future__ import annotations
 
@@ -47,25 +47,23 @@ def reorganize(
 ) -> Commit | None:
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
 
-    Training then begins at epoch 0 of the new schedule, or where ``start`` says (next pass, samples of it that are
-    trained already); where rows were imported in the midst of this schedule, or with sub-datasets that were split from
-    those trained so far, it goes on where it stands. Rows,
-    dense state and learning rates are as they were. Keys that the store does not have get their first row; rows of keys
-    that ``passes`` does not have stay where they are, but for segments of which they are less than half: those are
-    written anew, so that no segment takes more than twice the bytes that are needed of it. A store that follows this
-    schedule already is left as it is, so a loop over days may call this before each training, also after a crash; with
-    ``start`` only where it stands there. Returns None for a store without a commit, which any schedule may begin.
+    Training then begins at epoch 0 of the new schedule, or at ``start`` (next pass, samples of it already trained). If
+    rows were imported in the middle of this schedule, or its sub-datasets were split from those trained so far, it
+    resumes at its position. Rows, dense state and learning rates do not change. Keys that are not in the store get
+    initial rows. Rows of keys that are not in ``passes`` stay in place, unless they are less than half of their
+    segment: then they are rewritten, so no segment takes more than twice the bytes it needs. A store that already
+    follows this schedule (and is at ``start``, if given) is not changed, so a loop over days may call this before each
+    training, also after a crash. Returns None for a store without a commit, which any schedule may begin.
 
-    One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
-    temporary files of at most an eighth of what moves, or 2.5 GiB; itself one commit: killed at any moment, the store
-    stands before or after.
-    ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile,
-    with its temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether
-    bars are shown; None: on a terminal. Unless it is False, a line on stderr says what may move.
+    Does one sweep over all keys, then one streaming read and write of the rows that move, with about 300 MiB of memory
+    and temporary files of at most an eighth of those rows, or 2.5 GiB. It is one commit: if it is killed, the store is
+    either unchanged or reorganized.
+    ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: the most bytes that the store and its temporary
+    files may take meanwhile; `reorganize_plan` checks it before anything is written. ``progress``: True shows bars;
+    None: only on a terminal. Unless it is False, a line on stderr says how much may move.
 
-    Raises BudgetError for a budget that may not be enough, DatasetError for sub-datasets of other tables, ValueError
-    for a store that stands inside a pass where ``start`` is not given and for a ``start`` that is no place of the
-    schedule, StoreFullError.
+    Raises BudgetError if the budget may be too small, DatasetError for sub-datasets of other tables, ValueError if the
+    store is inside a pass and ``start`` is not given, or if ``start`` is not in the schedule, and StoreFullError.
     """
     check_tables(store, passes)
     rule = order_rule(passes, order, order_seed)
@@ -89,8 +87,8 @@ def reorganize(
     if progress is not False:
         most = sum(count * table.row_bytes for table, count in rows.items())
         again = "" if not commit.cursor.pass_index or begin != (0, 0) else (
-            f"; training begins at epoch 0 of all {schedule.num_passes:,} sub-datasets, whatever was trained before: "
-            "to train new files alone, extract them into a dataset of their own"
+            f"; training begins at epoch 0 of all {schedule.num_passes:,} sub-datasets, including any trained before: "
+            "to train only new files, extract them into a separate dataset"
         )  # fmt: skip
         Console(stderr=True).print(
             f"reorganizing {store.label} for {passes.path}: at most {format_bytes(most)} of rows are read, and as many "
@@ -112,11 +110,11 @@ def import_rows(
     order: OrderRule,
     progress: bool | None = None,
 ) -> Commit:
-    """Give a store without a commit its first rows, in the order in which ``passes`` will use them; returns the commit.
+    """Import the first rows of an empty store, in the order in which ``passes`` will use them; returns the commit.
 
     ``rows(table)`` yields keys (n,) in hash order, each once, and all fields (n, width), float32. Keys of the passes
-    that it lacks get their first row. Memory and temporary files as for ``reorganize``, of all rows; killed at any
-    moment, the store is empty or has them. Raises ValueError for a store that is not empty, and StoreFullError.
+    that it lacks get initial rows. Memory and temporary files as for ``reorganize``, counting all rows. If it is
+    killed, the store is empty or has all rows. Raises ValueError if the store is not empty, and StoreFullError.
     """
     schedule = Schedule.of(passes, order)
     first, layout = first_uses(store, passes, schedule, Cursor(0, 0))
@@ -136,15 +134,15 @@ def reorganize_plan(
     order: Sequence[int] | str | int | None = None,
     order_seed: int | None = None,
 ) -> ReorganizePlan:
-    """Return the most that ``store`` takes on disk while it is put in the order of ``passes``; writes nothing.
+    """Return the most disk space that ``store`` takes while it is put in the order of ``passes``; writes nothing.
 
-    Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
+    Reads the keys of all passes once, and no rows. For a store that already has this order: what it would take.
     """
     check_tables(store, passes)
     positions = RowOffsets.of(passes, store.groups)
     rule = order_rule(passes, order, order_seed)
     schedule = Schedule.of(passes, rule)
-    files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
+    files = 1 if schedule.repeats else 2  # in the middle of an epoch, also the next epoch's
     return ReorganizePlan.of(
         store.groups,
         store.history,
@@ -156,9 +154,9 @@ def reorganize_plan(
 
 
 def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor | None:
-    """Return where training goes on with the parts of the passes that it had; None where these are others.
+    """Return the position at which training resumes if the passes are split from those trained; None if not.
 
-    A permutation is of other sub-datasets than those.
+    A permutation (order) belongs to one set of sub-datasets.
     """
     if isinstance(order, tuple) or not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
         return None
@@ -169,29 +167,29 @@ def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor 
 
 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
-    """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pages."""
+    """Return the first use of each key from ``start`` on, and the pages into which the rows waiting for it are cut."""
     positions = RowOffsets.of(passes, store.groups)
     return FirstUses(schedule, positions, positions.keys_of(passes), start=start.pass_index), _layout(positions)
 
 
 def _layout(positions: RowOffsets) -> Layout:
-    """Return how ranges are cut into pages: that follows from the passes alone."""
+    """Return how ranges are cut into pages, which depends only on the passes."""
     return HostBudget.of(positions, 0, 0).layout
 
 
 def _check_start(start: Cursor, schedule: Schedule, passes: DatasetView) -> None:
-    """Raise ValueError where a schedule has no such place."""
+    """Raise ValueError if ``start`` is not in the schedule."""
     if min(start) < 0:
-        raise ValueError(f"start is {tuple(start)}: passes and samples count from 0")
+        raise ValueError(f"invalid start {tuple(start)}: passes and samples count from 0")
     samples = passes.passes[schedule.sub_dataset_of(start.pass_index)].samples
     if samples and start.sample > samples:
         raise ValueError(
-            f"start is sample {start.sample:,} of pass {start.pass_index}, whose sub-dataset has {samples:,}: give a "
-            "place of the new schedule"
+            f"start is sample {start.sample:,} of pass {start.pass_index}, but its sub-dataset has {samples:,}: give a "
+            "position in the new schedule"
         )
 
 
 def make_first_rows(table: Table, keys: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-    """Return every field (n, width) of rows that begin."""
+    """Return every field (n, width) of initial rows."""
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])
     return [initial_vectors(table, keys), *states]

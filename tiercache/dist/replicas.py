@@ -1,4 +1,4 @@
-"""Replicas: every rank's copy of the rows of data-parallel tables in a pass, as of the last step."""
+"""Replicas: each rank's copy of the rows of data-parallel tables in a pass, as of the last step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 PIECE_BYTES = 8 << 20
-"""Of rows that a rank sends at once while replicas are filled."""
+"""Bytes of rows that a rank sends at once while filling replicas."""
 
 
 class Replicas:
-    """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows themselves.
+    """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows.
 
-    What is in a replica has traveled: it has the wire's dtype, on the owner's rank too.
+    Replicas are rounded to the wire's dtype, on the owner's rank too.
     """
 
     def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:
@@ -43,7 +43,7 @@ class Replicas:
         return sum(replica.numel() * replica.element_size() for replica in self._replicas.values())
 
     def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
-        """Fill replicas with the rows of a pass; ``rows`` are this rank's. None: no replicas. Collective."""
+        """Fill replicas with the rows of a pass; ``rows`` are this rank's; owners None: no replicas. Collective."""
         p, rank = self._backend, self._ranks.rank
         self._owners, self._replicas, self._changed = owners, {}, {}
         for t, kind in enumerate(() if owners is None else owners.kinds):
@@ -79,16 +79,16 @@ class Replicas:
         torch.index_select(self._replicas[table], 0, p.tensor(p.to_device(local)), out=out)
 
     def note(self, changed: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
-        """Note by group the positions of rows that the next step changes."""
+        """Record, by group, the positions of rows that the next step changes."""
         for group, positions in changed.items():
             self._changed.setdefault(group, []).extend(positions)
 
     def forget(self) -> None:
-        """Forget what was noted."""
+        """Drop the recorded positions."""
         self._changed = {}
 
     def update(self, rows: Sequence[GroupRows]) -> None:
-        """Bring every rank's replicas up to the step that was made. Collective."""
+        """Update every rank's replicas to the last step. Collective."""
         if not self._replicas:
             return
         ranks, owners = self._ranks, self._owners
@@ -105,12 +105,12 @@ class Replicas:
             ids.append(own + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
             vectors.append(self._find(rows, group, p.tensor(p.to_device(own)), owners.tables[t].dim).view(-1))
         numbers = np.array([one.size for one in ids], dtype=np.int64)
-        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what replicas follow")
+        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting changed rows of replicas")
         if not count_WM.any():
             return
         dims = np.array([owners.tables[t].dim for t in self._replicas], dtype=np.int64)
         changed_ids = torch.from_numpy(np.concatenate(ids))
-        all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "telling which rows changed").numpy()
+        all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "sending changed local ids").numpy()
         received = ranks.all_gather(
             torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having replicas follow"
         )

@@ -1,4 +1,4 @@
-"""Requests: the rows of one batch, each once, in the order in which their owners are asked for them. On the host.
+"""Requests: the unique rows of one batch, in the order in which their owners are asked for them. On the host.
 
 Legend as in `shard_layout`.
 """
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a batch asks of every owner."""
+    """The rows that a batch requests from every owner."""
 
     addresses: NDArray[np.int32]
-    """In wire order: the position of each row among those of its owner's group."""
+    """In wire order: each row's position within its owner's group."""
     counts_WS: NDArray[np.int64]
-    """Addresses for each section of each owner."""
+    """Number of addresses for each section of each owner."""
     slots_U: NDArray[np.int32]
-    """Where each unique row stands among the rows of its group."""
+    """Each unique row's index within its group."""
     num_rows_G: NDArray[np.int64]
-    """Unique rows of each group."""
+    """Number of unique rows of each group."""
     replicated: tuple[tuple[int, int, NDArray[np.int32]], ...]
-    """(table, first slot, local ids): rows that are looked up in a replica."""
+    """(table, first slot, local ids): rows looked up in a replica."""
     rows_R: NDArray[np.int64]
-    """Rows of each run."""
+    """Number of rows of each run."""
     slot_R: NDArray[np.int64]
     """The first slot of each run."""
 
@@ -77,7 +77,7 @@ class Request:
 
 
 class RequestBuilder:
-    """Makes the requests of batches; keeps its scratch from batch to batch. On one thread at a time."""
+    """Builds the requests of batches and reuses its scratch between them. For one thread at a time."""
 
     def __init__(self) -> None:
         self._sorting = SortBuffers()
@@ -89,8 +89,8 @@ class RequestBuilder:
     ) -> tuple[Request, dict[str, FeatureIds]]:
         """Return the request of a batch, and its ids as indices of unique rows.
 
-        tables: by feature. Raises IndexError for a local id that its table does not have in the pass, which ``where``
-        names: as a lookup does.
+        tables: by feature. Raises IndexError, which names ``where``, for a local id that its table does not have in the
+        pass, as a lookup does.
         """
         names = sorted(ids, key=lambda name: layout.table_of[tables[name]])
         table_F = np.array([layout.table_of[tables[name]] for name in names], dtype=np.int64)
@@ -124,7 +124,7 @@ class RequestBuilder:
     def _unique(
         self, positions: NDArray[np.int32], rows: int, unique: NDArray[np.int32], inverse: NDArray[np.int32]
     ) -> int:
-        """Write the positions once each, ascending, and which of them each entry has; return how many they are."""
+        """Write the unique positions, ascending, and each entry's index among them; return their number."""
         if rows > BITS_PER_ENTRY * positions.size:
             return unique_slots(sort_slots(positions, rows, self._sorting), unique, inverse)
         words = -(-rows // 64)
@@ -133,7 +133,7 @@ class RequestBuilder:
         return unique_positions(positions, rows, self._bits, self._take("before", words), unique, inverse)
 
     def _take(self, name: str, size: int) -> NDArray[np.int32]:
-        """Return scratch of undefined content."""
+        """Return uninitialized scratch."""
         if name not in self._scratch or self._scratch[name].size < size:
             self._scratch[name] = np.empty(size + size // 8, dtype=np.int32)
         return self._scratch[name][:size]
@@ -142,7 +142,7 @@ class RequestBuilder:
 def _lay_out(
     layout: ShardLayout, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
 ) -> Request:
-    """Find out where each row goes and stands."""
+    """Compute each row's owner, wire position and slot."""
     s, rows_K = layout, end_K - begin_K
     shift_K = s.first_K - s.low_K - s.base_T[s.table_K]
     wire_K = exclusive(rows_K)
@@ -186,12 +186,12 @@ def _check(
 
 
 _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
-"""The counts behind those of sections and features."""
+"""Indices, from the end, of the numbers after the counts of sections and features."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputLayout:
-    """Where the rows and the poolable features of a pass are."""
+    """The layout of a pass's rows, and its poolable features."""
 
     shards: ShardLayout
     poolable: tuple[PoolableFeature, ...]
@@ -199,52 +199,52 @@ class InputLayout:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LocalInput:
-    """What a batch of this rank wants."""
+    """The input of a batch of this rank."""
 
     ids: Mapping[str, FeatureIds] = field(default_factory=dict)
-    """Local ids of the sub-dataset, by feature: of this rank's samples."""
+    """Local ids of the sub-dataset, by feature, for this rank's samples."""
     modes: Mapping[str, str | None] = field(default_factory=dict)
-    """How features are looked up; others are not asked for."""
+    """Pooling modes by feature; other features are not looked up."""
     whole: Mapping[str, str | None] | None = None
-    """The same of those that may be pooled elsewhere; None: all."""
+    """The same, for features that may be pooled elsewhere; None: all."""
     num_samples: int = 1
     own: Sequence[Mapping[str, FeatureIds]] | None = None
-    """If ranks read by owner, by rank: the ids of its samples for the features of tables that this rank owns; all
+    """By rank, if ranks read by owner: the ids of its samples for features of tables that this rank owns. All
     candidates are pooled then."""
     token: int = 0
-    """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
+    """Identifies the global batch: if ranks pass different tokens, all raise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExchangedInput:
-    """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
+    """The requests of all ranks for one batch, in host memory, without vectors."""
 
     layout: ShardLayout
     request: Request
-    """What this rank asks for, without the addresses, which were sent."""
+    """This rank's request, without the addresses, which were sent."""
     ids: dict[str, FeatureIds]
-    """The batch's, as indices of its unique rows."""
+    """The ids of the batch, as indices of its unique rows."""
     features_G: tuple[tuple[FeatureIds, ...], ...]
-    """The same by group of whole tables."""
+    """The same, by group of whole tables."""
     counts_WS: NDArray[np.int64]
-    """Rows that every rank asks this one for, by section of this rank."""
+    """Number of rows that every rank requests from this one, by section of this rank."""
     positions: NDArray[np.int32]
-    """Their positions, in the order of ranks but this rank's own last, in each section by section."""
+    """Their positions, in rank order with this rank last, by section within a rank."""
     bags: PooledInput | None
-    """What is pooled; None where no rank wants anything pooled."""
+    """Pooling requests; None if no rank has any."""
     where: str
     token: int
     error: Exception | None = None
-    """What others asked for and this rank has not: all are told when the rows are brought."""
+    """An error for requested rows that this rank does not have; all ranks raise it when rows are served."""
 
 
 class InputDist:
-    """Asks for the batches of one cache, over a communicator of its own. On one thread at a time."""
+    """Exchanges the requests of batches of one cache over its own communicator. For one thread at a time."""
 
     def __init__(
         self, ranks: AnyCommunicator, groups: tuple[Group, ...], features: Sequence[Feature], wire_dtype: torch.dtype
     ) -> None:
-        """groups: of whole tables. wire_dtype: in which rows and vectors will travel."""
+        """groups: of whole tables. wire_dtype: dtype in which rows and vectors will travel."""
         self._ranks, self._groups, self._features, self._wire_dtype = ranks, groups, features, wire_dtype
         self.wire = Wire(ranks, torch.float32)
         self._tables = {feature.name: feature.table for feature in features}
@@ -252,9 +252,9 @@ class InputDist:
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
 
     def lay_out(self, owners: Owners, *, replicated: bool = True) -> InputLayout:
-        """Return what batches of a pass are asked for by. Not collective.
+        """Return the layout by which batches of a pass make requests. Not collective.
 
-        replicated: whether replicated tables have a replica here; else their rows travel as any other.
+        replicated: True if replicated tables have replicas here; else their rows travel like any others.
         """
         num_groups, several = int(owners.group_TW.max()) + 1, self._ranks.size > 1
         layout = ShardLayout(owners, self._groups, self._ranks.rank, num_groups, replicated=replicated and several)
@@ -269,11 +269,11 @@ class InputDist:
         trained: bool = True,
         error: Exception | None = None,
     ) -> ExchangedInput:
-        """Tell the owners what a batch wants. Collective.
+        """Send the requests of a batch to the owners. Collective.
 
-        error: what went wrong on this rank before. Where a rank has one, or an id that is not in the sub-dataset
-        (IndexError; ``where`` names batch and pass), every rank raises: it its own, others RankError; and all where
-        they bring different tokens, or read by owner and look different features up.
+        error: an earlier error on this rank. If a rank has one, or an id that is not in the sub-dataset (IndexError,
+        which names ``where``), every rank raises: that rank its error, others RankError. All also raise if ranks pass
+        different tokens, or read by owner and look up different features.
         """
         shards, poolable, rank = layout.shards, layout.poolable, self._ranks.rank
         what, S, P, own = f"asking for rows of {where}", 2 * shards.num_groups, len(poolable), local.own
@@ -348,7 +348,7 @@ class InputDist:
         *,
         trained: bool,
     ) -> dict[str, str]:
-        """Return the features that are to be pooled, with how, and write what owners are told of them."""
+        """Return the features to pool, with their modes, and write the counts that owners receive for them."""
         modes = local.modes if local.whole is None else local.whole
         if local.own is None:
             chosen = self._chooser.choose(
@@ -372,7 +372,7 @@ class InputDist:
         self, request: Request, rows_W: NDArray[np.int64], pieces_W: Sequence[Sequence[NDArray[np.int32]]],
         words_W: Sequence[int], what: str,
     ) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:  # fmt: skip
-        """Send each rank the addresses of its rows and its message; return the positions and messages that came."""
+        """Send each rank the addresses of its rows and its message; return the received positions and messages."""
         wire, rank, outgoing_W = self.wire, self._ranks.rank, request.counts_WS.sum(axis=1)
         pieces = np.split(request.addresses, np.cumsum(outgoing_W[self._order])[:-1])
         addresses_W = dict(zip(self._order.tolist(), pieces, strict=True))
@@ -389,7 +389,7 @@ class InputDist:
         return np.concatenate(positions), [each[rows:] for each, rows in zip(each_W, rows_W, strict=True)]
 
     def _check_positions(self, exchanged: ExchangedInput) -> None:
-        """Raise RankError where others ask for rows that this one has not: kernels would take no notice."""
+        """Raise RankError if others request rows that this rank does not have; kernels would not notice."""
         s, first = exchanged.layout, 0
         for counts_S in exchanged.counts_WS[self._order]:
             for split in np.nonzero(counts_S)[0].tolist():
@@ -400,7 +400,7 @@ class InputDist:
 
 
 def check_tokens(tokens_W: NDArray[np.int64], token: int, what: str) -> None:
-    """Raise RankError where ranks bring different tokens: the first other one does ``what``."""
+    """Raise RankError if ranks pass different tokens; ``what`` says what the first rank that differs does."""
     if others := np.nonzero(tokens_W != token)[0].tolist():
         raise RankError(f"rank {others[0]} {what}: all ranks must ask for batches of one size, in one order")
 

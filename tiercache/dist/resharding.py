@@ -1,4 +1,4 @@
-"""Resharding: the rows of a store are written anew for another number of ranks or another sharding."""
+"""Resharding: rewriting the rows of a store for another number of ranks or another sharding."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def reshard(
     check: Callable[[Store], None] | None = None,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
-    """Write the rows of a store anew for the ranks and the sharding of ``view``, and return it open.
+    """Rewrite the rows of a store for the ranks and the sharding of ``view``, and return it open.
 
-    Collective. Each rank reads what it owns now out of what all ranks had, which must be where it can read it, and
-    writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
-    learning rates and dense state as they are. Each rank has the dense state, random generators included, that the same
-    rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those; with
-    ``reorganized`` any others are begun. Older commits are given up.
+    Collective. Each rank reads the rows that it owns now from the old ranks' files, which it must be able to read, and
+    writes them in order of first use from the training's position. Training resumes there, with rows, optimizer state,
+    learning rates and dense state unchanged. Each rank keeps its dense state, including random generators; a new rank
+    gets that of rank 0. Passes that were split from those trained so far continue them; with ``reorganized`` any other
+    passes are begun. Older commits are dropped.
 
-    ``check`` is given what the rank has and raises BudgetError if a training would outgrow it. One commit makes the
-    new ranks the store's; killed before, the old ones are, and what is half-made is dropped on the next open. If they
-    are refused it is dropped at once, and the store has the bytes it had. What only old ranks had is deleted after.
-    Each rank takes about 350 MiB of memory and, as long as the old rows are there, the bytes of its new ones and
-    temporary files in its folder (as for ``Store.rewrite``): checked against the free bytes of its disk, and its rows
-    against ``store_budget``, before any row is written.
+    ``check`` is called with the rank's store and raises BudgetError if a training would outgrow it. One commit switches
+    the store to the new ranks. If it is killed before that, the old ranks remain, and the next open drops partial
+    files. If the new ranks are refused, partial files are dropped at once. Old files are deleted after the commit. Each
+    rank takes about 350 MiB of memory and, while the old rows exist, the bytes of its new rows and of temporary files
+    in its folder (as for ``Store.rewrite``). These are checked against the free bytes of its disk, and its rows against
+    ``store_budget``, before any row is written.
 
-    Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
-    have, ValueError, and what ``ShardWriter.divide`` and ``Store.open`` raise: on all ranks.
+    Raises BudgetError; DatasetError for passes other than those trained, or for a position that split passes do not
+    have; ValueError; and the errors of ``ShardWriter.divide`` and ``Store.open``: on all ranks.
     """
     opened = ShardWriter.divide(path, view.whole.tables, view.sharding, ranks, **options)
     try:
@@ -108,14 +108,14 @@ def copy_shard(
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
 ) -> Commit:
-    """Fill the empty ``store`` of a rank with what it owns of old ranks' rows, and return its first commit.
+    """Fill the empty ``store`` of a rank with the old rows that it owns, and return its first commit.
 
-    The commit stands at ``start`` and has the state of the same old rank, of a new one that of rank 0, and the
-    settings; rows stand in the order of ``uses``, which may have keys that no old rank has. Raises what ``load_sorted``
-    raises, and ValueError if tables that share a group now had different learning rates.
+    The commit is at ``start`` and has the settings and the state of the same old rank (of rank 0 for a new rank). Rows
+    are in the order of ``uses``, which may have keys that no old rank has. Raises the errors of ``load_sorted``, and
+    ValueError if tables that now share a group had different learning rates.
     """
     source, commit = old.parts[rank if rank < len(old.parts) else 0], old.commit
-    assert commit is not None, "it stands at a commit"
+    assert commit is not None, "the store has a commit"
     check_rates(commit.settings.get("learning_rates", {}), store)
     scratch = scratch_in(store.path)
     owned = {table.name: sharding.owned_hashes(table.name, rank) for table in store.tables}
@@ -145,36 +145,36 @@ def copy_shard(
 
 
 def check_rates(rates: Mapping[str, float], store: Store) -> None:
-    """Raise ValueError if tables that share a group of ``store`` had several learning rates."""
+    """Raise ValueError if tables that share a group of ``store`` had different learning rates."""
     for group in store.groups:
         of_tables = {rates[table.name] for table in group.tables if table.name in rates}
         if len(of_tables) > 1:
             names = ", ".join(repr(table.name) for table in group.tables)
             raise ValueError(
-                f"tables {names} of {store.label} share a group, and so a learning rate, and had "
-                f"{' and '.join(map(str, sorted(of_tables)))}: set one rate for them before, or shard them apart"
+                f"tables {names} of {store.label} share a group, and therefore a learning rate, but had "
+                f"{' and '.join(map(str, sorted(of_tables)))}: set one rate for them first, or shard them separately"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The bytes that a rank takes while it is made, besides the old rows."""
+    """The bytes that a rank takes while it is written, besides the old rows."""
 
     rows: int
-    """At most: of what old ranks have, and, where an epoch was not trained to its end, of keys that are new."""
+    """The most rows: those of the old ranks and, if an epoch was not finished, of new keys."""
     shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
-    """Temporary files: see ``row_scratch_bytes``."""
+    """Temporary files; see ``row_scratch_bytes``."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of both."""
         return self.shard + self.scratch
 
     @classmethod
     def of(cls, old: Store, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
-        """Predict it from sizes. ``uses`` are those of the new share."""
+        """Predict it from sizes. ``uses`` are those of the new shard."""
         rows = row_bytes = 0
         of_tables = []
         for group in store.groups:
@@ -194,7 +194,7 @@ class Need:
 
 
 class _Copy:
-    """The work of one rank: decided when it is made, done by ``run``."""
+    """The work of one rank: planned in the constructor, done by ``run``."""
 
     def __init__(self, old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._view = old, store, view
@@ -203,7 +203,7 @@ class _Copy:
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, view, schedule, self.start)
         commit = old.commit
-        assert commit is not None, "it stands at a commit"
+        assert commit is not None, "the store has a commit"
         self.need = Need.of(old, store, view, self._uses, commit.cursor, commit.state_bytes)
 
     def run(self) -> None:
@@ -215,10 +215,10 @@ class _Copy:
 
 
 def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None:
-    """Return where a training that stands at ``commit`` goes on in the schedule of ``view``.
+    """Return the position in the schedule of ``view`` at which a training at ``commit`` resumes.
 
-    None if its passes are others: neither the ones that it was trained with, nor split from these. Raises DatasetError
-    for a place that split passes do not have.
+    None if its passes are neither those it was trained with nor split from them. Raises DatasetError for a position
+    that split passes do not have.
     """
 
     def trained(num_passes: int, passes: str) -> bool:
@@ -235,9 +235,9 @@ def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None
 
 
 def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
-    """Return where training goes on in the schedule of ``view``. Raises DatasetError where that is another one."""
+    """Return the resume position in the schedule of ``view``. Raises DatasetError for another schedule."""
     commit = old.commit
-    assert commit is not None, "it stands at a commit"
+    assert commit is not None, "the store has a commit"
     found = place_of(commit, view, order)
     if found is not None:
         return found
@@ -248,14 +248,14 @@ def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) 
         )
     if commit.cursor.sample:
         raise DatasetError(
-            f"{old.label} stands inside pass {commit.cursor.pass_index}: train to the end of a pass before its rows "
+            f"{old.label} is inside pass {commit.cursor.pass_index}: train to the end of a pass before its rows "
             "are put in the order of other passes"
         )
     return Cursor(0, 0)
 
 
 def _note(refused: list[Exception], work: Callable[[], None]) -> None:
-    """Work, and note what is refused."""
+    """Run ``work``, and append its error to ``refused``."""
     try:
         work()
     except (BudgetError, DatasetError) as error:
@@ -263,9 +263,9 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
 
 
 def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
-    """Raise on all ranks if any has an error, when what was divided is dropped again."""
+    """If any rank has an error, drop the new ranks' files and raise on all ranks."""
     if any(ranks.all_gather_object(bool(errors))):
-        with suppress(StoreError, OSError):  # what could not be dropped goes with the next opening
+        with suppress(StoreError, OSError):  # the next open drops what remains
             opened.abandon()
         with ranks.raise_on_all(what):
             for error in errors:
@@ -273,7 +273,7 @@ def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequ
 
 
 def _check_free_bytes(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
-    """Raise BudgetError, with the numbers, if a rank exceeds its budget, or those of a disk its free bytes."""
+    """Raise BudgetError, with the numbers, if a rank exceeds its budget or the ranks on a disk its free bytes."""
     folder = opened.store.path
     assert folder is not None, "ranks have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
@@ -287,8 +287,8 @@ def _check_free_bytes(need: Need, opened: ShardWriter, ranks: AnyCommunicator, s
         )
     elif needed > free:
         words = (
-            f"the ranks on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
-            f"files, rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, and "
+            f"the ranks on the disk of {folder} need {format_bytes(needed)} while they are written, with temporary "
+            f"files, rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, but "
             f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
         )
-    _refuse(opened, ranks, "finding room for new ranks", [BudgetError(words)] if words else [])
+    _refuse(opened, ranks, "checking free space for new ranks", [BudgetError(words)] if words else [])

@@ -1,4 +1,4 @@
-"""Going on from an older commit: the store is rolled back before a training opens it."""
+"""Rolling a store back to an older commit before a training opens it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def roll_back(store: Store, at: int | str, passes: PassDataset, sharding: ShardingPlan | None) -> None:
-    """Make the commit ``at`` the newest one again, unless that has its rows and state already.
+    """Make the commit ``at`` the newest one again, unless the newest has the same rows and state.
 
-    ``sharding``: that of the ranks that train; None for one. Warns of the commits that are given up: later ones that no
-    pin keeps. Raises CommitMissingError, DatasetError for a commit with other tables than the passes, StateError for
-    one of other ranks, ValueError for a store that is open for reading, and what ``Store.rollback`` raises; nothing has
-    changed then.
+    ``sharding``: the sharding of the training ranks; None for one rank. Warns of the commits that are dropped: later
+    ones that are not pinned. Raises CommitMissingError, DatasetError for a commit with other tables than the passes,
+    StateError for a commit of other ranks, ValueError for a store opened read-only, and the errors of
+    ``Store.rollback``; the store is unchanged then.
     """
     if store.mode != "a":
-        raise ValueError(f"{store.label} is open for reading: at= rolls it back, so give its path, or open it to write")
+        raise ValueError(f"{store.label} is open read-only, but at= rolls it back: give its path, or open it to write")
     with store.at(at) as there:
         target, newest = there.commit, store.commit
-        assert target is not None, "it is a commit"
-        assert newest is not None, "it keeps the target"
+        assert target is not None, "the store has this commit"
+        assert newest is not None, "a store with a commit has a newest one"
         check_tables(there, passes)
     name = f"commit {target.id}" + (f", pinned as {at!r}," if isinstance(at, str) else "")
     if target.sharding != sharding:
         ranks = 1 if target.sharding is None else target.sharding.num_ranks
         raise StateError(
-            f"{name} of {store.label} has the rows of {ranks} ranks, divided in another way than the tables of this "
+            f"{name} of {store.label} has the rows of {ranks} ranks, sharded differently from the tables of this "
             f"training: start {ranks} ranks with sharding='auto', or roll back first (tiercache rollback) and unpin, "
             "because a change of ranks keeps no older commit"
         )
@@ -46,9 +46,9 @@ def roll_back(store: Store, at: int | str, passes: PassDataset, sharding: Shardi
     if lost:
         ids = ", ".join(str(one.id) for one in lost)
         warnings.warn(
-            f"{store.label} goes on from {name} at pass {target.cursor.pass_index}, and gives up commit"
+            f"{store.label} resumes from {name} at pass {target.cursor.pass_index}, and drops commit"
             f"{'s' if lost[1:] else ''} {ids}, up to pass {lost[-1].cursor.pass_index}, which no pin keeps: pin a "
-            "commit before, to keep it",
+            "commit first to keep it",
             stacklevel=7,
         )
 

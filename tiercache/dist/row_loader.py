@@ -1,4 +1,4 @@
-"""Current rows of any keys, read by the ranks that own them for those that request them."""
+"""Current rows of any keys, read by the ranks that own them."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ class LoadedRows:
     """Vectors of some keys, in memory."""
 
     unseen: Unseen = "initial"
-    """What the owners of keys read them as that were never trained."""
+    """The rows that owners return for keys that were never trained."""
 
     def __init__(self, rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
         """rows: by table, keys (n,) ascending and their vectors (n, dim)."""
         self._rows = dict(rows)
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Write the vectors of ``keys``, all of which are here, to the first array of ``out``."""
+        """Write the vectors of ``keys``, all of which must be loaded, to the first array of ``out``."""
         known, vectors = self._rows[table_name]
         np.take(vectors, np.searchsorted(known, keys), axis=0, out=out[0])
 
 
 class RowLoader:
-    """Has owners read rows. On the training thread, between batches."""
+    """Requests rows from their owners. On the training thread, between batches."""
 
     def __init__(self, view: ShardView, live_rows: Callable[..., LocalRows], ranks: AnyCommunicator) -> None:
-        """live_rows: of this rank's cache; of its own rows."""
+        """live_rows: returns a reader of this rank's current rows."""
         self._view, self._live_rows, self._ranks = view, live_rows, ranks
-        self._has_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
+        self._has_unknown: bool | None = None  # True if a pass has such a row that only one rank owns
 
     def live_rows(self) -> LocalRows:
-        """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
-        with self._ranks.raise_on_all("beginning to read rows as of now"):
+        """Return a reader of this rank's current rows that has the out-of-vocabulary rows of all ranks. Collective."""
+        with self._ranks.raise_on_all("opening current rows"):
             found = self._live_rows()
         if self._has_unknown is False:
             return found
@@ -75,11 +75,11 @@ class RowLoader:
     def load(
         self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None, unseen: Unseen = "initial"
     ) -> LoadedRows:
-        """Return the rows of ``keys``: by table, each once, ascending; other ranks ask for others. Collective.
+        """Return the rows of ``keys``: by table, unique, ascending; they differ between ranks. Collective.
 
         unseen: the same on all ranks.
-        On the wire travel, once each way, counts, keys (int64) and vectors in float32. Raises BudgetError where this
-        rank is to read vectors of more than ``budget`` bytes for others.
+        Counts, keys (int64) and float32 vectors travel once each way. Raises BudgetError if this rank would read more
+        than ``budget`` bytes of vectors for other ranks.
         """
         ranks, what = self._ranks, "reading rows of raw keys"
         live_rows, tables = self.live_rows(), self._view.whole.tables
@@ -96,7 +96,7 @@ class RowLoader:
             if budget is not None and num_bytes > budget:
                 raise BudgetError(
                     f"the ranks ask rank {ranks.rank} for rows of {format_bytes(num_bytes)} at once, but eval_budget "
-                    f"is {format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
+                    f"is {format_bytes(budget)}: use smaller batches, or raise eval_budget (and host_budget)"
                 )
             vectors_out = self._read(live_rows, counts, keys_in, widths_T)
         sizes = (to * widths_W).sum(axis=1).tolist()
@@ -104,7 +104,7 @@ class RowLoader:
         return self._put_together(tables, keys, to, widths_W, back)
 
     def _width(self, table: Table, rank: int) -> int:
-        """Return how many columns of a table a rank owns."""
+        """Return the number of columns of a table that a rank owns."""
         table_sharding = self._view.sharding.tables[table.name]
         if table_sharding.by_hash:
             return table.dim
@@ -114,7 +114,7 @@ class RowLoader:
     def _keys_by_owner(
         self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]
     ) -> list[list[NDArray[np.int64]]]:
-        """Return by rank and table the keys that the rank is asked for, ascending."""
+        """Return by rank and table the keys requested from the rank, ascending."""
         keys_W: list[list[NDArray[np.int64]]] = [[] for _ in range(self._ranks.size)]
         for table in tables:
             some = keys.get(table.name, np.empty(0, np.int64))
@@ -125,7 +125,7 @@ class RowLoader:
         return keys_W
 
     def _owners(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.int16] | None:
-        """Return the rank that owns each key; None where ranks own all keys, or none."""
+        """Return the rank that owns each key; None if ranks own columns of all keys, or replicas."""
         if not self._view.sharding.tables[table.name].by_hash:
             return None
         owners = np.empty(keys.size, np.int16)
@@ -139,7 +139,7 @@ class RowLoader:
         keys_in: NDArray[np.int64],
         widths_T: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """Return the vectors of the keys that came, which stand by rank and table, in their order."""
+        """Return the vectors of the received keys, which are ordered by rank and table, in the same order."""
         vectors_out = np.empty(int((counts_WT * widths_T).sum()), np.float32)
         ends, ends_out = (np.cumsum(each).reshape(counts_WT.shape) for each in (counts_WT, counts_WT * widths_T))
         for t, table in enumerate(self._view.tables):
@@ -159,7 +159,7 @@ class RowLoader:
         self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]], to_WT: NDArray[np.int64],
         widths_WT: NDArray[np.int64], back: NDArray[np.float32],
     ) -> LoadedRows:  # fmt: skip
-        """Put what came from each rank where its keys stand, side by side where ranks have columns."""
+        """Put the received vectors in the order of their keys, and join columns from several ranks."""
         found, ends = {}, np.cumsum(to_WT * widths_WT).reshape(to_WT.shape)
         for t, table in enumerate(tables):
             if table.name not in keys:
@@ -182,10 +182,10 @@ class RowLoader:
 def _unknown_rows(
     view: ShardView, live_rows: LocalRows, ranks: AnyCommunicator
 ) -> dict[str, list[NDArray[np.float32]]]:
-    """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
+    """Return the out-of-vocabulary rows of row-wise tables: one rank owns each row, but all ranks read it."""
     own: dict[str, list[list[float]]] = {}
     unknown, place = np.array([OOV_KEY], dtype=np.int64), np.empty(1, dtype=np.int64)
-    with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
+    with ranks.raise_on_all("reading out-of-vocabulary rows"):
         for table in view.tables:
             for source in view.passes if view.sharding.tables[table.name].by_hash else ():
                 search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)

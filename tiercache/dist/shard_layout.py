@@ -1,16 +1,16 @@
 """The owners of the rows of a pass, and the order in which rows travel and are stored, as one rank sees it.
 
 Legend: W ranks, T tables in the order of table ids, K shards, R runs, S splits, G groups of whole tables, H the most
-groups that a rank's part has, U unique rows of a batch.
+groups in any rank's part, U unique rows of a batch.
 
-A *shard* of a table is what one rank owns of it in the pass: neighboring local ids, of all columns or some. The *wire
-order* is that of their ranks (the others ascending, this rank last); in each rank, rows that travel, then those that
-are looked up in a replica; then by group of the owner's part, group of whole tables, table and column.
+A *shard* of a table is the part that one rank owns in the pass: neighboring local ids, with all columns or some. Shards
+in *wire order* are sorted by rank (the others ascending, this rank last), then rows that travel before rows looked up
+in a replica, then by group of the owner's part, group of whole tables, table and column.
 
-A *split* is what one owner has in one of its groups: traveling rows of group h are split h of its 2 H, replicated ones
-split H + h. A *run* is shards of one split whose rows are neighbors on the wire and in memory.
+A *split* is the rows of one owner in one of its groups: traveling rows of group h are split h of its 2 H, replicated
+ones split H + h. A *run* is a set of shards of one split whose rows are neighbors on the wire and in memory.
 
-Rows of a group are in memory in wire order, then those that come in columns, then replicated ones.
+Rows of a group are in memory in wire order, then those that arrive in columns, then replicated ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def out_of_bounds(rank: int, numbers: NDArray[np.int32], count: int, what: str) -> RankError | None:
-    """Return what is wrong with numbers that came to ``rank``, where some are none of [0, count): rows ``what``."""
+    """Return the error for numbers received by ``rank`` if any is outside [0, count), else None."""
     if not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < count):
         return None
     return RankError(
@@ -46,46 +46,46 @@ def out_of_bounds(rank: int, numbers: NDArray[np.int32], count: int, what: str) 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What one rank owns of one table in one pass: some local ids, some columns."""
+    """The part of a table that one rank owns in one pass: some local ids, some columns."""
 
     rank: int
     low: int
     """The first local id."""
     high: int
-    """The local id behind the last."""
+    """One past the last local id."""
     group: int
-    """The group among those of the rank's part."""
+    """The group's index in the rank's part."""
     first: int
-    """Where the row of ``low`` stands among the rows of that group in that pass."""
+    """The position of the row of ``low`` within that group in that pass."""
     first_column: int
     last_column: int
-    """The column behind the last."""
+    """One past the last column."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owners:
     """The owners of every row of one pass. T tables in the order of table ids, W ranks.
 
-    Rank w owns local ids ``[low_TW[t, w], high_TW[t, w])`` of table t, none where these are equal; the row of local id
-    i is then at position ``first_TW[t, w] + i - low_TW[t, w]`` of group ``group_TW[t, w]`` of that rank's part.
+    Rank w owns local ids ``[low_TW[t, w], high_TW[t, w])`` of table t, none if these are equal; the row of local id i
+    is then at position ``first_TW[t, w] + i - low_TW[t, w]`` of group ``group_TW[t, w]`` of that rank's part.
     """
 
     sub_dataset: int
     tables: tuple[Table, ...]
-    """Whole, not the parts of a rank."""
+    """Whole tables, not the parts of a rank."""
     kinds: tuple[Kind, ...]
-    """How each table is placed."""
+    """The sharding of each table."""
     rows_T: NDArray[np.int64]
-    """How many local ids each table has in the pass."""
+    """Number of local ids of each table in the pass."""
     low_TW: NDArray[np.int64]
     high_TW: NDArray[np.int64]
     group_TW: NDArray[np.int32]
     first_TW: NDArray[np.int64]
     columns_TW2: NDArray[np.int32]
-    """The first column that the rank owns, and the column behind the last; all columns where it owns no row."""
+    """The first column that the rank owns and one past the last; all columns if it owns no row."""
     destinations: tuple[tuple[Destination, ...], ...]
-    """By table: who owns local ids, in the order of local ids or, of column slices, of columns. A rank that owns
-    columns stands there though the pass has no row of the table; one that owns a range of hashes does not."""
+    """By table: its owners, in order of local ids, or of columns for column slices. A rank that owns columns is listed
+    even if the pass has no row of the table; one that owns a range of hashes is not."""
 
     @property
     def num_ranks(self) -> int:
@@ -93,7 +93,7 @@ class Owners:
         return int(self.low_TW.shape[1])
 
     def span(self, table: str, rank: int) -> tuple[int, int]:
-        """Return the first local id of a table that a rank owns and the one behind the last."""
+        """Return the first local id of a table that a rank owns, and one past the last."""
         t = self.index(table)
         return int(self.low_TW[t, rank]), int(self.high_TW[t, rank])
 
@@ -112,10 +112,10 @@ def find_owners(
     groups_W: Sequence[tuple[Group, ...]],
     keys_of: Callable[[str], NDArray[np.int64]],
 ) -> Owners:
-    """Find the owners of a pass: a search of each rank's hash bound in each key set, nothing else is read.
+    """Find the owners of a pass: searches each rank's hash bound in each key set, and reads nothing else.
 
     tables: whole, in the order of table ids. groups_W: the groups of each rank's part. keys_of(table name): int64 keys
-    of the pass in hash order. Raises ValueError where a rank owns 2^31 rows of one group.
+    of the pass in hash order. Raises ValueError if a rank owns 2^31 rows of one group.
     """
     T, W = len(tables), sharding.num_ranks
     rows = np.array([keys_of(table.name).size for table in tables], dtype=np.int64)
@@ -138,8 +138,8 @@ def find_owners(
             group[members, rank], first[members[1:], rank] = one.index, ends[:-1]
             if ends[-1] >= 1 << 31:
                 raise ValueError(
-                    f"rank {rank} owns {int(ends[-1]):,} rows of one group in sub-dataset {sub_dataset}, and a "
-                    "position is an int32: shard tables row_wise, add ranks or extract smaller passes"
+                    f"rank {rank} owns {int(ends[-1]):,} rows of one group in sub-dataset {sub_dataset}, but positions "
+                    "are int32: shard tables row_wise, add ranks or extract smaller passes"
                 )
     found = []
     for t, table in enumerate(tables):
@@ -157,7 +157,7 @@ def find_owners(
 
 
 def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArray[np.int64]:
-    """Return where the keys of each rank's range of hashes begin: (W + 1,), for keys (n,) in hash order."""
+    """Return the start of each rank's range of hashes: (W + 1,), for keys (n,) in hash order."""
     return np.array([hash_range_bound(keys, table.table_id, bound) for bound in hash_bounds(num_ranks)], np.int64)
 
 
@@ -167,7 +167,7 @@ _WHOLE, _SLICED, _REPLICATED = range(3)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Rows that are copied at once between the wire and a group's rows."""
+    """Rows that are copied at once between the wire and a group's memory."""
 
     rank_R: NDArray[np.int64]
     split_R: NDArray[np.int64]
@@ -176,10 +176,10 @@ class Runs:
     column_R: NDArray[np.int64]
     """The first column."""
     width_R: NDArray[np.int64]
-    """Columns."""
+    """Number of columns."""
     replicated_R: NDArray[np.bool_]
     first_R: NDArray[np.int64]
-    """The first shard of each."""
+    """The first shard of each run."""
 
     def columns(self, run: int) -> slice:
         """Return the columns of a run."""
@@ -193,9 +193,9 @@ class ShardLayout:
     def __init__(
         self, owners: Owners, groups: Sequence[Group], rank: int, num_groups: int, *, replicated: bool = True
     ) -> None:
-        """Lay a pass out.
+        """Lay out a pass.
 
-        groups: of whole tables. num_groups: H. replicated: whether rows of replicated tables are looked up in replicas.
+        groups: of whole tables. num_groups: H. replicated: True if rows of replicated tables are looked up in replicas.
         """
         self.owners, self.replicated = owners, replicated
         self.num_ranks, self.rank, self.num_groups = owners.num_ranks, rank, num_groups
@@ -204,9 +204,9 @@ class ShardLayout:
         group_of = {table.name: group.index for group in groups for table in group.tables}
         self.table_of = {table.name: t for t, table in enumerate(owners.tables)}
         self.rows_T = owners.rows_T
-        """How many local ids each table has."""
+        """Number of local ids of each table."""
         self.rows_H = [0] * num_groups
-        """Rows of each group of the rank's own part."""
+        """Number of rows in each group of the rank's own part."""
         for t in range(len(owners.tables)):
             self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
         found = []
@@ -223,7 +223,7 @@ class ShardLayout:
         columns = np.array([numbers for _, numbers in found], dtype=np.int64).reshape(-1, 9).T.copy()
         self.table_K, self.rank_K, part_group, self.low_K, self.high_K, self.first_K, column, last, place = columns
         self.group_T = [group_of[table.name] for table in owners.tables]
-        """The group of whole tables that each table is in."""
+        """The group of whole tables of each table."""
         self.group_K = np.array(self.group_T, dtype=np.int64)[self.table_K]
         self.split_K = part_group + np.where(place == _REPLICATED, num_groups, 0)
         self.width_K, self.place_K = last - column, place
@@ -231,9 +231,9 @@ class ShardLayout:
         """Shards by table."""
         self.by_table_K = self.table_K[self.table_order_K]
         self.replicated_k = np.nonzero(place == _REPLICATED)[0]
-        """Which shards are replicated."""
+        """Indices of replicated shards."""
         self.width_WS = np.zeros((self.num_ranks, 2 * num_groups), dtype=np.int64)
-        """Columns of the rows of each section of each rank."""
+        """Number of columns of the rows of each section of each rank."""
         self.width_WS[self.rank_K, self.split_K] = self.width_K
         self.sets = self._cut_sets()
         """Tables whose positions are sorted together, as (first, last) among the T."""
@@ -244,7 +244,7 @@ class ShardLayout:
         is_first = (place != _SLICED) | (column == 0)
         by_slot = np.lexsort((np.arange(place.size), np.where(place == _SLICED, self.table_K, 0), place, self.group_K))
         self.slot_order = by_slot[is_first[by_slot]]
-        """The shards that rows are counted by, group by group in the order of slots."""
+        """The shards used to count rows, group by group in slot order."""
         self.is_first_K = is_first
         first_of = {(int(self.table_K[k])): k for k in np.nonzero(is_first & (place == _SLICED))[0]}
         self.counted_K = np.array([first_of.get(int(t), k) if place[k] == _SLICED else k
@@ -252,10 +252,10 @@ class ShardLayout:
         """The shard with the first columns of the same rows."""
         self.runs = self._cut_runs(column)
         self.is_plain = len(groups) == 1 and not (place != _WHOLE).any()
-        """Whether what travels is what is looked up: whole rows of one group."""
+        """True if received rows are looked up as they are: whole rows of one group."""
 
     def _cut_sets(self) -> list[tuple[int, int]]:
-        """Cut the tables where their rows exceed what an int32 counts."""
+        """Split the tables into sets whose rows an int32 can count."""
         cuts, rows = [0], 0
         for t, more in enumerate(self.rows_T.tolist()):
             if rows + more > _MOST_POSITIONS:
@@ -277,5 +277,5 @@ class ShardLayout:
 
 
 def exclusive(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of all counts before each."""
+    """Return the exclusive prefix sum."""
     return np.asarray(np.cumsum(counts) - counts)

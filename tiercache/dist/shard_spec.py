@@ -1,4 +1,4 @@
-"""The ranks that are to open or make a store: its tables, sharding and folders, the same on all of them."""
+"""The ranks that will open or create a store: its tables, sharding and folders, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class ShardOptions(TypedDict, total=False):
-    """Options of a store of several ranks, as in `TierCache`; what is left out stays as it is in the store."""
+    """Options of a store of several ranks, as in `TierCache`; omitted ones stay as they are in the store."""
 
     engine: str | None
     shard_dirs: Sequence[str | os.PathLike[str]] | None
-    """By rank the folder in which its own is, for rank 0 the store; None: where they are, new ones in the store's."""
+    """Folders by rank, the store's first; None: existing folders stay, and new ones are made in the store."""
     retention: int | None
 
 
 class ShardSpec:
-    """The ranks to open or make. Raises ValueError for tables, a sharding or options that make no sense."""
+    """The ranks to open or create. Raises ValueError for invalid tables, sharding or options."""
 
     def __init__(
         self,
@@ -48,29 +48,29 @@ class ShardSpec:
         group_tables(self.tables)
         sharding.check(self.tables)
         if sharding.num_ranks != num_ranks:
-            raise ValueError(f"the sharding is for {sharding.num_ranks} ranks and {num_ranks} were started")
+            raise ValueError(f"the sharding is for {sharding.num_ranks} ranks, but {num_ranks} were started")
         if engine is not None and engine not in ENGINES:
-            raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb' or 'zarr'")
+            raise ValueError(f"unknown engine {engine!r}: expected 'lmdb' or 'zarr'")
         if retention is not None and retention < 1:
-            raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
+            raise ValueError(f"invalid retention {retention}: expected at least 1, the newest commit")
         given = None if shard_dirs is None else [local_path(one, "the folder of a rank") for one in shard_dirs]
         self.new_folders = folders_of(num_ranks, path, given)
-        """By rank the folders that were asked for, as commits name them."""
+        """Requested folders by rank, as commits name them."""
         self._is_given = given is not None
 
-    def folders(self, before: CommitRecord | None, *, anew: bool) -> tuple[str, ...]:
-        """Return by rank the folder of its blobs: those of the store unless others were given."""
-        if self._is_given or anew or before is None or not before.folders:
+    def folders(self, before: CommitRecord | None, *, resharded: bool) -> tuple[str, ...]:
+        """Return each rank's folder: the store's folders unless others were given."""
+        if self._is_given or resharded or before is None or not before.folders:
             return self.new_folders
         return before.folders
 
     def check_sharding(self, found: CommitRecord, label: str) -> None:
-        """Raise StateError for a store of another number of ranks, or of another sharding."""
+        """Raise StateError for a store with another number of ranks or another sharding."""
         sharding = found.sharding or ShardingPlan.of_one(found.tables)
         if sharding.num_ranks != self.sharding.num_ranks:
             raise StateError(
-                f"{label} has the rows of {sharding.num_ranks} ranks and {self.sharding.num_ranks} were started: start "
-                f"{sharding.num_ranks}, or divide it among {self.sharding.num_ranks} first"
+                f"{label} has the rows of {sharding.num_ranks} ranks, but {self.sharding.num_ranks} were started: "
+                f"start {sharding.num_ranks}, or reshard it for {self.sharding.num_ranks} first"
             )
         if sharding.num_ranks > 1 and sharding != self.sharding:
-            raise StateError(f"{label} has another sharding than was given: give its own, or divide it anew first")
+            raise StateError(f"{label} has a different sharding: pass its own sharding, or reshard it first")

@@ -1,4 +1,4 @@
-"""Shard views: what one rank owns of a dataset, as the sub-datasets that its shard of the store is trained with."""
+"""Shard views: the part of a dataset that one rank owns, as the sub-datasets that its shard is trained with."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ShardSubDataset:
 
     def __init__(self, whole: SubDataset, view: ShardView) -> None:
         self.index = whole.index
-        """Its place in the dataset."""
+        """Its index in the dataset."""
         self.samples = whole.samples
-        """How many samples the whole sub-dataset has."""
+        """Number of samples of the whole sub-dataset."""
         self.whole = whole
         """The sub-dataset of all ranks."""
         self._view = view
         self._spans: dict[str, slice] = {}
 
     def span(self, table: str) -> slice:
-        """Return the local ids, in the whole sub-dataset, of the rank's own rows of a table."""
+        """Return the local ids, in the whole sub-dataset, of the table's rows that this rank owns."""
         if table not in self._spans:
             self._spans[table] = self._find(table)
         return self._spans[table]
@@ -60,11 +60,11 @@ class ShardSubDataset:
         return slice(*(hash_range_bound(keys, table_id, bound) for bound in bounds))
 
     def check_samples(self) -> None:
-        """Raise DatasetError where the sub-dataset has a key set alone."""
+        """Raise DatasetError if the sub-dataset has only a key set."""
         self.whole.check_samples()
 
     def rows(self, table: str) -> int:
-        """Return how many rows of a table the rank owns."""
+        """Return the number of a table's rows that the rank owns."""
         span = self.span(table)
         return int(span.stop - span.start)
 
@@ -80,29 +80,29 @@ class ShardSubDataset:
         features: Collection[str] | None = None,
         orders: Sequence[IdOrder] = (),
     ) -> EncodedBatch:
-        """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
+        """Read the samples at ``indices``, in that order, with local ids of the whole sub-dataset."""
         return self.whole.read(indices, into, features=features, orders=orders)
 
 
 class ShardView:
-    """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
+    """The part of a dataset that one rank owns: sub-datasets with its own keys, for the tables of its shard.
 
-    Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
-    sharded row-wise are one slice of them: nothing is copied.
+    Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table sharded
+    row-wise are one slice of them: nothing is copied.
     """
 
     def __init__(self, passes: PassDataset, sharding: ShardingPlan, rank: int) -> None:
-        """Raises ValueError where the sharding is of other tables, or has no such rank."""
+        """Raises ValueError if the sharding is for other tables, or does not have this rank."""
         if not 0 <= rank < sharding.num_ranks:
-            raise ValueError(f"rank {rank} has no share: the sharding has {sharding.num_ranks} ranks, counted from 0")
+            raise ValueError(f"invalid rank {rank}: the sharding has ranks 0 to {sharding.num_ranks - 1}")
         sharding.check(passes.tables)
         self.whole, self.sharding, self.rank = passes, sharding, rank
         self.tables = sharding.shard_tables(passes.tables, rank)
         """The tables of the rank's shard, in the order of table ids."""
         self.table_ids = {table.name: table.table_id for table in self.tables}
-        """By name."""
+        """The same by name."""
         self.schema: Schema = replace(passes.schema, tables=self.tables)
-        """That of the dataset, with the tables of the shard."""
+        """The dataset's schema, with the tables of the shard."""
         self.passes = tuple(ShardSubDataset(one, self) for one in passes.passes)
 
     @property
@@ -112,32 +112,32 @@ class ShardView:
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of the dataset: ranks follow one schedule."""
+        """Hexadecimal digest of the dataset: all ranks follow one schedule."""
         return self.whole.digest
 
     @cached_property
     def share(self) -> str:
-        """Hexadecimal digest of sharding and rank: of the part of each key set that the rank has."""
+        """Hexadecimal digest of sharding and rank, which identify the rank's part of each key set."""
         return hashlib.sha256(f"{self.sharding.digest}\0{self.rank}".encode()).hexdigest()
 
     def rare_keys(self) -> KeySet | None:
-        """Return the keys that share the out-of-vocabulary row of their table, of all ranks."""
+        """Return the keys, of all ranks, that share the out-of-vocabulary row of their table."""
         return self.whole.rare_keys()
 
     @property
     def samples(self) -> int:
-        """Samples of all sub-datasets."""
+        """Number of samples in all sub-datasets."""
         return self.whole.samples
 
     @cached_property
-    def groups_W(self) -> tuple[tuple[Group, ...], ...]:  # noqa: N802 - a shape stands in the name
+    def groups_W(self) -> tuple[tuple[Group, ...], ...]:  # noqa: N802 - shape suffix
         """The groups of every rank's shard."""
         shards = (self.sharding.shard_tables(self.whole.tables, rank) for rank in range(self.sharding.num_ranks))
-        known: dict[tuple[Table, ...], tuple[Group, ...]] = {}  # ranks without columns of their own are alike
+        known: dict[tuple[Table, ...], tuple[Group, ...]] = {}  # ranks without column slices are alike
         return tuple(known[one] if one in known else known.setdefault(one, group_tables(one)) for one in shards)
 
     def owners(self, sub_dataset: int) -> Owners:
-        """Find who owns each row of a sub-dataset; every rank finds the same. Hold it as long as the sub-dataset is
+        """Find the owner of each row of a sub-dataset; every rank finds the same. Keep it as long as the sub-dataset is
         trained.
         """
         keys = self.whole.passes[sub_dataset].keys

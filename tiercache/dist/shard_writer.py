@@ -1,8 +1,8 @@
-"""The store of several ranks, open for writing: one rank's part, and the commits that all of them make together.
+"""The store of several ranks, open for writing: one rank's part, and the commits that all ranks make together.
 
-``tiercache/store/rank_writer.py`` says why a kill of one rank or of all loses nothing. A lock in the folder of
-the store, held by rank 0, lets one training at a time write; each rank's own lock stops one whose rank 0 is gone while
-others of its ranks still write.
+``tiercache/store/rank_writer.py`` explains why killing one rank or all of them loses no commit. Rank 0 holds a lock in
+the store's folder, so only one training writes at a time. Each rank also locks its own folder: that stops a new
+training from writing while ranks of an old one, whose rank 0 is gone, still write.
 """
 
 from __future__ import annotations
@@ -46,44 +46,43 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """The store as rank 0 has it, which all ranks know."""
+    """The store as seen by rank 0, sent to all ranks."""
 
     engine: str
     id: str
     tables: tuple[Table, ...]
     blobs: list[tuple[Head, bytes]]
-    """Those of commits, the newest last; of a store without one that with its tables."""
+    """The blobs of commits, the newest last; for a store without one, the blob with its tables."""
     leased: frozenset[int]
     left: tuple[str, ...]
-    """Folders outside the store that ranks may have left."""
+    """Folders outside the store that ranks may have left behind."""
     record: CommitRecord | None
     """The newest commit."""
 
 
 class ShardWriter:
-    """One rank's part of a store of several ranks. Made by ``open`` or ``divide``.
+    """One rank's part of a store of several ranks. Created by ``open`` or ``divide``.
 
-    ``open``, ``divide``, ``publish`` and ``meet`` are made by all ranks together; if one fails, all raise. What makes a
-    commit of ``store`` prepares it, and the next one is prepared after ``publish``. After a ``publish`` that failed,
-    ``publish`` may be called again, and else all ranks start again.
+    ``open``, ``divide``, ``publish`` and ``meet`` are collective; if one fails, all ranks raise. A commit of ``store``
+    only prepares it; prepare the next one after ``publish``. If ``publish`` fails, call it again or restart all ranks.
     """
 
     def __init__(self, path: Path, ranks: AnyCommunicator) -> None:
         """Only ``open`` and ``divide`` call this."""
         self.path, self._ranks = path, ranks
         self.before: CommitRecord | None = None
-        """The newest commit when it was opened."""
+        """The newest commit when the store was opened."""
         self._opened: Opened | None = None
         self._store: Store | None = None
         self._copy: MemoryEngine | None = None
         """The blobs of commits, on ranks above 0."""
         self._made: RankFolder | None = None
-        """The folder of this rank, if it was made here."""
+        """The folder of this rank, if it was created here."""
         self._locks: list[WriterLock] = []
         self._left: list[RankFolder] = []
-        """The folders of ranks that the next commit does not have."""
+        """Folders of ranks that are not in the next commit."""
         self._changing: tuple[str, ...] = ()
-        """Those that are noted until the next commit: the ones of old and of new ranks."""
+        """Folders recorded until the next commit: those of the old and the new ranks."""
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -96,13 +95,13 @@ class ShardWriter:
         ranks: AnyCommunicator,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
-        """Open the store at ``path`` for writing, all ranks at its newest commit, or make it.
+        """Open the store at ``path`` for writing, with all ranks at its newest commit, or create it.
 
-        tables: whole ones. If nothing was ever committed, what ranks have is made anew. Raises, beside what
-        ``Store.open`` raises, StateError for another number of ranks or another sharding than the store's (``divide``
-        is for those), and ValueError.
+        tables: whole ones. If nothing was ever committed, the ranks' folders are created again. Raises the errors of
+        ``Store.open``, StateError if the store has another number of ranks or another sharding (use ``divide`` for
+        those), and ValueError.
         """
-        return cls._opening(path, tables, sharding, ranks, options, anew=False)
+        return cls._opening(path, tables, sharding, ranks, options, resharded=False)
 
     @classmethod
     def divide(
@@ -113,19 +112,19 @@ class ShardWriter:
         ranks: AnyCommunicator,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
-        """Begin to divide a store that has commits among these ranks by this sharding.
+        """Begin to reshard a store that has commits, for these ranks and this sharding.
 
-        ``store`` has no commit: fill it from the old one, which may be read meanwhile, and make its first commit. The
-        first ``publish`` gives up all older commits, frees what ranks had, and deletes the folders of ranks that there
-        are no more; without one nothing has changed. Close what reads the old rows before. Raises as ``open`` does, and
-        StateError for a store without a commit or with a pinned one.
+        ``store`` has no commit: fill it from the old store, which stays readable, and make its first commit. The first
+        ``publish`` drops all older commits and old rows, and deletes the folders of removed ranks; without it nothing
+        has changed. Close readers of the old rows first. Raises the errors of ``open``, and StateError for a store
+        without a commit or with a pinned one.
         """
-        return cls._opening(path, tables, sharding, ranks, options, anew=True)
+        return cls._opening(path, tables, sharding, ranks, options, resharded=True)
 
     @classmethod
     def _opening(
         cls, path: str | os.PathLike[str], tables: Iterable[Table], sharding: ShardingPlan, ranks: AnyCommunicator,
-        options: ShardOptions, *, anew: bool,
+        options: ShardOptions, *, resharded: bool,
     ) -> ShardWriter:  # fmt: skip
         self = cls(store_path(path), ranks)
         try:
@@ -133,19 +132,20 @@ class ShardWriter:
                 spec = ShardSpec(self.path, tables, sharding, ranks.size, **options)
             found = self._find(spec)
             with ranks.raise_on_all(f"opening {self.label}"):
-                if anew:
+                if resharded:
                     self._check_divided(found)
                 elif found.record is not None:
                     spec.check_sharding(found.record, self.label)
                 if ranks.rank == 0 and found.record is not None:
-                    check_homes(self.path, found.record.folders if anew else spec.folders(found.record, anew=anew))
-                if anew or found.record is None:
+                    before = found.record.folders if resharded else spec.folders(found.record, resharded=False)
+                    check_homes(self.path, before)
+                if resharded or found.record is None:
                     old = () if found.record is None else found.record.folders
-                    self._changing = (*old, *spec.folders(found.record, anew=anew))
+                    self._changing = (*old, *spec.folders(found.record, resharded=resharded))
                 self._note([*found.left, *self._changing])
             with ranks.raise_on_all(f"opening the ranks of {self.label}"):
-                self._open_own(spec, found, anew=anew)
-            if found.left:  # and all ranks have deleted it
+                self._open_own(spec, found, resharded=resharded)
+            if found.left:  # all ranks have deleted them by now
                 with ranks.raise_on_all(f"opening {self.label}"):
                     self._note(self._changing)
         except BaseException:
@@ -154,9 +154,9 @@ class ShardWriter:
         return self
 
     def abandon(self) -> None:
-        """Drop what was divided and not published, and close. Collective.
+        """Drop the new rows if they were not published, and close. Collective.
 
-        The store has then the bytes that it had before.
+        The store then takes as many bytes as before.
         """
         made, changing, is_done = self._made, self._changing, False
         try:
@@ -174,7 +174,7 @@ class ShardWriter:
                 self._note(())
 
     def close(self) -> None:
-        """Give up this rank's part; what was not published is lost. A second time does nothing."""
+        """Close this rank's part; unpublished changes are lost. A second call does nothing."""
         if self._store is not None:
             self._store.close()
         elif self._opened is not None:
@@ -190,21 +190,21 @@ class ShardWriter:
 
     @property
     def store(self) -> Store:
-        """What this rank has."""
-        assert self._store is not None, "open() gives a writer that has one"
+        """This rank's store."""
+        assert self._store is not None, "open() sets it"
         return self._store
 
     @property
     def writer(self) -> RankWriter:
         """The writer of ``store``."""
         writer = self.store.commit_writer
-        assert isinstance(writer, RankWriter), "it is one of several ranks"
+        assert isinstance(writer, RankWriter), "a sharded store has a RankWriter"
         return writer
 
     def preview(self) -> Store:
-        """Return what this rank has at the commit that it has prepared, for reading while both are open."""
+        """Return this rank's store at its prepared commit, for reading while both are open."""
         prepared, opened, of = self.writer.prepared, self._opened, self.store
-        assert prepared is not None, "it has prepared one"
+        assert prepared is not None, "a commit must be prepared"
         assert opened is not None, "it is open"
         loader = opened.loader(of.counters)
         snapshot = Snapshot(prepared.commit, loader.groups)
@@ -219,28 +219,28 @@ class ShardWriter:
 
     @property
     def label(self) -> str:
-        """The store in the words of a message."""
+        """The store's name in messages."""
         return label_of(self.path)
 
     # -- commits -----------------------------------------------------------------------------------------
 
     @property
     def ahead(self) -> bool:
-        """True if this rank has prepared a commit that is not published yet."""
+        """True if this rank has a prepared commit that is not published."""
         return self.writer.prepared is not None
 
     def publish(self, cursor: tuple[int, int] | None = None) -> None:
         """Publish the commit that all ranks have prepared, at ``cursor`` if given; durable on return.
 
-        Raises StateError if a rank has prepared none or is at another cursor, and StoreFullError, on all ranks: the
-        commit before stands.
+        Raises StateError if a rank has prepared none or is at another cursor, and StoreFullError, on all ranks. The
+        previous commit is then still the newest.
         """
         prepared = self.writer.prepared
         with self._ranks.raise_on_all("publishing a commit"):
             if prepared is None or (cursor is not None and prepared.commit.cursor != tuple(cursor)):
                 at = "has prepared no commit" if prepared is None else f"is at {in_words(prepared.commit.cursor)}"
                 to = "the next commit" if cursor is None else in_words(cursor)
-                raise StateError(f"{self.store.label} {at} and {to} is to be published: commit it on every rank first")
+                raise StateError(f"{self.store.label} {at}, but {to} is to be published: commit it on every rank first")
         assert prepared is not None
         made = prepared.commit
         found = self._ranks.all_gather_object([made.id, made.cursor, prepared.head, made.forgot])
@@ -248,9 +248,9 @@ class ShardWriter:
         for rank, (id_, at, *_) in enumerate(found):
             if [id_, at] != own:
                 raise StateError(
-                    f"rank {rank} commits at {in_words(at)} and rank {self._ranks.rank} at "
-                    f"{in_words(prepared.commit.cursor)}: all ranks must take the same steps; start them again: they "
-                    "go on from the last commit"
+                    f"rank {rank} commits at {in_words(at)} but rank {self._ranks.rank} at "
+                    f"{in_words(prepared.commit.cursor)}: all ranks must take the same steps; restart them to resume "
+                    "from the last commit"
                 )
         with self._ranks.raise_on_all(f"publishing a commit of {self.label}"):
             if self._ranks.rank == 0:
@@ -263,16 +263,16 @@ class ShardWriter:
         self._made = None
 
     def meet(self) -> None:
-        """Bring all ranks to one commit, after something ended a training between their steps. Collective.
+        """Bring all ranks to one commit, after a training ended between their steps. Collective.
 
         A commit that all ranks have prepared is published; one that only some have is dropped.
         """
         with self._ranks.raise_on_all("looking at the commits of all ranks"):
             if not self.writer.is_known:
-                raise StateError(f"a commit of {self.label} failed and may be there or not: close it and open it again")
+                raise StateError(f"a commit of {self.label} failed and may or may not exist: reopen the store")
         commit = self.store.commit
         found = self._ranks.all_gather_object(None if commit is None else commit.id)
-        if any(one != found[0] for one in found):  # rank 0 has published what others did not hear of
+        if any(one != found[0] for one in found):  # rank 0 published a commit that others have not seen
             self._hear()
         ahead = self._ranks.all_gather_object(self.ahead)
         if all(ahead):
@@ -282,13 +282,13 @@ class ShardWriter:
                 self.writer.abandon()
 
     def _hear(self) -> None:
-        """Have all ranks take the newest commit of rank 0."""
-        told: list[Any] | None = None
+        """Update all ranks to the newest commit of rank 0."""
+        sent: list[Any] | None = None
         with self._ranks.raise_on_all(f"reading the newest commit of {self.label}"):
             if self._ranks.rank == 0:
                 head, data = self.writer.newest_blobs()[-1]
-                told = [head, b64encode(data).decode(), sorted(self.writer.leased_now())]
-        head, text, leased = self._ranks.all_gather_object(told)[0]
+                sent = [head, b64encode(data).decode(), sorted(self.writer.leased_now())]
+        head, text, leased = self._ranks.all_gather_object(sent)[0]
         with self._ranks.raise_on_all(f"taking the newest commit of {self.label}"):
             if self._copy is not None and self.ahead:
                 newest, data = Head(*head), b64decode(text)
@@ -297,11 +297,11 @@ class ShardWriter:
                 self.writer.leased = {*leased}
                 self.writer.take(newest, record)
 
-    # -- inside ------------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------------
 
     def _find(self, spec: ShardSpec) -> _Found:
-        """Open the engine of rank 0, and tell all ranks what it has. Collective."""
-        told: dict[str, Any] | None = None
+        """Open the engine of rank 0, and send its state to all ranks. Collective."""
+        sent: dict[str, Any] | None = None
         with self._ranks.raise_on_all(f"opening {self.label}"):
             if self._ranks.rank == 0:
                 opened = self._opened = open_engine(self.path, spec.tables, spec.engine, "a", None)
@@ -309,9 +309,9 @@ class ShardWriter:
                 assert newest is not None, "it is a store"
                 record = record_at(opened.engine, newest, self.label)
                 folders, left = (() if record is None else record.folders), noted_folders(self.path)
-                delete_others(self.path, (*folders, *spec.folders(record, anew=False)), left)
+                delete_others(self.path, (*folders, *spec.folders(record, resharded=False)), left)
                 blobs, leased = commit_blobs(opened.engine, newest, record)
-                told = {
+                sent = {
                     "engine": StoreDirectory(self.path).marker()["engine"],
                     "id": store_id(self.path),
                     "tables": [table.to_record() for table in opened.tables],
@@ -319,18 +319,18 @@ class ShardWriter:
                     "leased": sorted(leased),
                     "left": left,
                 }
-        told = self._ranks.all_gather_object(told)[0]
-        assert told is not None
-        blobs = [(Head(*head), b64decode(text)) for head, text in told["blobs"]]
+        sent = self._ranks.all_gather_object(sent)[0]
+        assert sent is not None
+        blobs = [(Head(*head), b64decode(text)) for head, text in sent["blobs"]]
         copy = MemoryEngine()
         add_commits(copy, blobs)
         found = _Found(
-            engine=told["engine"],
-            id=told["id"],
-            tables=tuple(Table.from_record(record) for record in told["tables"]),
+            engine=sent["engine"],
+            id=sent["id"],
+            tables=tuple(Table.from_record(record) for record in sent["tables"]),
             blobs=blobs,
-            leased=frozenset(told["leased"]),
-            left=tuple(told["left"]),
+            leased=frozenset(sent["leased"]),
+            left=tuple(sent["left"]),
             record=record_at(copy, blobs[-1][0], self.label),
         )
         if self._ranks.rank:
@@ -339,9 +339,9 @@ class ShardWriter:
         return found
 
     def _delete_left(self) -> None:
-        """Delete the folders of ranks that the newest commit does not have; the next opening deletes what stays."""
+        """Delete the folders of ranks that are not in the newest commit; the next open deletes any that remain."""
         is_done = False
-        with suppress(OSError):  # the commit stands
+        with suppress(OSError):  # the commit is done
             for folder in self._left:
                 folder.delete()
             is_done = True
@@ -351,7 +351,7 @@ class ShardWriter:
             self._note(())
 
     def _note(self, folders: Sequence[str]) -> None:
-        """Have rank 0 note the folders that are not in the store."""
+        """On rank 0, record the folders outside the store."""
         if self._ranks.rank == 0:
             note_folders(self.path, folders)
 
@@ -361,27 +361,27 @@ class ShardWriter:
             raise StateError(f"{self.label} has no commit yet: there is nothing to divide")
         if pins := record.pins:
             raise StateError(
-                f"{self.label} has the pinned commits {', '.join(map(repr, pins))}, which other ranks would give up: "
+                f"{self.label} has the pinned commits {', '.join(map(repr, pins))}, which resharding would drop: "
                 "unpin them first"
             )
-        for rank, folder in enumerate(record.folders[1:], 1):  # nothing is made for new ranks unless all rows are here
+        for rank, folder in enumerate(record.folders[1:], 1):  # all old rows must exist before anything is created
             RankFolder(self.path, folder, rank, found.id).check()
 
-    def _open_own(self, spec: ShardSpec, found: _Found, *, anew: bool) -> None:
-        """Open what this rank has, or make it."""
+    def _open_own(self, spec: ShardSpec, found: _Found, *, resharded: bool) -> None:
+        """Open this rank's folder, or create it."""
         rank, record = self._ranks.rank, found.record
         old = () if record is None else record.folders or (".",)
-        folders = spec.folders(record, anew=anew)
+        folders = spec.folders(record, resharded=resharded)
         commits = self._copy or (self._opened.engine if self._opened is not None else None)
         assert commits is not None, "rank 0 has opened its engine"
         place = RankPlace(
             rank=rank, sharding=spec.sharding, folders=folders, commits=commits, store=found.id, leased=found.leased,
-            anew=anew,
+            anew=resharded,
         )  # fmt: skip
         own = self.path / folders[rank]
         before, after = ([self.path / folder for folder in some] for some in (old, folders))
-        for other in range(rank, len(old), self._ranks.size):  # a training that goes on still has its lock
-            if anew and other and not is_among(before[other], [own]) and before[other].is_dir():
+        for other in range(rank, len(old), self._ranks.size):  # an old training that still runs holds its lock
+            if resharded and other and not is_among(before[other], [own]) and before[other].is_dir():
                 self._locks.append(WriterLock(before[other]))
         if rank == 0:
             assert self._opened is not None
@@ -391,13 +391,13 @@ class ShardWriter:
                 with suppress(ValueError):
                     if name not in {*old, *folders} and not is_among(self.path / name, [*before, *after]):
                         RankFolder(self.path, name, int(name.rpartition("rank-")[2]), found.id).delete()
-            is_there = record is not None and rank < len(old) and (not anew or is_among(own, [before[rank]]))
+            is_there = record is not None and rank < len(old) and (not resharded or is_among(own, [before[rank]]))
             if not is_there:
                 self._made = RankFolder(self.path, folders[rank], rank, found.id)
             opened = open_rank(found.tables, self.path, place, "a", None, engine="" if is_there else found.engine)
         self._opened = opened
         self._store = Store(opened, opened.path, "a", None, spec.retention)
-        if anew:
+        if resharded:
             self._left = [
                 RankFolder(self.path, folder, other, found.id) for other, folder in enumerate(old)
                 if folder not in folders and other and not is_among(before[other], after)
@@ -405,6 +405,6 @@ class ShardWriter:
 
 
 def in_words(cursor: Sequence[int]) -> str:
-    """Return where something stands, in the words of a message."""
+    """Return a cursor as text for messages."""
     pass_index, sample = cursor
     return f"pass {pass_index}" + (f", sample {sample}" if sample else "")

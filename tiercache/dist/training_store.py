@@ -1,4 +1,4 @@
-"""TrainingStore: the store that a cache trains, or what this rank has of it."""
+"""TrainingStore: the store that a cache trains, or this rank's part of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PLANNING = "planning the budgets"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreOptions:
-    """How a cache opens its store: all of it the same on all ranks."""
+    """How a cache opens its store; the same on all ranks."""
 
     sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]
     shard_dirs: Sequence[str | os.PathLike[str]] | None
@@ -57,7 +57,7 @@ class StoreOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return them by the names that users give them. Raises ValueError for a sharding that makes no sense."""
+        """Return the options by the names users give them. Raises ValueError for an invalid sharding."""
         return {
             "sharding": sharding_facts(self.sharding),
             "engine": self.engine,
@@ -69,7 +69,7 @@ class StoreOptions:
 
 
 class TrainingStore:
-    """The store of one cache. ``choose`` says what is trained, and writes nothing; ``open`` opens the store for it."""
+    """The store of one cache. ``choose`` decides what is trained and writes nothing; ``open`` opens the store."""
 
     def __init__(self, place: str | os.PathLike[str] | Store | None, passes: PassDataset, ranks: AnyCommunicator,
                  options: StoreOptions) -> None:  # fmt: skip
@@ -77,20 +77,20 @@ class TrainingStore:
         self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
-        """The sharding of several ranks; None for one."""
+        """The sharding of several ranks; None for one rank."""
         self._store: Store | None = None
-        """What ``open`` returned."""
+        """The result of ``open``."""
         self._made: os.stat_result | None = None
-        """The folder of a plain store that was made here."""
+        """The folder of a plain store that was created here."""
         self._filled = False
-        """Whether it has its first rows from the model."""
+        """True if its first rows come from the model."""
         self._shards: ShardWriter | None = None
         self._becomes_one = False
-        """True if ``open`` gives all rows of several ranks to one."""
+        """True if ``open`` merges the rows of several ranks for one rank."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks. Raises ValueError for a sharding that makes no sense."""
+        """Return the values that must be the same on all ranks. Raises ValueError for an invalid sharding."""
         return {"the kind of store": "a path" if self._store_given is None else "a Store", **self._options.facts}
 
     @property
@@ -102,16 +102,16 @@ class TrainingStore:
     def choose(self, *, number_bytes: int) -> DatasetView:
         """Return the passes as this rank trains them. Collective.
 
-        number_bytes: of a number on the wire. Raises ValueError for a sharding or a store that make no sense.
+        number_bytes: bytes of a number on the wire. Raises ValueError if the sharding or the store is invalid.
         """
         requested = self._options.sharding
-        if self._store_given is None and self._path is None:  # there is no store
+        if self._store_given is None and self._path is None:  # training without a store
             return self._passes
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given_store()
             is_sharded = self._ranks.size > 1
             if not is_sharded and self._store_given is None:
-                folders_of(1, self._place, shard_paths(self._options.shard_dirs))  # or raises
+                folders_of(1, self._place, shard_paths(self._options.shard_dirs))  # for its errors
                 found = newest_record(self._place)
                 self._becomes_one = found is not None and len(found.ranks) > 1
         given = self._store_given
@@ -126,43 +126,43 @@ class TrainingStore:
         else:
             if self._store_given is not None:
                 check_tables(self._store_given, self._passes)
-            if requested != "auto":  # one rank has everything, but a mistake is one
+            if requested != "auto":  # one rank has everything, but an invalid sharding is an error
                 sharding_of(self._passes, 1, requested, number_bytes=number_bytes)
         return self.view(self._passes)
 
     def _check_given_store(self) -> None:
-        """Raise ValueError where a store was opened by the caller, and not for this."""
+        """Raise ValueError if a store opened by the caller does not fit this training."""
         given, options, ranks = self._store_given, self._options, self._ranks.size
         if given is None:
             return
         if options.engine is not None or options.retention is not None or options.shard_dirs is not None:
             raise ValueError(
-                "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
+                "engine, retention and shard_dirs apply to a store that the cache opens: give its path, or open the "
                 "Store with them"
             )
         if given.ranks:
             if len(given.ranks) != ranks or options.sharding != "auto":
                 raise ValueError(
-                    f"{given.label} was opened with the rows of {len(given.ranks)} ranks: give it to as many ranks "
+                    f"{given.label} was opened with the rows of {len(given.ranks)} ranks: use as many ranks "
                     f"without sharding=, or give its path to {ranks}"
                 )
         elif ranks > 1:
             raise ValueError(
-                f"{given.label} was opened by one process and is given to {ranks} ranks: give its path, which they open"
+                f"{given.label} was opened by one process, but there are {ranks} ranks: give its path, which they open"
             )
 
     @property
     def _place(self) -> Path:
         """The folder of the store."""
-        assert self._path is not None, "only stores that were given are in no folder"
+        assert self._path is not None, "only a Store given by the caller has no folder"
         return self._path
 
     def view(self, passes: PassDataset) -> DatasetView:
-        """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
+        """Return this rank's view of passes: all, or its share. Raises ValueError if they have other tables."""
         return passes if self.sharding is None else ShardView(passes, self.sharding, self._ranks.rank)
 
     def _fill(self, rows: Callable[[Table], Iterator[Chunk]], budgets: Budgets, *, progress: bool | None) -> None:
-        """Give a store without a commit its first rows, in the order of the passes where it stays plain. Collective."""
+        """Import the first rows of a store without a commit, in pass order if it stays plain. Collective."""
         with self._ranks.raise_on_all("importing the rows of the model"):
             if self._ranks.rank == 0 and not self._has_commit():
                 with ExitStack() as stack:
@@ -176,7 +176,7 @@ class TrainingStore:
         self._filled = any(self._ranks.all_gather_object(self._filled))
 
     def _plain(self) -> Store:
-        """Open the plain store, or make it."""
+        """Open or create the plain store."""
         options, is_new = self._options, not self._place.exists()
         store = Store.open(self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention)
         if is_new:
@@ -198,10 +198,10 @@ class TrainingStore:
         first: Callable[[Table], Iterator[Chunk]] | None = None,
         progress: bool | None,
     ) -> Store:
-        """Open the store, or make it; its rows stand in the order of ``source`` then, where that is asked for.
+        """Open or create the store; if requested, its rows are put in the order of ``source``.
 
-        ``first``: yields by table the rows, in hash order, of a store that has no commit. Rows of other ranks, or of
-        another sharding, are written anew. Collective.
+        ``first``: yields by table the rows, in hash order, for a store without a commit. Rows of other ranks or of
+        another sharding are rewritten. Collective.
         """
         if self._options.at is not None:
             self._go_back(self._options.at)
@@ -230,7 +230,7 @@ class TrainingStore:
 
     def _go_back(self, at: int | str) -> None:
         """Roll the store back to a commit. Collective."""
-        with self._ranks.raise_on_all(f"going back to commit {at!r}"):
+        with self._ranks.raise_on_all(f"rolling back to commit {at!r}"):
             if self._ranks.rank == 0:
                 with ExitStack() as stack:
                     store = self._store_given or stack.enter_context(Store.open(self._place))
@@ -245,7 +245,7 @@ class TrainingStore:
         )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
-        """Raise BudgetError where rows would move for a training that the budgets do not hold."""
+        """Raise BudgetError if rows would move for a training that exceeds the budgets."""
         commit, order, passes = store.commit, self._options.order, self._passes
         schedule = Schedule.of(passes, order)
         if commit is None or commit.schedule_digest != schedule.digest:
@@ -255,33 +255,33 @@ class TrainingStore:
             )  # fmt: skip
 
     def discard_new(self) -> None:
-        """Remove a plain store that was made here and not trained: its budgets were refused."""
+        """Remove a plain store that was created here and not trained: its budgets were refused."""
         if self._made is not None and (self._filled or self._store is None or self._store.commit is None):
             with suppress(OSError):
-                if os.path.samestat(self._made, self._place.stat()):  # while nobody else may write to it
+                if os.path.samestat(self._made, self._place.stat()):  # still locked: no other process writes to it
                     shutil.rmtree(self._place, ignore_errors=True)
             if self._store is not None:
                 self._store.close()
 
     def named_commit(self) -> dict[str, object]:
-        """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""
+        """Return an identity of the current rows: the folder's name, the same on all ranks, and the newest commit."""
         commit = None if self._store is None else self._store.commit
         id_ = -1 if commit is None else commit.made_of
         return {"store": "" if self._path is None else self._path.name, "commit": id_}
 
     def check_named(self, state: Mapping[str, object]) -> None:
-        """Raise StateError unless ``state`` is what ``named_commit`` returns."""
+        """Raise StateError unless ``state`` equals ``named_commit``."""
         now = self.named_commit()
         if dict(state) != now:
             raise StateError(
-                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')} and the cache stands "
+                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')}, but the cache is "
                 f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
                 "these rows"
             )
 
     @contextmanager
     def committed(self) -> Iterator[Store]:
-        """Give the whole store at its newest commit of all ranks, for reading. Not collective."""
+        """Yield the whole store at the newest commit of all ranks, for reading. Not collective."""
         if self._store_given is not None and self._store_given.ranks:
             yield self._store_given
             return
@@ -290,21 +290,21 @@ class TrainingStore:
 
     @property
     def is_sharded(self) -> bool:
-        """True if a commit is one of all ranks: each has to be published before the next is prepared."""
+        """True if commits are made by all ranks: each must be published before the next is prepared."""
         return self._shards is not None
 
     def meet(self) -> None:
-        """Bring all ranks to one commit, after something ended a training between their steps. Collective."""
+        """Bring all ranks to one commit, after a training ended between their steps. Collective."""
         if self._shards is not None:
             self._shards.meet()
 
     def publish(self) -> None:
-        """Publish the commit that this rank has prepared; called if all have prepared the same one. Collective."""
+        """Publish the commit that this rank has prepared; call it when all have prepared the same one. Collective."""
         if self._shards is not None and self._shards.ahead:
             self._shards.publish()
 
     def close(self) -> None:
-        """Close what was opened here. Not collective."""
+        """Close the store if it was opened here. Not collective."""
         if self._shards is not None:
             self._shards.close()
         if self._store is not None and self._store_given is None:
@@ -319,13 +319,13 @@ def choose_sharding(
     *,
     number_bytes: int,
 ) -> ShardingPlan:
-    """Return the sharding that all ranks ask for; "auto" that of the store where it is for as many. Collective.
+    """Return the sharding requested by all ranks; "auto" uses the store's if the number of ranks matches. Collective.
 
-    number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
+    number_bytes: bytes of a number on the wire. Raises ValueError for an invalid sharding.
     """
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
-        if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
+        if ranks.rank == 0:  # it reads key counts, and its float results may differ between CPUs
             found = newest_record(store_path(path)) if requested == "auto" else None
             if found is not None and found.sharding is not None and len(found.ranks) == ranks.size:
                 chosen = found.sharding.to_record()
@@ -344,12 +344,12 @@ def open_own_shard(
     budgets: Budgets | None = None,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
-    """Open the store for all ranks, or make it; rows of other ranks or another sharding are moved.
+    """Open or create the store on all ranks; rows of other ranks or another sharding are moved.
 
-    Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
-    that ``budgets`` would not hold, but for what `check_store` says alone.
+    Passes that were split from those trained so far resume at their position. Rows are not rewritten for a training
+    that exceeds ``budgets``, except for what only `check_store` finds.
 
-    Raises what `ShardWriter.open` and `reshard` raise, and BudgetError.
+    Raises the errors of `ShardWriter.open` and `reshard`, and BudgetError.
     """
 
     def check_budgets(folder: Path, **counts: int) -> None:
@@ -399,5 +399,5 @@ def open_own_shard(
 
 
 def shard_paths(given: Sequence[str | os.PathLike[str]] | None) -> list[Path] | None:
-    """Return the folders that were given for ranks."""
+    """Return the given rank folders as paths."""
     return None if given is None else [local_path(folder, "the folder of a rank") for folder in given]

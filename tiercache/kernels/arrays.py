@@ -1,6 +1,6 @@
 """The arguments of kernels: annotations, and checks of arrays.
 
-An array is C-contiguous and aligned and has one axis: `I4` is one of int32. `Matrix[I4]` has two axes, and
+An array is C-contiguous and aligned and has one axis: `I4` is an array of int32. `Matrix[I4]` has two axes, and
 `Written[I4]` is written to. A `Rows` array has float32 or the bits of 16-bit numbers. A kernel takes `Word` and
 `Single` as uint64 and float32, and other numbers as their own types.
 """
@@ -39,10 +39,10 @@ NONE_U8 = np.empty(0, np.uint64)
 
 
 def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:
-    """Return zeros of (rows, width), float32, that begin at a cache line: rows are moved in half the time.
+    """Return zeros of (rows, width), float32, aligned to a cache line: rows are moved in half the time.
 
-    Large ones are in huge pages if the system has them: each random row in small pages costs a walk of the page table.
-    (Memory of malloc may come from its heap, which has small pages.)
+    Large arrays are in huge pages if the system has them: in small pages each random row costs a page table walk.
+    (malloc may use its heap, which has small pages.)
     """
     if 4 * rows * width >= 2 * _HUGE_PAGE:
         memory_map = mmap.mmap(-1, 4 * rows * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -78,7 +78,7 @@ class View(NamedTuple):
     def check(self, name: str, dtypes: Collection[DTypeLike], ndim: int, *, written: bool) -> None:
         """Raise ValueError for a wrong dtype, number of dimensions or order, and for a read-only output."""
         aligned = self.address % self.dtype.itemsize == 0
-        has_dtype = self.dtype.type in dtypes or self.dtype in dtypes  # to compare a dtype with a type takes longer
+        has_dtype = self.dtype.type in dtypes or self.dtype in dtypes  # comparing a dtype with a type takes longer
         if not has_dtype or len(self.shape) != ndim or not self.contiguous or not aligned:
             flaws = "" if self.contiguous else ", not C-contiguous"
             flaws += "" if aligned else ", not aligned"
@@ -88,7 +88,7 @@ class View(NamedTuple):
                 f"give an aligned C-contiguous {ndim}-dimensional array of {expected}."
             )
         if written and not self.writable:
-            raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
+            raise ValueError(f"{name} is read-only, but the kernel writes to it: give a writable array.")
 
 
 def view_of(array: NDArray[Any]) -> View:
@@ -99,7 +99,7 @@ def view_of(array: NDArray[Any]) -> View:
 def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> None:
     """Raise ValueError unless a NumPy array fits the kernel, as `View.check`."""
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is of type {type(array).__name__}: give an array of NumPy.")  # noqa: TRY004 - as others
+        raise ValueError(f"{name} is of type {type(array).__name__}: give a NumPy array.")  # noqa: TRY004 - as others
     view_of(array).check(name, dtypes, ndim, written=written)
 
 
@@ -116,7 +116,7 @@ class Parameter(NamedTuple):
 
     name: str
     dtypes: Sequence["np.dtype[Any]"]
-    """One; for rows two, float32 and that of the bits of 16-bit numbers."""
+    """One dtype; for rows two, float32 and uint16 for the bits of 16-bit numbers."""
     ndim: int
     """0: a number."""
     written: bool

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.kernels.arrays import F4, I8, View, expect, view_of
 
-_LEAST = np.minimum.reduce  # `min` goes by way of Python, with the interpreter's lock
+_LEAST = np.minimum.reduce  # `min` goes through Python, with the interpreter's lock
 
 
 def host_floats(data: F4) -> View:
@@ -23,7 +23,7 @@ class Pieces:
     """Pieces in any number of arrays, which one launch moves: it costs as much as the rows of many pieces.
 
     row_floats: floats of a row, all fields that are moved. locate: returns the view that kernels have of an array.
-    Arrays are held until this object goes.
+    Keeps references to the arrays.
     """
 
     def __init__(self, row_floats: int, locate: Callable[[Any], View] = host_floats) -> None:
@@ -39,9 +39,9 @@ class Pieces:
     def add_each(self, first: I8, rows: I8, offset: I8, data: Sequence[Any], cuts: I8) -> None:
         """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) are in `data[a]`.
 
-        Piece p has `rows[p]` rows and begins at float `offset[p]` (P each) of its array. In the order of moving the
-        rows of array a stand from place `first[a]` (A) on, piece after piece.
-        Raises ValueError, and adds nothing, where they do not lie within their arrays.
+        Piece p has `rows[p]` rows and begins at float `offset[p]` (P each) of its array. In moving order the rows of
+        array a begin at place `first[a]` (A), piece after piece.
+        Raises ValueError, and adds nothing, if a piece is outside of its array.
         """
         views = [self._locate(one) for one in data]
         if rows.size != offset.size:
@@ -58,13 +58,13 @@ class Pieces:
         address = np.array([one.address for one in views])
         if (address % 4).any():
             raise ValueError(
-                f"data lies at address {address[(address % 4).argmax()]:#x}: give an address that is a multiple of 4."
+                f"data is at address {address[(address % 4).argmax()]:#x}: give an address that is a multiple of 4."
             )
         size = np.array([one.size for one in views]).repeat(counts)
         left = size - offset - rows * self.row_floats
         if min(_LEAST(rows), _LEAST(offset), _LEAST(left)) < 0:
             bad = int(np.argmax((rows < 0) | (offset < 0) | (left < 0)))
-            raise ValueError(f"piece {bad} does not lie within the {int(size[bad])} floats of its array.")
+            raise ValueError(f"piece {bad} is not within the {int(size[bad])} floats of its array.")
         so_far = np.zeros(rows.size + 1, np.int64)
         np.cumsum(rows, out=so_far[1:])
         place = (first - so_far[cuts[:-1]]).repeat(counts) + so_far[:-1]
@@ -77,16 +77,16 @@ class Pieces:
         self.highest = max(self.highest, int((place + rows).max()))
 
     def check(self, widths: Sequence[int], num_places: int, *, packing: bool) -> None:
-        """Raise ValueError if rows of so many places do not fit, or packing would write to a read-only array.
+        """Raise ValueError if rows of `num_places` places do not fit, or packing would write to a read-only array.
 
         widths: floats of each field of a row.
         """
         if sum(widths) != self.row_floats:
-            raise ValueError(f"the pieces have rows of {self.row_floats} floats, the fields of {sum(widths)}.")
+            raise ValueError(f"the pieces have rows of {self.row_floats} floats, but the fields have {sum(widths)}.")
         if self.num_rows and packing and not self.writable:
-            raise ValueError("an array of the pieces is read-only, and packing writes to it: give a writable array.")
+            raise ValueError("an array of the pieces is read-only, but packing writes to it: give a writable array.")
         if self.highest > num_places:
-            raise ValueError(f"the pieces have rows up to {self.highest}, and there are {num_places}.")
+            raise ValueError(f"the pieces have rows up to {self.highest}, but there are {num_places}.")
 
     def columns(self) -> tuple[I8, I8, I8]:
         """Return address, rows and first place of every piece, (P,) each."""

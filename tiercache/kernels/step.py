@@ -22,18 +22,18 @@ class Vectors(NamedTuple):
     dim: int
     """D."""
     is_half: int = 0
-    """1 for float16, 0 for bfloat16; means nothing for float32."""
+    """1 for float16, 0 for bfloat16; unused for float32."""
 
     @classmethod
     def of(cls, words: F4, dim: int, dtype: str) -> "Vectors":
-        """See words of 4 bytes (S, words) as vectors of "float32", "bfloat16" or "float16", without a copy."""
+        """View words of 4 bytes (S, words) as vectors of "float32", "bfloat16" or "float16", without a copy."""
         return cls(words if dtype == "float32" else words.view(np.uint16), dim, int(dtype == "float16"))
 
     def check(self) -> None:
         """Raise ValueError if the stride of rows does not fit their dim."""
         stride = self.dim + self.dim % 2 if self.is_narrow else self.dim
         if self.values.shape[1] != stride:
-            raise ValueError(f"vectors of dim {self.dim} stand {self.values.shape[1]} numbers apart, not {stride}.")
+            raise ValueError(f"vectors of dim {self.dim} are {self.values.shape[1]} numbers apart, expected {stride}.")
 
     @property
     def is_narrow(self) -> bool:
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
     """The location of each entry's gradient."""
 
     flat: Any
-    """The gradient of the pooled output, (N, T), seen as one axis or more."""
+    """The gradient of the pooled output, (N, T), with one axis or more."""
     num_samples: int
     width: int
     """T."""
@@ -53,12 +53,12 @@ class Gradients(NamedTuple):
     """(F,): the first column of each feature. Without `offsets`, every sample has one id of each: entries are
     feature-major."""
     offsets: Any = NONE_I8
-    """Else (E,): the place of each entry's first element, in one of `cols` where these are given; its complement for
-    max pooling."""
+    """Else (E,): the offset of each entry's first element, in a column of `cols` if given; its complement for max
+    pooling."""
     scales: Any = NONE_F4
     """(E,): the factor of each entry's gradient (weight, 1 / ids of a mean); empty: 1."""
     argmax: Any = NONE_I4
-    """Like `flat`: the entry that was largest; empty where nothing is max-pooled."""
+    """Like `flat`: the largest entry; empty if nothing is max-pooled."""
 
 
 class Rule(NamedTuple):
@@ -69,14 +69,14 @@ class Rule(NamedTuple):
     rate: float
     eps: float = 0.0
     decay: float = 0.0
-    """The share of the row that is added to its gradient."""
+    """The fraction of the row that is added to its gradient."""
     keep: float = 1.0
-    """The share of the row that the step starts from."""
+    """The fraction of the row that the step starts from."""
     a: float = 0.0
-    """Of momentum: the share of the buffer that stays. Of the others: that of the new value in the first average."""
+    """For momentum: the fraction of the buffer that is kept. Else: the weight of the new value in the first average."""
     b: float = 0.0
-    """Of momentum: the share of the buffer that is added to the gradient, 0 without Nesterov. Of the others: that of
-    the new value in the average of squares."""
+    """For momentum: the fraction of the buffer added to the gradient, 0 without Nesterov. Else: the weight of the new
+    value in the average of squares."""
     widths: Sequence[int] = ()
     """Numbers of each state in a row."""
 
@@ -85,16 +85,16 @@ class Rounding(NamedTuple):
     """The source of random bits of a step: rows of 16-bit dtypes are rounded stochastically."""
 
     streams: Any
-    """(S,) uint64: of the row in each slot."""
+    """(S,) uint64: the stream of the row in each slot."""
     key: int
-    """The generator's: `mix(step)`."""
+    """The generator's key: `mix(step)`."""
 
 
 NO_ROUNDING = Rounding(NONE_U8, 0)
 
 
 def make_rounding(streams: Any, step: int) -> Rounding:
-    """Return what rounds the rows with `streams` (S,) in a step, which is counted over the whole training."""
+    """Return the rounding of rows with `streams` (S,) in a step, which is counted over the whole training."""
     return Rounding(streams, mix(step))
 
 
@@ -105,14 +105,14 @@ class Step(NamedTuple):
     states: Sequence[Any]
     """float32, (S, width) each."""
     pairs: Any
-    """(E,) uint64: sorted slots, those of one row in batch order; on a GPU `Runs`. A row that none names stays."""
+    """(E,) uint64: sorted slots, in batch order within a slot; on a GPU `Runs`. A row that no entry names stays."""
     gradients: Gradients | Sequence[Gradients]
-    """On a GPU, those of several lookups may come one after another."""
+    """On a GPU, gradients of several lookups may follow one another."""
     rule: Rule
     rounding: Rounding = NO_ROUNDING
     means: Any = NONE_F4
-    """(E,), of a row-wise rule whose rows have one entry each: the mean of squares of the gradient of the whole row, of
-    which these vectors are a slice; empty: that of the gradient here."""
+    """(E,), for a row-wise rule whose rows have one entry each: the mean of squares of the whole row's gradient, if
+    these vectors are a slice of it; empty: of this gradient."""
 
     @property
     def lookups(self) -> Sequence[Gradients]:
@@ -127,7 +127,7 @@ def check_rows(step: Step) -> None:
     vectors.check()
     if vectors.is_narrow and step.rounding.streams.shape[0] != num_slots:
         raise ValueError(
-            f"{num_slots} rows of a 16-bit dtype are rounded by {step.rounding.streams.shape[0]} streams: give each."
+            f"{num_slots} rows of a 16-bit dtype have {step.rounding.streams.shape[0]} streams: give one each."
         )
     widths = step.rule.widths
     for name, state, width in zip(("first", "second"), step.states, widths, strict=False):
@@ -137,7 +137,7 @@ def check_rows(step: Step) -> None:
                 f"{(num_slots, width)}."
             )
     if len(step.states) != len(widths):
-        raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
+        raise ValueError(f"the rule needs {len(widths)} states, but {len(step.states)} were given.")
 
 
 def check_entries(step: Step, lookups: Sequence[Gradients]) -> None:
@@ -156,12 +156,12 @@ def _check_gradients(source: Gradients, dim: int) -> int:
     """Return the number of entries."""
     samples, at, size = source.num_samples, source.cols.tolist(), math.prod(source.flat.shape)
     if size != samples * source.width:
-        raise ValueError(f"{size} elements are no gradient of {samples} samples of {source.width}.")
+        raise ValueError(f"{size} elements are not a gradient of {samples} samples of {source.width}.")
     if at and not 0 <= min(at) <= max(at) <= source.width - dim:
-        raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
+        raise ValueError(f"cols must be in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
     num_offsets, num_scales, num_maxima = source.offsets.shape[0], source.scales.shape[0], source.argmax.shape[0]
     if num_scales and num_scales != num_offsets:
         raise ValueError(f"entry_scale has {num_scales} elements for {num_offsets} entries: give one each, or none.")
     if num_maxima and num_maxima != size:
-        raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, the gradient {tuple(source.flat.shape)}.")
+        raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, expected {tuple(source.flat.shape)}.")
     return int(num_offsets) or samples * len(at)

@@ -36,9 +36,9 @@ def group_rows(
     streams: Array = NONE_U8,
     dtype: str | None = None,
 ) -> GroupRows:
-    """Build the rows of a group from the words of each field and from where each table of the group starts.
+    """Build the rows of a group from the words of each field and the starts of the group's tables.
 
-    ``dtype``: of the vectors, if it is not the group's.
+    ``dtype``: of the vectors, if it differs from the group's.
     """
     names, starts = [table.name for table in group.tables], table_starts.tolist()
     first, sizes = dict(zip(names, starts, strict=False)), np.diff(table_starts).tolist()
@@ -54,7 +54,7 @@ class DeviceMemoryPlan:
     rows_G: tuple[int, ...]
     """Rows of the largest pass, by group."""
     reserve_G: tuple[int, ...]
-    """More slots, for rows of the next pass that arrive while another trains."""
+    """Extra slots, for rows of the next pass that arrive during training."""
     layouts: tuple[Layout, ...]
     """The arrays of each group."""
     num_bytes: int
@@ -86,7 +86,7 @@ class DeviceMemoryPlan:
     ) -> None:
         """Raise BudgetError if the passes, with ``replicas`` bytes, exceed ``device_budget``, or have too many rows.
 
-        num_ranks: the number of devices that share them. advice: what else to do. cut: the call that makes the dataset
+        num_ranks: the number of devices that share them. advice: another remedy. cut: the call that makes the dataset
         with smaller passes; default: an extraction.
         """
         if self.num_bytes + replicas > device_budget:
@@ -113,7 +113,7 @@ class DeviceMemoryPlan:
             )
         for rows in self.rows_G:
             if rows > MOST_SLOTS:
-                raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
+                raise BudgetError(f"a group has {rows:,} rows in one pass, but slots are int32: cut smaller passes")
 
 
 _CHUNK_KEYS = 1 << 17  # a mebibyte of keys is copied at once
@@ -140,7 +140,7 @@ class SlotAssignment:
     """A bit for each position, highest first: 1 if its row is loaded. Empty if rows have no streams."""
 
     def loaded_in(self, chunk: slice) -> NDArray[np.int64]:
-        """Return the places in a slice of positions whose rows are loaded."""
+        """Return the loaded rows in a slice of positions, as indices in the slice."""
         first_byte = chunk.start // 8
         bits = np.unpackbits(self.loaded_K[first_byte : -(-chunk.stop // 8)])
         return np.flatnonzero(bits[chunk.start - 8 * first_byte :][: chunk.stop - chunk.start])
@@ -168,13 +168,13 @@ class DeviceTier:
         self.arrays_G = backend.reserve(plan.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
-        """The slots of the pass shown, on the device."""
+        """The slots of the current pass, on the device."""
         self._free_G: list[NDArray[np.int32]] = []
         self._closed = False
         self.clear()
 
     def close(self) -> None:
-        """Free the device's memory, whoever still refers to this tier; no pass may begin afterwards."""
+        """Free the device's memory, even if this tier is still referenced; no pass may begin afterwards."""
         self._closed = True
         self.arrays_G, self.slots_G, self._free_G, self.num_bytes = [], [], [], 0
 
@@ -189,7 +189,7 @@ class DeviceTier:
 
     def place(self, plan: PassPlan, uses: NextUses, before: list[SlotAssignment] | None, before_uses: NextUses | None,
               before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
-        """Assign slots to the rows of the next pass, from those of the previous one if there is one."""
+        """Assign slots to the rows of the next pass, given the previous pass's, if any."""
         assignments = []
         for g in range(len(self.capacity_G)):
             span = self._positions.span(plan.sub_dataset, g)
@@ -220,23 +220,23 @@ class DeviceTier:
         return assignments
 
     def activate(self, assignments: list[SlotAssignment]) -> None:
-        """Show the rows in these slots to lookups."""
+        """Make the rows in these slots visible to lookups."""
         self.slots_G = [
             self._backend.place(assignment.slots_K, arrays.slots)
             for assignment, arrays in zip(assignments, self.arrays_G, strict=True)
         ]
 
     def read(self, group: int, field: int, slots: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the words of a field in some slots. Raises StateError where the tier is closed."""
+        """Return the words of a field in some slots. Raises StateError if the tier is closed."""
         if self._closed:
-            raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
+            raise StateError("rows of a closed cache were requested: read them before close()")
         return self._backend.read(self.arrays_G[group].fields[field], slots)
 
     def write_streams(self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: KeysOf) -> None:
-        """Write the random streams of the rows shown, from their keys, for groups whose vectors are rounded.
+        """Write the random streams of the active rows, from their keys, for groups whose vectors are rounded.
 
         Kept rows have theirs. The keys of loaded rows are copied to the device with their slots; if most rows of a
-        chunk are loaded, all of its keys are, as the slots are there already.
+        chunk are loaded, all of its keys are copied, because the slots are already on the device.
         """
         for g, group in enumerate(self._positions.groups):
             if group.dtype == "float32":

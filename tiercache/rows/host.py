@@ -25,7 +25,7 @@ class HostTier:
     def __init__(self, memory: PinnedArena) -> None:
         self.memory = memory
         self._blocks: dict[tuple[int, int], dict[int, PinnedRegion]] = {}
-        """By number, without those that were freed."""
+        """Dumps by number, without freed ones."""
         self._layouts: dict[tuple[int, int], SegmentLayout] = {}
 
     def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> list[PinnedRegion]:
@@ -33,7 +33,7 @@ class HostTier:
         blocks: dict[int, PinnedRegion] = {}
         if layout.num_blocks:
             self._blocks[pass_index, group], self._layouts[pass_index, group] = blocks, layout
-        for block in range(layout.num_blocks):  # if one cannot be had, `clear` frees those before it
+        for block in range(layout.num_blocks):  # if an allocation fails, `clear` frees the earlier ones
             blocks[block] = self.memory.take(layout.bytes_of_block(block))
         return list(blocks.values())
 
@@ -55,7 +55,7 @@ class HostTier:
         return self._layouts[pass_index, group]
 
     def runs(self, pass_index: int, group: int, cached: PageRange) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
-        """Yield the pages of ``cached`` block after block: the first, the one after the last, and their bytes."""
+        """Yield runs of ``cached`` pages block by block: the first page, the end, and their bytes."""
         layout, blocks = self._layouts[pass_index, group], self._blocks[pass_index, group]
         page = cached.first
         while page < cached.last:

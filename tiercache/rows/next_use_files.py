@@ -31,7 +31,7 @@ class NextUseFiles:
 
     A file of an earlier run is checked before it is used, and computed again if it is damaged. If the order repeats,
     one file serves all epochs and later runs; else the files of three epochs are kept. Without a folder (the memory
-    engine, a store open for reading) they are plain arrays. Thread-safe.
+    engine, a store opened read-only) they are plain arrays. Thread-safe.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NextUseFiles:
     ) -> None:
         """``keys_per_range``: keys of all passes that are processed at once.
 
-        ``share``: the digest of the part of the keys that a rank has; empty for all keys.
+        ``share``: the digest of the rank's part of the keys; empty for all keys.
         """
         self._keys_per_range = keys_per_range
         self._name = f"{share[:12]}{schedule.digest}"[:24]
@@ -94,8 +94,8 @@ class NextUseFiles:
             mapped = np.memmap(path, dtype=np.int32, mode="r", shape=(2, total))
         except OSError as error:
             raise TierCacheError(
-                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete what is there, or give "
-                "this user the right to write there"
+                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete the file there, or give "
+                "this user write permission"
             ) from error
         return views_of(mapped, self._positions)
 
@@ -112,11 +112,11 @@ class NextUseFiles:
         distances, sums = distance_bytes(total)
         try:
             with temporary.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, distances + sums)  # a full disk says so here, not by a signal
+                os.posix_fallocate(file.fileno(), 0, distances + sums)  # fails now if the disk is full
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise TierCacheError(
-                f"the schedule needs {format_bytes(distances + sums)} in {path.parent}, which could not be had "
+                f"the schedule needs {format_bytes(distances + sums)} in {path.parent}, which could not be allocated "
                 f"({error.strerror}): free space there and run again"
             ) from error
         out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(distances + sums,))
@@ -129,7 +129,7 @@ class NextUseFiles:
 
 
 def _is_intact(path: Path, total: int) -> bool:
-    """Return True if a file has distances of so many positions, with their checksums."""
+    """Return True if a file has distances of ``total`` positions, with their checksums."""
     distances, sums = distance_bytes(total)
     if path.stat().st_size != distances + sums:
         return False
@@ -138,7 +138,7 @@ def _is_intact(path: Path, total: int) -> bool:
 
 
 def _checksums(distances: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return the CRC32C of each ``CHECKED_BYTES`` of them."""
+    """Return the CRC32C of each ``CHECKED_BYTES`` bytes."""
     bounds = np.minimum(
         np.arange(distance_bytes(distances.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, distances.size
     )

@@ -36,7 +36,7 @@ _LAST = attrgetter("last")
 
 
 class Transfer(NamedTuple):
-    """The rows that one launch moves: of a dump those in [first, last), of a load some of those before ``last``."""
+    """The rows that one launch moves: for a dump rows [first, last), for a load some of the rows before ``last``."""
 
     first: int
     last: int
@@ -59,7 +59,7 @@ class StagedLayout(NamedTuple):
 
 
 class PassLoad:
-    """The load of one pass, of which a part may travel while the pass before trains."""
+    """The load of one pass; a part of it may be moved during the previous pass."""
 
     def __init__(self, layout: StagedLayout, cached_G: Sequence[list[Transfer]]) -> None:
         self.layout = layout
@@ -69,7 +69,7 @@ class PassLoad:
             sorted([*cached, *staged], key=_LAST, reverse=True)
             for cached, staged in zip(cached_G, layout.rows_G, strict=True)
         ]
-        """Those that were not begun, the first one last."""
+        """Transfers that were not begun, the first one last."""
         self.rows_ahead = 0
         """Rows that were loaded ahead."""
 
@@ -95,7 +95,7 @@ class SwitchBuffers(NamedTuple):
 
 
 class _PageRun(NamedTuple):
-    """Pages [low, high) of a layout, adjacent in memory; ``first``: the place of their first row in moving order."""
+    """Pages [low, high) of a layout, adjacent in memory; ``first``: the index of their first row in moving order."""
 
     first: int
     layout: SegmentLayout
@@ -105,7 +105,7 @@ class _PageRun(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The place after that of their last row."""
+        """One past the index of their last row."""
         return self.first + self.layout.row_of_page(self.high) - self.layout.row_of_page(self.low)
 
 
@@ -124,7 +124,7 @@ class Packer:
         self, plan: PassPlan, assignments: Sequence[SlotAssignment], upcoming: PassPlan | None,
         upcoming_assignments: Sequence[SlotAssignment] = (),
     ) -> SwitchBuffers:  # fmt: skip
-        """Allocate the dump of ``plan``; of earlier dumps the host keeps what ``upcoming`` needs."""
+        """Allocate the dump of ``plan``; the host keeps the rows of earlier dumps that ``upcoming`` needs."""
         self._host.keep({} if upcoming is None else _needed(upcoming), not_before=plan.pass_index)
         dumps = []
         for g, layout in enumerate(plan.dumps):
@@ -145,7 +145,7 @@ class Packer:
     def pack(self, group: int, order: NDArray[np.int32] | None, transfers: Sequence[Transfer]) -> list[DumpedRows]:
         """Fill blocks; ``order`` has the positions of the layout's rows.
 
-        None: rows stand in the order of their positions. Only these blocks' part of an order is copied to the device.
+        None: rows are in position order. Only these blocks' part of an order is copied to the device.
         """
         arrays, slots, dumped = self._device.arrays_G[group], self._device.slots_G[group], []
         with self._backend.streams.dumping():
@@ -218,7 +218,7 @@ class Packer:
         ]
 
     def load_ahead(self, load: PassLoad) -> None:
-        """Load the next rows of each group whose slots were free before: one transfer, while another pass trains."""
+        """Load the next rows of each group into free slots: one transfer, during the training of another pass."""
         ahead_G = [
             bool(transfers) and transfers[-1].last <= assignment.free
             for transfers, assignment in zip(load.transfers_G, load.layout.staged.assignments, strict=True)
@@ -239,7 +239,7 @@ class Packer:
         ]
 
     def unpack(self, load: PassLoad, dumped_G: Sequence[Sequence[DumpedRows]]) -> None:
-        """Load the other rows of a pass from host memory. Waits for no step.
+        """Load the other rows of a pass from host memory. Does not wait for steps.
 
         dumped_G: the dump of the previous pass. Slots are filled as soon as its rows have left them.
         """
@@ -259,13 +259,13 @@ class Packer:
                     backend.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
 
     def _await_dump(self, assignment: SlotAssignment, dumped: Sequence[DumpedRows], last: int) -> None:
-        """Have later loads wait for the dump of rows in whose slots rows before ``last`` are loaded."""
+        """Make later loads wait for the dump of rows whose slots are reused by loaded rows before ``last``."""
         if last > assignment.free:
             row = dumped[-1].last - assignment.departing + last - assignment.free
             self._backend.streams.wait_event(dumped[bisect_left(dumped, row, key=_LAST)].packed)
 
     def activate(self, load: PassLoad) -> None:
-        """Generate rows from their keys and show all rows; staged memory is free once the loads are done."""
+        """Generate rows from their keys and activate all rows; staged memory is free once the loads are done."""
         backend, staged = self._backend, load.layout.staged
         with backend.streams.loading():
             for new in staged.keys:

@@ -32,7 +32,7 @@ _POPULATE_WRITE = 23
 _MOVE = 1 | 2 | 4
 """MREMAP_MAYMOVE, FIXED and, since Linux 5.7, DONTUNMAP: the source stays mapped, without pages."""
 _system = ctypes.CDLL(None, use_errno=True)
-_madvise = _system.madvise  # of mmap, madvise holds the GIL while the system works
+_madvise = _system.madvise  # mmap's own madvise holds the GIL during the system call
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _mremap = getattr(_system, "mremap", None)
 if _mremap is not None:
@@ -43,7 +43,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @functools.cache
 def moves_pages() -> bool:
-    """Return True if the system moves pages from one map to another and leaves both."""
+    """Return True if the system can move pages from one map to another and keep both maps."""
     if _mremap is None:
         return False
     maps = [mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
@@ -72,7 +72,7 @@ class PinnedRegion:
         self.first_page = self.last_page = 0
 
     def __del__(self) -> None:
-        """Unpin pages that were not closed: the device would mistake later pages at this address for them.
+        """Unpin pages if the region was not closed: the device would mistake later pages at this address for them.
 
         Does nothing in a fork of the process, whose copy is not pinned.
         """
@@ -93,11 +93,11 @@ class PinnedRegion:
         return self.first_page * PAGE_BYTES <= low and high <= self.last_page * PAGE_BYTES
 
     def hold(self, first: int, last: int) -> None:
-        """Use pages [first, last), which are present, and no others, which the caller takes care of."""
+        """Use exactly pages [first, last), which are present; the caller handles the others."""
         self.first_page, self.last_page = first, last
 
     def hand_out(self, num_bytes: int) -> None:
-        """Make the first bytes ``data``."""
+        """Set ``data`` to the first bytes."""
         self.data = self._bytes[:num_bytes]
 
     def pin(self) -> None:
@@ -113,7 +113,7 @@ class PinnedRegion:
             self._backend.unpin(self._address)
             self._is_pinned = False
 
-    # -- pages out of use, of regions that are not pinned ------------------------------------------------------
+    # -- unused pages of regions that are not pinned -----------------------------------------------------------
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield [first, last) in parts that the system can move."""
@@ -126,7 +126,7 @@ class PinnedRegion:
     def release(self, first: int, last: int) -> None:
         """Return pages to the system."""
         if first < last and self._advise(_DONTNEED, first, last):
-            raise OSError(ctypes.get_errno(), "pages of host memory cannot be given back")
+            raise OSError(ctypes.get_errno(), "pages of host memory cannot be returned")
 
     def populate(self, first: int, last: int) -> None:
         """Allocate pages at once; if the system refuses, it allocates each on first use."""
@@ -146,7 +146,7 @@ class PinnedRegion:
             return True
         if self._advise(_NORMAL, first, last):  # the system had unmapped them before it refused
             raise OSError(
-                ctypes.get_errno(), "pages of host memory are lost, as the system allows no more maps or memory"
+                ctypes.get_errno(), "pages of host memory are lost, because the system allows no more maps or memory"
             )
         return False
 
@@ -156,16 +156,16 @@ class PinnedRegion:
 
 
 _MOVED_PAGES = 32
-"""The fewest that are moved: returning fewer and having others zeroed takes no longer."""
+"""The smallest run that is moved: for a smaller one, returning it and zeroing others takes no longer."""
 _MOST_RUNS = 2048
-"""The most runs of pages in a budget, as each may be four maps of the 65,530 that Linux allows a process.
+"""The most runs of pages in a budget: each may take four of the 65,530 maps that Linux allows a process.
 
-In a budget above 32 GiB no region has so long a run, and none is moved: few of its many regions are partly in use.
+In a budget above 32 GiB no region has such a long run, and none is moved: few of its many regions are partly in use.
 """
 
 
 class _FreeRun(NamedTuple):
-    """Pages [first, last) of a region, out of use, in one map of the system."""
+    """Unused pages [first, last) of a region, in one map of the system."""
 
     region: PinnedRegion
     first: int
@@ -180,9 +180,9 @@ class PinnedArena:
     """Allocates regions of at most ``region_bytes``; resident bytes never exceed ``budget``. Thread-safe.
 
     Freed regions are kept with their pages and reused. Long runs of freed pages are moved to regions that need pages,
-    as fresh ones cost as much as filling them. If the budget is short, pages of kept regions are released first.
+    because fresh ones cost as much as filling them. If the budget is short, pages of kept regions are released first.
 
-    If ``pinned``, each region is pinned once, as a whole, until ``close``: none has pages for others, and none is
+    If ``pinned``, each region is pinned once, as a whole, until ``close``: none gives pages to others, and none is
     returned to the system.
     """
 
@@ -192,11 +192,11 @@ class PinnedArena:
         self.resident_bytes = 0
         self.peak_bytes = 0
         self.wanted_bytes = 0
-        """Resident bytes that `pin_ahead` allocates up to."""
+        """Resident bytes up to which `pin_ahead` allocates."""
         self._free: list[PinnedRegion] = []
         self._empty: list[PinnedRegion] = []
         self._free_runs: list[_FreeRun] = []
-        """Sorted by length: the shortest that is long enough is used, so that few are cut."""
+        """Sorted by length: the shortest that suffices is used, so that few are cut."""
         self._least_pages = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
         self._lock = threading.Lock()
 
@@ -215,14 +215,14 @@ class PinnedArena:
     def pin_ahead(self) -> None:
         """Allocate and pin regions for `take`, up to ``wanted_bytes``, on a thread that may be slow.
 
-        Raises what the backend raises if it cannot pin; `take` then tries it again.
+        Raises the error of the backend if it cannot pin; `take` then tries again.
         """
         while True:
             with self._lock:
                 if self.resident_bytes + self.region_bytes > min(self.wanted_bytes, self.budget):
                     return
                 self._free.insert(0, self._pinned_region())
-            time.sleep(_PAUSE_SECONDS)  # for whoever waits for the lock, which this thread would take again at once
+            time.sleep(_PAUSE_SECONDS)  # lets waiting threads take the lock, which this thread would take again at once
 
     def _pinned_region(self) -> PinnedRegion:
         region = PinnedRegion(self.region_bytes, self._backend)
@@ -240,7 +240,7 @@ class PinnedArena:
         return self._empty.pop() if self._empty else PinnedRegion(self.region_bytes, self._backend)
 
     def _open(self, region: PinnedRegion, pages: int) -> None:
-        """Have a region use its first pages: its own, those of others, and fresh ones, in this order."""
+        """Let a region use its first pages: its own, then pages of others, then fresh ones."""
         own = [(region.first_page, region.last_page)]
         own += [(run.first, run.last) for run in self._free_runs if run.region is region]
         self._free_runs = [run for run in self._free_runs if run.region is not region]
@@ -289,7 +289,7 @@ class PinnedArena:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _release_others(self, region: PinnedRegion, first: int, last: int) -> None:
-        """Have a region use only pages [first, last) of those in use."""
+        """Let a region use only pages [first, last) of those in use."""
         low, high = region.first_page, region.last_page
         region.hold(first, last)
         if first == last:
@@ -311,7 +311,7 @@ class PinnedArena:
         self.resident_bytes -= (last - first) * PAGE_BYTES
 
     def give_back(self, region: PinnedRegion) -> None:
-        """Free a region; its data may not be used any more."""
+        """Free a region; its data must not be used afterwards."""
         with self._lock:
             region.data = region.data[:0]
             self._free.append(region)
@@ -324,7 +324,7 @@ class PinnedArena:
                 self._release_others(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
 
     def close(self) -> None:
-        """Release all freed regions; no region may be taken any more."""
+        """Release all freed regions; no region may be taken afterwards."""
         with self._lock:
             for region in (*self._free, *self._empty):
                 region.unpin()

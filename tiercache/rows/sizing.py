@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
 
 MEMORY_SHARE = 0.7
-"""The most of the free memory that a plan takes."""
+"""The largest share of free memory that a plan takes."""
 DEVICE_BUDGET = 8 << 30
-"""The device budget of an estimate that is given nothing that cuts passes."""
+"""The device budget of an estimate without arguments that cut passes."""
 
 
 def estimate(
@@ -54,26 +54,26 @@ def estimate(
     store: str | os.PathLike[str] = ".",
     device: str = "cpu",
 ) -> Estimate:
-    """Estimate the bytes on device, host and disk, and the hours, of a training that nobody has any data of yet.
+    """Estimate the bytes on device, host and disk, and the hours, of a training whose data does not exist yet.
 
     The formulas are those of `tiercache plan`, which is exact once the data is extracted. Keys are assumed to follow
     Zipf's law, independently of each other, and all passes to be alike. Measures the disk of ``store`` and the memory
     at the first call on a machine, for a second or two, with a temporary file of 128 MiB there.
 
     Args:
-        tables: their dims, dtypes and optimizers decide the bytes of a row.
+        tables: their dims, dtypes and optimizers determine the bytes of a row.
         rows: different keys in all samples, by table or the same for all.
         samples: samples of an epoch.
         keys_per_sample: keys that a sample looks up, by table or the same for all; lists count with their mean length.
         dense: dense features of a sample, for the bytes of the dataset.
-        epochs: how often the samples are trained.
-        zipf: the exponent of the keys' frequencies; 0: all are as frequent. Default: 1.
-        unique_per_pass: different keys of a pass, of all tables. It says where passes are cut; with ``passes``, which
-            exponent the frequencies have.
+        epochs: the number of times the samples are trained.
+        zipf: the exponent of the keys' frequencies; 0: all are equally frequent. Default: 1.
+        unique_per_pass: different keys of a pass, of all tables. It determines where passes are cut; with ``passes``,
+            it determines the exponent of the frequencies.
         passes: passes of an epoch.
         device_budget: bytes, or text such as "8GiB", that the rows of a pass may take on the device. Without
-            ``unique_per_pass`` and ``passes`` it says where passes are cut. Default then: 8 GiB.
-        host_budget: default: what caches all rows that wait, if 70 % of the free memory are not less.
+            ``unique_per_pass`` and ``passes`` it determines where passes are cut. Default then: 8 GiB.
+        host_budget: default: enough to cache all waiting rows, but at most 70 % of the free memory.
         eval_budget: as in `TierCache`.
         commit_every: as in `TierCache`.
         retention: as in `TierCache`.
@@ -83,8 +83,8 @@ def estimate(
         store: where the store will be: its disk is measured.
         device: "cpu", or such as "cuda", whose link is measured.
 
-    Raises ValueError for numbers that make no sense, BudgetError for a device budget that does not hold a pass or a
-    host budget that does not train it, and OSError for a disk that cannot be written to.
+    Raises ValueError for invalid numbers, BudgetError for a device budget that does not hold a pass or a host budget
+    that does not train it, and OSError for a disk that cannot be written to.
     """
     work = _workload(tables, rows, samples, keys_per_sample, dense)
     epochs, commit_every = _whole("epochs", epochs), _whole("commit_every", commit_every)
@@ -97,7 +97,7 @@ def estimate(
     rates_given = {"samples_per_second": samples_per_second, "disk_gbps": disk_gbps, "link_gbps": link_gbps}
     for name, rate in rates_given.items():
         if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise ValueError(f"{name} is {rate!r}: expected a positive number")
+            raise ValueError(f"invalid {name} {rate!r}: expected a positive number")
     assumptions = []
     budget = None if device_budget is None else parse_bytes(device_budget)
     if budget is None and unique is None and passes is None:
@@ -117,7 +117,7 @@ def estimate(
     seconds, later = traffic.seconds(rates, cut.samples, epochs)
     free = shutil.disk_usage(place).free
     if samples_per_second is None:
-        assumptions.append("hours of moving rows alone: give samples_per_second for those of the model, too")
+        assumptions.append("hours of moving rows alone: give samples_per_second to include the model")
     assumptions.append("a store without dense state, and a dataset without weights of keys")
     found = Estimate(
         passes=cut.passes, samples_per_pass=cut.samples, zipf=cut.exponent, rows_per_pass=model.pass_rows,
@@ -129,7 +129,7 @@ def estimate(
     )  # fmt: skip
     host = found.host_bytes if host_budget is not None else found.least_host_bytes
     warned = _warnings(found, host, memory, free, place, on_host=device == "cpu")
-    chosen = "host_budget" if host_budget is not None else f"what caches all rows, in {MEMORY_SHARE:.0%} of free memory"
+    chosen = "host_budget" if host_budget is not None else f"enough for all rows, in {MEMORY_SHARE:.0%} of free memory"
     figures = _figures(found, model, traffic, plan, chosen, epochs)
     return replace(found, figures=figures, warnings=warned)
 
@@ -143,13 +143,13 @@ def _workload(
 ) -> Workload:
     """Check the numbers of the data. Raises ValueError."""
     chosen = tuple(tables)
-    group_tables(chosen)  # or raises
+    group_tables(chosen)  # for its errors
     names = [table.name for table in chosen]
     by_name: dict[str, dict[str, Any]] = {}
     for what, given in (("rows", rows), ("keys_per_sample", keys)):
         values = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, given)
         if unknown := sorted(values.keys() - {*names}):
-            raise ValueError(f"{what} names the unknown table {unknown[0]!r}: there are {', '.join(map(repr, names))}")
+            raise ValueError(f"{what} names the unknown table {unknown[0]!r}: expected {', '.join(map(repr, names))}")
         if missing := [name for name in names if name not in values]:
             raise ValueError(f"{what} has no number for table {missing[0]!r}: give one")
         by_name[what] = values
@@ -174,10 +174,10 @@ def _whole(name: str, value: float, *, least: int = 1) -> int:
 
 
 def _host_budget(model: Model, requested: int | str | None, free: int) -> int:
-    """Return the budget that was requested, or one that caches all rows that wait, as far as memory is free."""
+    """Return the requested budget, or one that caches all waiting rows, as far as memory is free."""
     if requested is not None:
         budget = parse_bytes(requested)
-        model.planner(budget)  # or raises
+        model.planner(budget)  # for its errors
         return budget
     budget = model.least_host
     while budget < free and model.traffic(budget).read >= 1:
@@ -186,7 +186,7 @@ def _host_budget(model: Model, requested: int | str | None, free: int) -> int:
 
 
 def _rates(place: Path, device: str, disk_gbps: float | None, link_gbps: float | None, samples: float | None) -> Rates:
-    """Return the speed of the machine, with the numbers that were given in place of those measured."""
+    """Return the speed of the machine, with given numbers in place of measured ones."""
     changes: dict[str, Any] = {"samples": samples}
     if link_gbps is not None:
         changes["link"] = link_gbps * 1e9
@@ -197,7 +197,7 @@ def _rates(place: Path, device: str, disk_gbps: float | None, link_gbps: float |
     else:
         try:
             rates = measured_rates(place, device=measured)
-        except (RuntimeError, AssertionError) as error:  # of torch, which says so if there is no such device
+        except (RuntimeError, AssertionError) as error:  # torch raises these if there is no such device
             raise ValueError(
                 f"device {device!r} cannot be measured ({str(error).splitlines()[0]}): give link_gbps, or device='cpu'"
             ) from error
@@ -207,7 +207,7 @@ def _rates(place: Path, device: str, disk_gbps: float | None, link_gbps: float |
 
 
 def _warnings(found: Estimate, host: int, memory: Any, free: int, place: Path, *, on_host: bool) -> tuple[str, ...]:
-    """Return where this machine does not suffice. ``host``: bytes of host memory that are needed."""
+    """Return warnings if this machine does not suffice. ``host``: bytes of host memory that are needed."""
     warned = []
     need = host + (found.device_bytes if on_host else 0)
     what = f"host memory of {format_bytes(host)}" + (
@@ -219,7 +219,7 @@ def _warnings(found: Estimate, host: int, memory: Any, free: int, place: Path, *
             "passes, or use a machine with more memory"
         )
     elif need > memory.available:
-        warned.append(f"{what} exceed the {format_bytes(memory.available)} that are free now: end other programs")
+        warned.append(f"{what} exceed the {format_bytes(memory.available)} that are free now: close other programs")
     if found.disk_bytes > free:
         warned.append(
             f"store and dataset of {format_bytes(found.disk_bytes)} exceed the {format_bytes(free)} that are free at "
@@ -231,7 +231,7 @@ def _warnings(found: Estimate, host: int, memory: Any, free: int, place: Path, *
 def _figures(
     found: Estimate, model: Model, traffic: Traffic, plan: StorePlan, budget: str, epochs: int
 ) -> tuple[Figure, ...]:
-    """Return the numbers with their formulas. ``budget``: what the host budget is."""
+    """Return the numbers with their formulas. ``budget``: the name of the host budget."""
     cut, rates = model.cut, found.rates
     work, cut, rates, least = model.work, model.cut, found.rates, model.divided(found.least_host_bytes)
     group_of = {table.name: group for group in model.groups for table in group.tables}

@@ -1,4 +1,4 @@
-"""Passes that follow each other: planned and staged by a reader thread, written and committed by a writer thread."""
+"""Consecutive passes: planned and staged by a reader thread, written and committed by a writer thread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PassPlanner:
         Raises StateError after a failure, which may have assigned only some slots.
         """
         if self._failed:
-            raise StateError("the pass before could not be prepared, so this one is not: begin the run of passes anew")
+            raise StateError("the previous pass could not be prepared, so this one is not: restart the run of passes")
         self._failed = True
         plan = self._planner.plan_next()
         before, before_uses, before_sub_dataset = None, None, None
@@ -78,12 +78,12 @@ StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
 
 
 class PassSwitcher:
-    """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
+    """Moves rows between the tiers as planned. Public methods are called on the training thread.
 
     One reader thread frees host memory after a load, stages passes and prepares those after them. One writer thread
     appends segments, publishes commits and allocates the next dump. Each works in order. An error of either is raised
-    by the next ``check``; one of preparing when the pass is to be staged. No later pass is published after an error.
-    With a GPU, a third thread pins host memory before the others need it: if it cannot, they try and say why.
+    by the next ``check``; an error of preparing, when the pass is to be staged. No later pass is published after an
+    error. With a GPU, a third thread pins host memory before the others need it: if it fails, they retry and raise.
     """
 
     def __init__(
@@ -117,18 +117,18 @@ class PassSwitcher:
         self._next: Future[PreparedPass] | None = None
         """The pass that will be staged next."""
         self._prepared: Future[PreparedPass] | None = None
-        """The pass that is staged, until it is loaded."""
+        """The staged pass, until it is loaded."""
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
         self._buffers: Future[SwitchBuffers] | None = None
         self._loading: PassLoad | None = None
-        """The load of the pass that is staged, once some of it may travel ahead."""
+        """The load of the staged pass, once a part of it may be moved ahead."""
         self._freed: Future[None] | None = None
-        """Frees the host memory of rows that were loaded; the reader does it before it stages anything."""
+        """Frees the host memory of loaded rows; the reader does it before it stages anything."""
         self._cached_G: list[list[Transfer]] = []
         """Rows that the next load takes from host blocks."""
         self._dumped_G: list[list[DumpedRows]] = []
-        """The dump of the pass before it."""
+        """The dump of the previous pass."""
         self._failure: BaseException | None = None
         self.plan: PassPlan | None = None
         self.assignments: list[SlotAssignment] = []
@@ -140,7 +140,7 @@ class PassSwitcher:
         """Raise StateError in a fork of the process, which has no threads and would wait for them forever."""
         if os.getpid() != self._pid:
             raise StateError(
-                f"this cache was opened by process {self._pid} and is used in its fork {os.getpid()}: train, commit "
+                f"this cache was opened by process {self._pid} but is used in its fork {os.getpid()}: train, commit "
                 "and close it in the process that opened it"
             )
 
@@ -164,11 +164,11 @@ class PassSwitcher:
         self._allocate_dump()
 
     def switch(self, state: StateBytes) -> None:
-        """End the pass on the device and bring in the next one."""
+        """End the pass on the device and load the next one."""
         self.check_process()
         trained = self._backend.streams.trained()
         write, staging = self._dump(state, trained), self._staging
-        assert staging is not None, "no pass is staged after this one"
+        assert staging is not None, "a pass must be staged"
         if not staging.done():  # the training waits for the disk, which gets all its work now
             self._writing = self._writer.submit(write)
             self._load(trained)
@@ -196,7 +196,7 @@ class PassSwitcher:
         """
         if os.getpid() != self._pid:
             return
-        for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
+        for thread in (self._reader, self._writer):  # the writer waits for the reader, never the reverse
             wait_for(thread)
         self.memory.wanted_bytes = 0
         wait_for(self._pinner)
@@ -212,7 +212,7 @@ class PassSwitcher:
             self._store.discard_uncommitted()
 
     def close(self) -> None:
-        """End the threads and free all memory of rows, as far as a failed device allows; in a fork see ``stop``."""
+        """Stop the threads and free all memory of rows, as far as a failed device allows; in a fork see ``stop``."""
         if os.getpid() != self._pid:
             return
         with ExitStack() as last:
@@ -249,7 +249,7 @@ class PassSwitcher:
     def commit_within(self, sample: int, state: StateBytes) -> None:
         """Write all rows of the pass as one range and publish a commit at ``sample``; returns when it is durable.
 
-        Blocks are written one by one through the same memory, so that it needs no more than a transaction.
+        Blocks are written one by one through the same memory, so this needs only the memory of a transaction.
         """
         self.check_process()
         plan, _ = self._current()
@@ -269,7 +269,7 @@ class PassSwitcher:
                     self._backend.streams.dumped().wait()
                     yield g, b, data, keys
 
-        try:  # on this thread, as packing is for the training thread
+        try:  # on this thread, because packing is for the training thread
             self._store.append(plan.pass_index, tuple(layouts), blocks(), within=True)
             self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
         except BaseException as error:
@@ -279,7 +279,7 @@ class PassSwitcher:
     # -- dump ---------------------------------------------------------------------------------------------
 
     def _allocate_dump(self) -> None:
-        """Have the writer allocate the dump of the pass after the previous dump is durable."""
+        """Let the writer allocate the dump of the pass after the previous dump is durable."""
         (plan, _), assignments, written, prepared = self._current(), self.assignments, self._writing, self._prepared
         freed = self._freed
         assert freed is not None, "no pass was loaded"
@@ -287,7 +287,7 @@ class PassSwitcher:
         def allocate() -> SwitchBuffers:
             freed.result()
             if written is not None and written.exception() is not None:
-                return SwitchBuffers([], [])  # nothing is dumped or loaded any more
+                return SwitchBuffers([], [])  # nothing more is dumped or loaded
             upcoming = () if prepared is None or prepared.exception() is not None else prepared.result()
             return self._packer.allocate(plan, assignments, *(upcoming or (None,)))
 
@@ -337,7 +337,7 @@ class PassSwitcher:
         report.wrote(begun, time.perf_counter(), rows=rows, num_bytes=num_bytes)
 
     def publish_first(self, state: StateBytes) -> None:
-        """Publish the commit before all training."""
+        """Publish the first commit, before training."""
         self._publish(Cursor(pass_index=0, sample=0), state)
 
     def _publish(self, cursor: Cursor, state: StateBytes) -> None:
@@ -349,7 +349,7 @@ class PassSwitcher:
     # -- load ---------------------------------------------------------------------------------------------
 
     def _prepare_next(self) -> None:
-        """Have the reader prepare the next pass, if it will be trained."""
+        """Let the reader prepare the next pass, if it will be trained."""
         assert self._pass_planner is not None, "no run of passes was begun"
         self._next = self._reader.submit(self._prepare, self._pass_planner) if self._to_prepare < self._end else None
         self._to_prepare += 1
@@ -363,7 +363,7 @@ class PassSwitcher:
         return prepared
 
     def _stage_next(self) -> None:
-        """Have the reader stage the prepared pass, then prepare the one after it."""
+        """Let the reader stage the prepared pass, then prepare the one after it."""
         self._prepared = prepared = self._next
         self._staging = None
         if prepared is not None:
@@ -401,7 +401,7 @@ class PassSwitcher:
         self.plan, self.assignments = plan, staged.assignments
 
     def _free_loaded(self, staged: Staged, report: PassReport, trained: Event, loaded: Event) -> None:
-        """Free the host memory of rows that the device has. Runs on the reader thread."""
+        """Free the host memory of rows that are on the device. Runs on the reader thread."""
         trained.wait()
         begun, plan = time.perf_counter(), staged.plan
         loaded.wait()
@@ -412,7 +412,7 @@ class PassSwitcher:
         self.host.keep(plan.retained, not_before=plan.pass_index - 1)
 
     def load_ahead(self) -> None:
-        """Have the next rows of the coming pass travel to slots that no row uses, if they are in host memory.
+        """Start moving the next rows of the coming pass to unused slots, if they are in host memory.
 
         A GPU does it while it trains. The last rows in these slots are durable: the next dump has memory only then.
         """

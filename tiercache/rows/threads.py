@@ -41,7 +41,7 @@ def wait_for(thread: ThreadPoolExecutor) -> None:
 
 
 def seconds_of_waiting(future: Future[Any] | None, trained: Event) -> float:
-    """Wait for a future, if any; return the seconds of it in which the device had no steps left.
+    """Wait for a future, if any; return the seconds during which the device had no steps left.
 
     trained: the end of its steps, which is waited for only if the future is pending.
     """
@@ -62,9 +62,9 @@ def _begin(streams: Streams) -> None:
 
 
 def share_threads() -> None:
-    """Have the kernels use as many threads as torch, on the calling thread.
+    """Make the kernels use as many threads as torch, on the calling thread.
 
-    Both run on one OpenMP. The kernels' first use of it sets torch's number to that of the cores, so it is restored.
+    Both run on one OpenMP. The kernels' first use of it sets torch's number of threads to all cores, so it is restored.
     """
     num_threads = torch.get_num_threads()
     set_threads(min(num_threads, most_threads(), len(os.sched_getaffinity(0))))

@@ -34,8 +34,8 @@ _LEAST_SECONDS = 1e-6
 def measured_rates(path: Path, *, device: str = "cpu", again: bool = False) -> Rates:
     """Return the rates of this machine, of the disk of ``path`` and of a device.
 
-    The first call measures for a second or two, with a temporary file of 128 MiB next to ``path``, and so does
-    ``again``. Raises OSError if the disk cannot be written to.
+    The first call measures for a second or two, with a temporary file of 128 MiB next to ``path``; ``again`` repeats
+    it. Raises OSError if the disk cannot be written to.
     """
     file, folder = cache_file(), existing_folder(path)
     key = f"{platform.node()} {os.cpu_count()} {folder.stat().st_dev} {device}"
@@ -57,7 +57,7 @@ def _read(file: Path) -> dict[str, Rates]:
 
 
 def cache_file() -> Path:
-    """Return the file that keeps rates by machine, disk and device."""
+    """Return the file that caches rates by machine, disk and device."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiercache" / "rates.json"
 
 
@@ -67,7 +67,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def measure(folder: Path, device: str) -> Rates:
-    """Measure with a temporary file in ``folder``: sequential reads and writes past the page cache, as of a store."""
+    """Measure with a temporary file in ``folder``: sequential reads and writes past the page cache, as in a store."""
     data = huge_pages(_REQUEST_BYTES)
     data[:] = np.random.default_rng(0).integers(0, 256, data.size, dtype=np.uint8)
     handle, name = tempfile.mkstemp(dir=folder, prefix=".probe-")

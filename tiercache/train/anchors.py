@@ -1,11 +1,11 @@
-"""Anchors make gradients of rows gradients that torch knows.
+"""Anchors: gradients of rows as gradients that torch knows.
 
 A module that looks rows up has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
 backward delivers the gradient of an output, it becomes the ``.grad`` of a *placeholder*: a leaf tensor of the output's
 shape that takes no memory. Until the step it is a parameter of the row optimizer, so unscaling, clipping and dropping
-reach it as they reach any gradient of a parameter. The anchor's own gradient is 2^-60 for each backward. If it is None
-or 0, the loop dropped the gradients of the module's parameters. If it is far larger, the loss has the parameter itself,
-as a penalty on all parameters does; the anchor's value is not 0, so that the square of it has a gradient.
+apply to it as to the gradient of any parameter. The anchor's own gradient is 2^-60 for each backward. If it is None or
+0, the loop dropped the gradients of the module's parameters. If it is far larger, the parameter itself is in the loss,
+for example in a penalty on all parameters; the anchor's value is not 0, so its square has a gradient.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from tiercache.train.table_module import TableModule
 
 _UNIT = 2.0**-60
-"""Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
+"""Too small to change a gradient norm; the sum of up to 2^24 units is exact, also after unscaling."""
 _HALF_UNIT = 2.0**-14
-"""The same in 16 bits with 5 of exponent."""
+"""The same for 16-bit dtypes with 5 exponent bits."""
 
 
 _LARGEST = 2.0**-40
-"""Above every gradient of an anchor that is finite and comes from lookups; the gradient of a penalty is larger."""
+"""Above every finite anchor gradient from lookups; the gradient of a penalty is larger."""
 _CHECKED_EVERY = 1024
-"""Steps between two checks of a gradient on a GPU, which has to be waited for."""
+"""Steps between two checks of a gradient on a GPU, because a check waits for the GPU."""
 _ROUNDING = 1e-3
-"""How far the average of several ranks may be from a whole number of units."""
+"""The tolerance for an average over ranks to be a whole number of units."""
 
 
 class Anchor:
@@ -49,22 +49,22 @@ class Anchor:
     def __init__(self, module: TableModule, anchors: Anchors) -> None:
         self._module, self._anchors = weakref.ref(module, _forget(weakref.ref(anchors), id(module))), anchors
         self.tables = ", ".join(map(repr, module.tables))
-        """Names of the tables, as messages have them."""
+        """Names of the tables, as shown in messages."""
         self.table_names = tuple(module.tables)
         self.first_table = module.tables[0] if module.tables else ""
         self.arrived: list[Arrival] = []
-        """The gradients since the last step, in the order of their backward passes; some of them may be dropped."""
+        """The gradients since the last step, in the order of their backward passes; some may be dropped already."""
         self.expired = ""
-        """The pass whose gradients the loop has to drop, because it has ended and its rows are gone."""
+        """The pass that ended with these gradients pending: the loop has to drop them."""
         self._task = -1
         self._lookups = 0
         """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
         self._in_task: dict[int, int] = {}
         """The same for each backward pass that is running, by its number."""
         self._accumulated: set[int] = set()
-        """The backward passes that run and have added to the anchor's gradient."""
+        """The running backward passes that have added to the anchor's gradient."""
         self._is_lent = False
-        """True if FSDP has the parameter: it lends lookups another one, and takes its gradient when backward ends."""
+        """True under FSDP: it gives lookups another parameter, and takes its gradient when backward ends."""
         self._last_grad: Any = lambda: None
         self._version = -1
         self._parameter_version: int | None = None
@@ -91,9 +91,9 @@ class Anchor:
 
     def arrive(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor | None],
                tables: Sequence[Collection[str]]) -> Arrival:  # fmt: skip
-        """Note the gradients of a lookup's outputs, of which one is not None; tables: those that each output is of.
+        """Record the gradients of a lookup's outputs, of which one is not None; tables: by output.
 
-        parameter: the anchor as the lookup had it: FSDP lends modules other parameters than their own.
+        parameter: the anchor as the lookup had it: FSDP replaces modules' parameters.
         """
         task = int(torch._C._current_graph_task_id())
         if parameter is not self._hooked:
@@ -101,8 +101,8 @@ class Anchor:
         if task != self._task:
             if self.arrived and not self._is_lent:
                 written = self.drop_dropped()
-                self.arrived = self.pending  # without those that were only returned
-                if not self._in_task:  # in a backward within another, the anchor's is not noted yet
+                self.arrived = self.pending  # without gradients that were only returned
+                if not self._in_task:  # in a nested backward, the anchor's is not recorded yet
                     self._check_rescaled(written, self.arrived)
             if self.expired:
                 self._check_expired()
@@ -116,9 +116,9 @@ class Anchor:
         return found
 
     def _follow(self, parameter: nn.Parameter) -> None:
-        """Note the backward passes that add to the gradient of a parameter, in place of another one's."""
+        """Record the backward passes that add to this parameter's gradient, in place of another one's."""
         self.remove()
-        anchor = weakref.ref(self)  # the parameter does not keep it alive
+        anchor = weakref.ref(self)  # must not keep the parameter alive
 
         def note(_: torch.Tensor) -> None:
             if (found := anchor()) is not None:
@@ -128,7 +128,7 @@ class Anchor:
         self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
-        """Drop the gradients of a backward pass that were only returned, as by ``torch.autograd.grad``."""
+        """Drop the gradients of a backward pass that only returned them, as ``torch.autograd.grad`` does."""
         is_kept, parameter = task in self._accumulated, used()
         self._is_lent |= is_kept and parameter is not None and parameter.grad is None
         self._accumulated.discard(task)
@@ -146,7 +146,7 @@ class Anchor:
         _after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
-        """Note the anchor's gradient as backward left it."""
+        """Record the anchor's gradient at the end of backward."""
         parameter = used()
         grad = None if parameter is None else parameter.grad
         if grad is not None:
@@ -159,8 +159,8 @@ class Anchor:
         """
         if self._is_perturbed:
             raise StateError(
-                f"parameters were changed between a backward and the next forward, as sharpness-aware minimization "
-                f"does, but the rows of {self.tables} cannot be: change parameters only after optimizer.step()"
+                f"parameters were changed between a backward and the next forward, as in sharpness-aware minimization, "
+                f"but the rows of {self.tables} cannot be: change parameters only after optimizer.step()"
             )
         if (
             self._parameter_version is not None
@@ -202,7 +202,7 @@ class Anchor:
         return written
 
     def flag_overflow(self, found: torch.Tensor) -> None:
-        """Make the anchor's gradient infinite if ``found``, of one element, is not 0. It does not count as changed."""
+        """Make the anchor's gradient infinite if ``found``, of one element, is not 0. Does not count as a change."""
         grad = None if self.parameter is None else self.parameter.grad
         if grad is not None and not _is_sharded(grad):
             is_changed = self._is_changed(grad)
@@ -216,11 +216,11 @@ class Anchor:
 
     @property
     def _has_hooks(self) -> bool:
-        """True if the anchor has hooks of the loop's, which may change its gradient."""
+        """True if the user registered hooks on the anchor, which may change its gradient."""
         return self._hooked is not None and bool(self._hooked._backward_hooks)
 
     def _is_rescaled(self, grad: torch.Tensor) -> bool:
-        """Return True if the anchor's gradient, written or seen by hooks, is not what the lookups added up to.
+        """Return True if the anchor's gradient, if written or seen by hooks, is not the sum that lookups added.
 
         Several ranks may average gradients by hand, which leaves a number of units divided by the number of ranks.
         """
@@ -239,8 +239,8 @@ class Anchor:
         if not found:
             if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
                 raise StateError(
-                    f"gradients of parameters were set by hand, as from torch.autograd.grad, and those of the rows of "
-                    f"{self.tables} were not: call backward() on the loss, or on a sum of losses, instead"
+                    f"gradients of parameters were set by hand, as from torch.autograd.grad, but not the gradients of "
+                    f"rows of {self.tables}: call backward() on the loss, or on a sum of losses, instead"
                 )
             return []
         if self.expired:
@@ -250,16 +250,16 @@ class Anchor:
         return found
 
     def _check_rescaled(self, written: torch.Tensor | None, found: Sequence[Arrival]) -> None:
-        """Raise StateError if the anchor's gradient was changed and not that of its rows."""
+        """Raise StateError if the anchor's gradient was changed but not the gradients of its rows."""
         if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
             raise StateError(
-                f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
-                "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
-                "clip with cache.clip_grad_norm_(max_norm), and scale the loss in place of gradients"
+                f"gradients were changed between backward and step, but not for the rows of {self.tables}, as by "
+                "torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
+                "clip with cache.clip_grad_norm_(max_norm), and scale the loss instead of gradients"
             )
 
     def _check_penalty(self) -> None:
-        """Raise StateError if the loss has the anchor itself. Waits for a GPU, if it is time for a check."""
+        """Raise StateError if the loss contains the anchor itself. Waits for a GPU if a check is due."""
         grad = None if self.parameter is None else self.parameter.grad
         if grad is None or _is_sharded(grad) or grad.dtype == torch.float16:
             return
@@ -269,13 +269,13 @@ class Anchor:
         self._unchecked = _CHECKED_EVERY
         if _LARGEST < abs(float(grad)) < math.inf:
             raise StateError(
-                f"the loss has the parameters of the module that looks up {self.tables}, as with a penalty on "
-                "model.parameters(), but its rows are no parameters and would not be penalized: put the penalty on "
+                f"the loss contains the parameters of the module that looks up {self.tables}, as with a penalty on "
+                "model.parameters(), but its rows are not parameters and would not be penalized: put the penalty on "
                 "what the lookups return, or give the table's optimizer a decay (L2 on the rows of a step)"
             )
 
     def expire(self, where: str) -> None:
-        """Note that the rows of pending gradients are gone, because ``where`` has ended: the loop has to drop them."""
+        """Record that the rows of pending gradients are gone, since ``where`` has ended: the loop has to drop them."""
         if self.pending:
             self.expired = where
 
@@ -324,10 +324,10 @@ class Anchors:
         self._addresses: set[int] = set()
         """The addresses of pending gradients."""
         self.flags_overflow = False
-        """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it all
-        see it then, and the GradScaler of each one skips the step."""
+        """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it
+        then all see it, and each GradScaler skips the step."""
         self.is_queued = False
-        """True if calls of the backend return before their work is done: reading a gradient would wait for it."""
+        """True if the backend queues its work: reading a gradient would wait for it."""
         self.is_stepped = False
         """True once the cache has an optimizer or took a step. Without either, rows may never be stepped."""
         self.ledger: PassLedger | None = None
@@ -335,7 +335,7 @@ class Anchors:
         self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
         """The registered modules that look rows up."""
         self.is_closed_to_others = False
-        """True if other modules must not train rows, because their model is in no commit."""
+        """True if unregistered modules must not train rows, because no commit has their model."""
 
     def __iter__(self) -> Iterator[Anchor]:
         return iter(list(self._anchors.values()))
@@ -348,10 +348,10 @@ class Anchors:
         return found
 
     def check_reader(self, module: TableModule) -> bool:
-        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one, or
+        """Return True if a module may train rows. Raises StateError if it is neither registered nor a copy of one, or
         if its parameters were written since a backward.
 
-        A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
+        A copy, such as an average of a model, may look rows up, and is refused when gradients arrive.
         """
         if (found := self._anchors.get(id(module))) is not None:
             found.check_parameter(module.anchor)
@@ -370,7 +370,7 @@ class Anchors:
         )
 
     def own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that may be written in place: a copy if it overlaps itself, or another pending one.
+        """Return a gradient that may be written in place: a copy if it overlaps itself or another pending one.
 
         ``out.sum()`` has a gradient of one number, and ``a + b`` one tensor for both.
         """
@@ -380,7 +380,7 @@ class Anchors:
         if overlaps or place in self._addresses:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             place = gradient.data_ptr()
-        if place:  # 0 of no numbers
+        if place:  # an empty tensor has address 0
             self._addresses.add(place)
         return gradient
 
@@ -390,7 +390,7 @@ class Anchors:
             self._addresses.clear()
 
     def gradient_of(self, parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the gradient of an anchor in a backward that delivers ``gradients`` of outputs."""
+        """Return the gradient of an anchor in a backward that delivers the outputs' ``gradients``."""
         found = torch.full_like(parameter, unit_of(parameter))
         if self.flags_overflow:
             for one in gradients:
@@ -403,10 +403,10 @@ class Anchors:
         for anchor in self:
             anchor.flag_overflow(found)
 
-    # -- what a loop does -----------------------------------------------------------------------------------
+    # -- called by the loop -----------------------------------------------------------------------------------
 
     def note_step(self, *, applied: bool) -> None:
-        """Note a step of the cache's optimizer. applied: whether it finds gradients of rows."""
+        """Record a step of the cache's optimizer. applied: True if it finds gradients of rows."""
         self.is_stepped = True
         for anchor in self:
             anchor.end_step()
@@ -420,12 +420,12 @@ class Anchors:
 
 
 def unit_of(anchor: torch.Tensor) -> float:
-    """Return what the gradient of an anchor is for one lookup."""
+    """Return the gradient that one lookup adds to an anchor."""
     return _HALF_UNIT if anchor.dtype == torch.float16 else _UNIT
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call a function when the running backward pass has ended, after those that were queued before."""
+    """Call a function at the end of the running backward pass, after callbacks queued earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """How far the gradients of a lookup have come."""
+    """The state of a lookup's gradients."""
 
     PENDING = auto()
     STEPPING = auto()
@@ -32,7 +32,7 @@ class Arrival:
     def __init__(
         self, anchor: Anchor, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]], task: int
     ) -> None:
-        """tables: those that each output is of. None: the backward did not reach the output."""
+        """tables: by output. None: the backward did not reach the output."""
         self.anchor, self.task = anchor, task
         self._gradients, self._tables = gradients, tables
         self._versions = [-1 if one is None else one._version for one in gradients]
@@ -45,9 +45,9 @@ class Arrival:
 
     @property
     def placeholders(self) -> list[torch.Tensor]:
-        """Leaves of the shapes of the outputs, which have the gradients that were not dropped.
+        """Leaves with the shapes of the outputs, holding the gradients that were not dropped.
 
-        They are made on demand, as most steps need none.
+        They are created on demand, because most steps need none.
         """
         if self._placeholders is None:
             self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]
@@ -78,7 +78,7 @@ class Arrival:
 
     @property
     def is_untouched(self) -> bool:
-        """True if one of them is the one that arrived, and no in-place write that torch counts has changed it."""
+        """True if one of them is the gradient that arrived, unchanged by any in-place write that torch counts."""
         return any(
             now is not None and now is one and now._version == version
             for now, one, version in zip(self.gradients, self._gradients, self._versions, strict=True)
@@ -92,7 +92,7 @@ class Arrival:
         ]
 
     def end(self) -> None:
-        """Free their memory, as they were stepped or dropped."""
+        """Free their memory after they were stepped or dropped."""
         self.state, self._gradients = State.ENDED, [None] * len(self._gradients)
         for one in self._placeholders or ():
             if one is not None:
@@ -100,7 +100,7 @@ class Arrival:
 
 
 def _placeholder(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a leaf of the shape of a gradient, which has it and takes no memory."""
+    """Return a leaf of the gradient's shape that holds it and takes no memory."""
     zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
     made = zero.expand(gradient.shape).requires_grad_()
     made.grad = gradient

@@ -1,4 +1,4 @@
-"""Batches: samples of one pass with local ids, and the rows these mean."""
+"""Batches: samples of one pass with local ids, and their rows."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 Order = Callable[[int, int], "NDArray[np.int64]"]
-"""Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
+"""Returns the samples at positions [first, last), without computing others."""
 
 SCHEDULES = ("interleaved", "simple")
 SHUFFLED_BY = "feistel"
-"""The permutation of shuffled samples: a commit inside a pass that was shuffled by another cannot be gone on from."""
+"""The version of the shuffle: a commit inside a pass that was shuffled by another version cannot be resumed."""
 
 
 def in_order(first: int, last: int) -> NDArray[np.int64]:
-    """Return the places themselves: the order of samples that are not shuffled."""
+    """Return the positions themselves: the order without shuffling."""
     return np.arange(first, last, dtype=np.int64)
 
 
 def sample_order(num_samples: int, *, seed: int, epoch: int, sub_dataset: int, shuffle: bool) -> Order:
-    """Return the order of a pass's samples: as they are, or permuted as (seed, epoch, sub-dataset) alone decide."""
+    """Return the order of a pass's samples: unshuffled, or a permutation by (seed, epoch, sub-dataset)."""
     if not shuffle:
         return in_order
     words = np.array([seed, epoch, sub_dataset], dtype=np.int64).view(np.uint64)
@@ -52,7 +52,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, sub_dataset: int, s
 
 
 def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield (place behind a batch, its samples) for the places from ``first`` to ``last``; the last may be short.
+    """Yield (end position, samples) of each batch for the positions [first, last); the last may be short.
 
     Raises ValueError for a size below 1.
     """
@@ -83,12 +83,12 @@ def checked_order(
     if last is not None and samples_done >= last:
         raise StateError(
             f"{name} was iterated again after all its {last:,} samples were taken: a pass trains its samples once, so "
-            "ask for more epochs (cache.passes(epochs=...)) to train them again"
+            "run more epochs (cache.passes(epochs=...)) to train them again"
         )
     if order is not None and order != requested:
         raise StateError(
-            f"{name} stands after {samples_done:,} samples in the order {dict(order)}, and batches were asked for in "
-            f"{requested}: some samples would be trained twice and some never, so ask for the same order"
+            f"{name} is after {samples_done:,} samples in the order {dict(order)}, but batches were requested in "
+            f"{requested}: some samples would be trained twice and some never, so request the same order"
         )
     return requested
 
@@ -96,7 +96,7 @@ def checked_order(
 def check_size(size: int) -> None:
     """Raise ValueError for a batch without samples."""
     if size < 1:
-        raise ValueError(f"a batch of {size} samples was asked for: the size must be at least 1")
+        raise ValueError(f"invalid batch size {size}: expected at least 1")
 
 
 def num_batches(num_samples: int, size: int) -> int:
@@ -112,7 +112,7 @@ class BatchPipeline:
         self._backend = backend
         self.queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        """Threads by their number. A pool stays when a larger one is made, as its queues submit to it."""
+        """Thread pools by size. A pool is kept when a larger one is created, because queues still submit to it."""
         self._pid = os.getpid()
 
     def queue(
@@ -128,16 +128,15 @@ class BatchPipeline:
     ) -> BatchQueue:
         """Return a queue of the batches of ``requests``, in order, of which none is made yet.
 
-        Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads. 0 reads them
-        when they are requested; None is the backend's default, with several ranks at least 1. ``overlap``: no step
-        comes between these batches, so rows may be exchanged ahead too. ``following`` returns the queue whose first
-        batches are made once all of this one are. Raises ValueError for less than 0, StateError in a fork of the
-        process.
+        Samples of up to ``prefetch`` batches are read ahead, on as many threads. 0 reads them when they are requested;
+        None is the backend's default, with several ranks at least 1. ``overlap``: no step comes between these batches,
+        so rows may be exchanged ahead too. ``following`` returns the queue whose first batches are made after all of
+        this one. Raises ValueError for less than 0, StateError in a fork of the process.
         """
         depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
         if depth < 0:
-            raise ValueError(f"prefetch is {depth}: it must be at least 0 batches")
-        if self._pid != os.getpid():  # a fork has none of the threads
+            raise ValueError(f"invalid prefetch {depth}: expected at least 0 batches")
+        if self._pid != os.getpid():  # a fork does not have the threads
             self._pools, self._pid = {}, os.getpid()
         threads = max(depth, *self._pools, 0) if depth else 0
         if threads and threads not in self._pools:
@@ -153,7 +152,7 @@ class BatchPipeline:
         return made
 
     def close(self) -> None:
-        """End the threads after what they make now. A fork has none of them."""
+        """Stop the threads after their current work. Does nothing in a fork, which does not have them."""
         if self._pid == os.getpid():
             for threads in self._pools.values():
                 threads.shutdown(wait=True)
@@ -165,7 +164,7 @@ class BatchPipeline:
         return sum(one.device_bytes for one in self._uploads())
 
     def _uploads(self) -> Iterator[BatchUpload]:
-        """Yield the uploads of prefetched batches; with several ranks, batches are uploaded when it is their turn."""
+        """Yield the uploads of prefetched batches; with several ranks, batches are uploaded in their turn."""
         futures = [one for queue in list(self.queues) for one in queue.pending if isinstance(one, Future)]
         for one in futures:
             is_made = one.done() and not one.cancelled() and one.exception() is None
@@ -193,7 +192,7 @@ class BatchQueue:
         self._next: BatchQueue | None = None
         self.pending: deque[Callable[[], Any] | Future[Any]] = deque()
         self._reads = set[Future[Any]]()
-        """Those on threads that are not done."""
+        """Unfinished batches on threads."""
         self._last: Future[Any] | None = None
         """The newest request, if ranks exchange requests."""
 
@@ -209,7 +208,7 @@ class BatchQueue:
             if overlap:
                 yield from exchange.overlapped(begun, rows, before)
                 return
-            for one in begun:  # no name here is a batch's: while one is made, the last is another's
+            for one in begun:  # do not bind the batch to a local: it would stay alive while the next is made
                 yield exchange.finish(one, rows, before)
 
     def fill(self) -> bool:
@@ -219,14 +218,14 @@ class BatchQueue:
         return bool(self.pending)
 
     def _fill(self, count: int) -> None:
-        """Begin batches until so many are pending, the first ones of the next pass included."""
+        """Begin batches until ``count`` are pending, including the first ones of the next pass."""
         while len(self.pending) < count:
             try:
                 if (request := next(self._requests, None)) is None:
                     break
                 self._check_process()
                 read = self._exchange.read(request, self._rows, ahead=self._depth > 0, by_owner=self._by_owner)
-            except Exception as error:  # told to all ranks, in place of the batch
+            except Exception as error:  # sent to all ranks in place of the batch
                 self._begin(partial(fail, error))
                 break
             if self._threads is None:
@@ -270,7 +269,7 @@ class BatchQueue:
 
 
 def _result(future: list[Future[Any]]) -> Any:
-    """Return the result; what went wrong refers to this call, and the future to what went wrong."""
+    """Return the result. Its error's traceback refers to this call, and must not keep the future alive."""
     return future.pop().result()
 
 
@@ -282,11 +281,11 @@ def fail(error: Exception) -> NoReturn:
 def check_exchange_schedule(schedule: str) -> None:
     """Raise ValueError for an unknown schedule of exchanges."""
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
 
 
 def is_read_by_owner(read_by: str) -> bool:
-    """Return whether ``read_by`` is "owner". Raises ValueError for an unknown one."""
+    """Return True if ``read_by`` is "owner". Raises ValueError for an unknown value."""
     if read_by not in ("rank", "owner"):
-        raise ValueError(f"read_by {read_by!r} is unknown: it must be 'rank' or 'owner'")
+        raise ValueError(f"unknown read_by {read_by!r}: expected 'rank' or 'owner'")
     return read_by == "owner"

@@ -98,11 +98,11 @@ class TierCache(CacheFacts):
 
         Args:
             store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
-                several ranks, or with ``shard_dirs`` in ``options``, the store is sharded, and with one rank it is a
-                plain one: one that was trained otherwise is rewritten first. A sharded Store that is given open is only
-                read, by as many ranks as it has shards. None: all rows stay on the device, and nothing is committed;
-                the other arguments about stores, budgets and sharding are refused then.
-            data: what `extract` or `write_key_sets` wrote, or its path.
+                several ranks, or with ``shard_dirs`` in ``options``, the store is sharded, and with one rank it is
+                plain; a store of the other kind is rewritten first. A sharded Store that is passed open is only read,
+                by as many ranks as it has shards. None: all rows stay on the device, and nothing is committed; the
+                other arguments about stores, budgets and sharding are refused then.
+            data: a dataset made by `extract` or `write_key_sets`, or its path.
             model: one or several, registered as "model", or "model0", "model1" and so on: see ``register``.
             optimizer: one or several, registered as "optimizer", or "optimizer0" and so on.
             device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
@@ -113,8 +113,8 @@ class TierCache(CacheFacts):
             eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
             store_budget: the most bytes that the store may ever need, checked here and, with the dense state, before
                 training. It does not stop writes; that of ``Store.open`` does. All budgets count for each rank.
-            plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
-                those of the plan, and the reports have its predicted seconds next to the measured ones.
+            plan: a file written by `tiercache plan`. It provides budgets, order and commit_every if they are not given
+                here, and the reports show its predicted seconds next to the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
                 "memory_optimized", "cost"), a kind for each table ("row_wise", "table_wise", "column_wise",
                 "data_parallel"; other tables are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the
@@ -124,11 +124,11 @@ class TierCache(CacheFacts):
             retention: as in ``Store.open``, which the cache then calls; it counts the commits of all ranks together.
             seed: the seed of shuffled batches.
             order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
-                puts those next to each other that share rows, so that fewer rows move. Default: their own order.
+                puts sub-datasets that share rows next to each other, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
-            at: the id of a commit or the name of a pin to go on from, by ``Store.rollback`` when the cache opens.
-                Commits after it are given up unless they are pinned, and a warning names them. This happens at every
-                start: leave it out to resume.
+            at: the id of a commit or the name of a pin to resume from, by ``Store.rollback`` when the cache opens.
+                Later commits are dropped unless they are pinned, and a warning names them. This happens at every start:
+                leave it out to resume.
             progress: whether to show a progress bar; None: on a terminal.
             options: settings that few trainings change.
 
@@ -138,8 +138,8 @@ class TierCache(CacheFacts):
             DatasetError: the store, or the model, does not belong to this dataset.
             CudaError: the GPU cannot be used.
             RankError: ranks were given different arguments, or one of them failed.
-            ValueError: an argument makes no sense.
-            StoreError: what ``Store.open`` raises.
+            ValueError: an argument is invalid.
+            StoreError: see ``Store.open``.
         """
         refuse_moved(unknown)
         limits = {
@@ -180,10 +180,10 @@ class TierCache(CacheFacts):
         ``cache.optimizer`` in place of its optimizers: it steps these and the rows. The random generators of torch,
         numpy and random are always committed. A model that is compiled or wrapped in DistributedDataParallel is stored
         under its own names, so you can resume without the wrapper or with another number of ranks. With several ranks,
-        register a model before you ask for batches: they bring what its modules look up. What is the same on all ranks
-        when training begins, of modules, optimizers, schedulers and scalers, is kept once, as rank 0 has it; other
-        objects and random generators by each rank. Not collective. Raises StateError for state that cannot be stored,
-        DatasetError for a module that was made with other features or tables than those of the dataset.
+        register a model before you request batches: they bring the rows that its modules look up. Modules, optimizers,
+        schedulers and scalers that are the same on all ranks when training begins are stored once, by rank 0; other
+        objects and random generators are stored by each rank. Not collective. Raises StateError for state that cannot
+        be stored, DatasetError for a module that was made with features or tables that the dataset does not have.
         """
         self._check_open()
         refuse_weights(objects.values())
@@ -204,14 +204,14 @@ class TierCache(CacheFacts):
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the store and of its newest commit, for a checkpoint.
 
-        So the cache is a Stateful of `torch.distributed.checkpoint`, along with the model and the optimizer.
+        This makes the cache a Stateful of `torch.distributed.checkpoint`, like the model and the optimizer.
         """
         return self._opened.named_commit()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the newest commit of the store is the one that a state names. Raises StateError if not.
 
-        Roll the store back before, to go back to an older checkpoint (``store.rollback`` or `tiercache rollback`).
+        To resume from an older checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`).
         """
         self._opened.check_named(state)
 
@@ -223,7 +223,7 @@ class TierCache(CacheFacts):
         return self._check_stored("plan()").plans.passes(passes)
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
-        """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
+        """Return the bytes that the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
         return self._check_stored("store_plan()").plans.store_plan(state_bytes)
 
     # -- training -----------------------------------------------------------------------------------------
@@ -231,35 +231,35 @@ class TierCache(CacheFacts):
     def passes(self, epochs: int) -> SizedIterator[Pass]:
         """Return an iterator over the passes from the last commit to the end of epoch ``epochs``, with a length.
 
-        First restores rows and registered state from the last commit; a store without a commit gets one of the
-        current state. Without a store, training continues with the first pass that was not trained to its end. A pass
-        ends when the next one is asked for, so what your loop does after the last batch belongs to the pass. Every
+        First restores rows and registered state from the last commit; a store without a commit gets one of the current
+        state. Without a store, training continues with the first pass that was not trained to its end. A pass ends when
+        the next one is requested, so work that your loop does after the last batch belongs to the pass. Every
         ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by the
-        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing
-        more is committed. With several ranks a commit is made on all ranks or on none.
+        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing more
+        is committed. With several ranks a commit is made on all ranks or on none.
 
-        Your loop may fetch batches ahead, also those of the next pass; with several ranks, all in the same way. If a
-        batch of a pass has not been trained yet when the next pass is asked for, the pass ends at the first lookup
-        that trains the next one; the last pass ends with ``close``, ``commit`` or another loop. A batch counts as
-        trained when a module has looked it up with gradients enabled.
+        Your loop may fetch batches ahead, also from the next pass; with several ranks, all in the same way. If a batch
+        of a pass has not been trained yet when the next pass is requested, the pass ends at the first lookup that
+        trains the next one; the last pass ends with ``close``, ``commit`` or another loop. A batch counts as trained
+        when a module has looked it up with gradients enabled.
 
         A pass is committed only if it was trained: all its batches were taken and looked up with gradients enabled, and
-        ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
-        was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training. If nothing is
-        left to train, a warning says so.
+        ``cache.optimizer`` has stepped. Otherwise StateError names the pass and how much of it was trained.
+        ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training. If nothing is left to train, a
+        warning says so.
         """
         return SizedIterator(self._passes(epochs), lambda: self._loop.passes_left(epochs))
 
     def _passes(self, epochs: int) -> Generator[Pass, None, None]:
         self._check_open()
-        yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
+        yield from self._loop.passes(epochs)  # not its iterator: the loop keeps the cache
 
     def loader(self, loader: Any, epochs: int, **options: Any) -> EpochLoader:
-        """Return what takes the place of a recorded loader in a loop over ``epochs`` epochs, which stays as it is.
+        """Return a replacement of a recorded loader in a loop over ``epochs`` epochs, which stays as it is.
 
         Iteration e yields the batches of epoch e, pass by pass, as ``Pass.loader`` makes them; shuffled if ``loader``
-        is. What a commit has is left out, so a script that runs again resumes. ``loader``: what `record_key_sets` was
-        given. ``options``: arguments of ``Pass.loader``, in place of those of ``loader``.
+        is. Committed batches are left out, so a script that runs again resumes. ``loader``: the loader that was passed
+        to `record_key_sets`. ``options``: arguments of ``Pass.loader``, overriding the settings of ``loader``.
         """
         return EpochLoader(self, loader, epochs, **options)
 
@@ -273,13 +273,13 @@ class TierCache(CacheFacts):
         trainers that want a loader; ``options`` are their other arguments. The same rules hold: each iteration begins
         at the last commit, a pass counts only if its batches were trained, and passes are committed when they end. No
         batch has samples of two passes. ``len`` is the number of batches that are left, ``current_pass`` the pass of
-        the newest batch, ``state_dict`` names the last commit. If your loop takes the last batch and asks for no more,
-        the last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
+        the newest batch, ``state_dict`` names the last commit. If your loop takes the last batch and then stops, the
+        last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
         trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
 
         Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, and DatasetError if the
-        cache's dataset has neither samples nor, with ``dataset``, what was recorded of it; iterations raise what the
-        others raise.
+        cache's dataset has neither samples nor, with ``dataset``, what was recorded of it; iterations raise the
+        errors of these methods.
         """
         options |= {"shuffle": shuffle, "per_step": batches_per_step}
         return TrainingBatches(self, self._loop, size, epochs=epochs, dataset=dataset, **options)
@@ -288,7 +288,7 @@ class TierCache(CacheFacts):
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.
 
         ``passes`` does this by itself; call it to evaluate without training. A store without a commit gets one of the
-        current state. Raises StateError if the registered objects are not those of the commit.
+        current state. Raises StateError if the registered objects are not the same as in the commit.
         """
         self._check_open()
         self._loop.restore()
@@ -304,12 +304,12 @@ class TierCache(CacheFacts):
         self._loop.commit()
 
     def keep(self, name: str) -> int:
-        """Keep rows and dense state as of now by ``name``, until it keeps another commit or ``store.unpin``.
+        """Pin the current rows and dense state as ``name``, until it pins another commit or ``store.unpin``.
 
-        Inside a pass, what was trained since the last commit is committed first, as by ``commit``, also after the last
-        batch of the pass. Returns the id of the commit that is pinned, when it is durable on all ranks. Raises
-        StateError as ``commit`` does, without a store, and if no commit has the state of now: before a batch of the
-        pass is trained if ``commit_every`` left out the pass before, and after the loop was left early.
+        Inside a pass, batches trained since the last commit are first committed as by ``commit``, also after the last
+        batch of the pass. Returns the id of the pinned commit, when it is durable on all ranks. Raises StateError as
+        ``commit`` does, without a store, and if no commit has the current state: before a batch of the pass is trained
+        if ``commit_every`` left out the previous pass, and after the loop was left early.
         """
         self._check_open()
         return self._loop.keep(name, self._check_stored("keep()"))
@@ -322,16 +322,16 @@ class TierCache(CacheFacts):
         Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips
         the parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it
         between backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite
-        and ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
-        batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
+        and ``error_if_nonfinite``. With several ranks all call it. The norm then equals the norm of one process on the
+        whole batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 
     def write_report(self, path: str | os.PathLike[str]) -> None:
-        """Write ``reports`` into a file, a JSON object for each pass: `tiercache report` makes a page of it.
+        """Write ``reports`` to a file, one JSON object per pass. `tiercache report` makes a page of it.
 
-        Waits until the passes are durable. Where no pass was trained, as when a script whose training has ended runs
-        again, the file stays as it is. Not collective: each rank has reports of its own.
+        Waits until the passes are durable. If no pass was trained, as when a finished script runs again, the file is
+        left unchanged. Not collective: each rank has its own reports.
         """
         place = local_path(path, "a report")
         self.drain(staged=False)
@@ -339,10 +339,10 @@ class TierCache(CacheFacts):
             write_json_lines(self.reports, place)
 
     def write_scalars(self, writer: SummaryWriter) -> None:
-        """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
+        """Write the numbers of ``reports`` to TensorBoard; each pass is written once, over all calls.
 
-        ``writer``: a `torch.utils.tensorboard.SummaryWriter`, or what has its ``add_scalar(tag, value, step)``. Waits
-        until the passes are durable. Not collective: each rank has reports of its own.
+        ``writer``: a `torch.utils.tensorboard.SummaryWriter`, or an object with its ``add_scalar(tag, value, step)``.
+        Waits until the passes are durable. Not collective: each rank has its own reports.
         """
         self.drain(staged=False)
         ended = [report for report in self.reports if report.durable.is_set()]
@@ -406,8 +406,8 @@ class TierCache(CacheFacts):
     ) -> Batch | None:
         """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
-        Rows have their current values, as in ``evaluate``, and are read for this batch alone, by the ranks that own
-        them. A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` says:
+        Rows have their current values, as in ``evaluate``, and the ranks that own them read them for this batch alone.
+        A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` decides:
         "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises BudgetError if the
         rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
@@ -417,11 +417,10 @@ class TierCache(CacheFacts):
 
     @contextmanager
     def lookups(self, *, local: bool) -> Iterator[None]:
-        """Have lookups of plain keys under ``no_grad`` read rows without the other ranks, if ``local``.
+        """If ``local``, lookups of plain keys under ``no_grad`` read rows without the other ranks.
 
         Use it to validate on rank 0 only, while the other ranks continue. Lookups then read the newest commit of all
-        ranks, without what was trained since. A cache with one rank always reads the current rows. Not collective if
-        ``local``.
+        ranks, without later updates. A cache with one rank always reads the current rows. Not collective if ``local``.
         """
         self._check_open()
         if not local or self.communicator.size == 1:
@@ -437,7 +436,7 @@ class TierCache(CacheFacts):
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> CurrentRows:
         """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
 
-        Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the
+        Waits until every dump is durable, because rows on their way to the store cannot be read. ``unknown``: the
         fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
         """
         self._check_open()
@@ -449,8 +448,8 @@ class TierCache(CacheFacts):
     def close(self) -> None:
         """Stop the threads and free all memory; commit the last pass if it is complete.
 
-        A Store that you gave stays open. After this, anything that asks the cache for rows raises StateError;
-        ``reports`` stays readable. In a fork of the process it does nothing: the cache is its parent's. Not collective.
+        A Store that you passed stays open. After this, any call that needs rows raises StateError; ``reports`` stays
+        readable. In a fork of the process it does nothing: the cache belongs to its parent. Not collective.
         """
         self._close(failed=False)
 
@@ -477,10 +476,10 @@ class TierCache(CacheFacts):
         if os.getpid() == self._pid:
             self._parts.close(failed=failed)
 
-    # -- inside -------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------
 
     def _lookup_source(self, trains: bool) -> tuple[Pass | None, int]:
-        """Return the newest pass, for plain keys that are trained, and bytes for the rows of others."""
+        """Return the newest pass, for plain keys that are trained, and the byte budget for the rows of other keys."""
         self._check_open()
         if not trains:
             self._rows.check_restored()
@@ -492,7 +491,7 @@ class TierCache(CacheFacts):
         self._rows.check_process()
 
     def _check_stored(self, what: str) -> RankRows:
-        """Return the rows of the store. Raises StateError if there is no store."""
+        """Return the rows of the store. Raises StateError without a store."""
         if not isinstance(self._rows, RankRows):
-            raise StateError(f"{what} needs a store, and this cache has none: give TierCache the path of one")
+            raise StateError(f"{what} needs a store, but this cache has none: give TierCache the path of one")
         return self._rows

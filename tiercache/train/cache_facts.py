@@ -54,7 +54,7 @@ class CacheFacts:
 
     @property
     def is_restored(self) -> bool:
-        """False if a registered model is not the one that the last commit trained: ``restore`` makes it so."""
+        """False if a registered model is not the one that the last commit trained: call ``restore`` first."""
         try:
             self._rows.check_restored()
         except StateError:
@@ -73,7 +73,7 @@ class CacheFacts:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the device besides ``device_bytes`` that stay from batch to batch, with prefetched batches."""
+        """Bytes on the device, besides ``device_bytes``, that are kept between batches, with prefetched batches."""
         return self._backend.scratch_bytes + self._pipeline.device_bytes
 
     @property

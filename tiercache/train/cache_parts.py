@@ -1,4 +1,4 @@
-"""The parts of a cache, opened in turn: everything that may be refused comes before the first write."""
+"""The parts of a cache, opened in order: all checks that may fail come before the first write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 class CacheParts:
-    """The parts of a cache, closed in the reverse of the order in which they were opened."""
+    """The parts of a cache, closed in the reverse of their opening order."""
 
     store: Store | None = None
     """The store, or this rank's shard of it."""
@@ -86,7 +86,7 @@ class CacheParts:
         progress: bool | None,
         options: TierCacheOptions,
     ) -> None:
-        """Open them. ``limits``: the arguments of ``Budgets.parse``. ``live_rows``: that of the cache, kept weakly."""
+        """Open them. ``limits``: the arguments of ``Budgets.parse``. ``live_rows``: the cache's method, held weakly."""
         comm_dtype, device = COMM_DTYPES[options.comm_dtype], device_name(device)
         where = device if isinstance(device, str) else device.device
         self.ranks = ranks = (only_rank if store is None else communicator_of)(options.group, where)
@@ -131,7 +131,7 @@ class CacheParts:
                 self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
                 prepare_kernels(source.tables)
                 share_threads()
-            with ranks.raise_on_all("looking at the model"):
+            with ranks.raise_on_all("checking the model"):
                 check_modules(self.objects, data)
                 if ranks.rank == 0:
                     check_keys_within(bounds_of(self.objects.values()), data)
@@ -170,11 +170,11 @@ class CacheParts:
         weights = weights_of(objects)
         if weights and self.dataset.manifest.rare is not None:
             raise DatasetError(
-                f"the rare keys of {self.dataset.path} share a row (min_count), and the converted module of table "
-                f'{next(iter(weights))!r} has a weight for each key: make the module on "meta", or the dataset without '
-                "min_count"
+                f"the rare keys of {self.dataset.path} share a row (min_count), but the converted module of table "
+                f'{next(iter(weights))!r} has a weight for each key: create the module on "meta", or the dataset '
+                "without min_count"
             )
-        with ranks.raise_on_all("planning the budgets"):  # before the store is made or rewritten
+        with ranks.raise_on_all("planning the budgets"):  # before the store is created or rewritten
             budgets = check_device(budgets, source, self.backend)
         first = partial(weight_rows, weights=weights) if weights else None
         try:
@@ -192,7 +192,7 @@ class CacheParts:
         return rows, budgets.device_budget - rows.device_bytes
 
     def _clone_ranks(self) -> None:
-        """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
+        """Connect the ranks for other threads. NCCL takes device memory for it: do it before rows are allocated."""
         self.communicators = Communicators.connect(self.ranks)
 
     def _open_exchange(self, live_rows: Callable[..., LocalRows], comm_dtype: torch.dtype) -> Exchange:
@@ -233,7 +233,7 @@ class CacheParts:
 
 
 def _refuse_unused(arguments: Mapping[str, object]) -> None:
-    """Raise ValueError for an argument that a cache without a store has no use for."""
+    """Raise ValueError for an argument that a cache without a store does not use."""
     if found := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(
             f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 NONFINITE_MODES = ("stop", "warn", "ignore")
 _PIECE = 1 << 20
-"""Numbers that are checked at a time."""
+"""Numbers checked at a time."""
 
 
 class FiniteCheck:
-    """Looks for NaN and infinities in rows and parameters before they are committed.
+    """Checks rows and parameters for NaN and infinities before they are committed.
 
     On a CPU the kernels of a step report rows that are not finite, so errors name the batch. On a GPU that would wait
     for each step: there the rows of a pass are checked once, when it ends.
@@ -58,7 +58,7 @@ class FiniteCheck:
             self._backend.take_overflow()
 
     def step(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
-        """Check the rows if the kernels of the step report some that are not finite."""
+        """Check the rows if the kernels of the step reported rows that are not finite."""
         is_reported = self._warned is ledger or self._found is not None
         if self._mode == "ignore" or not self._backend.take_overflow() or is_reported:
             return
@@ -66,7 +66,7 @@ class FiniteCheck:
             self._report(ledger, f"rows of {tables} are not finite after the step of {ledger.newest}")
 
     def check(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
-        """Raise StateError if a commit now would store something that is not finite."""
+        """Raise StateError if a commit now would store numbers that are not finite."""
         if self._mode == "ignore":
             return
         self.raise_found()
@@ -77,15 +77,15 @@ class FiniteCheck:
         self.raise_found()
 
     def raise_found(self) -> None:
-        """Raise StateError if something was not finite since training began."""
+        """Raise StateError if any were not finite since training began."""
         if self._found is not None:
             raise StateError(self._found)
 
     def _report(self, ledger: PassLedger, what: str) -> None:
         if self._mode == "stop":
             self._found = self._found or (
-                f"{what}, so they are not committed: look for the cause, such as a learning rate or a loss, and train "
-                "again from the last commit, or choose on_nonfinite='warn'"
+                f"{what}, so they are not committed: fix the cause, such as a learning rate or a loss, and resume "
+                "from the last commit, or choose on_nonfinite='warn'"
             )
         elif self._warned is not ledger:
             self._warned = ledger
@@ -149,7 +149,7 @@ class CommitState:
             "threads": torch.get_num_threads(),
             "cpu": platform.processor() or platform.machine(),
         }
-        """The last bits of dense layers may depend on these."""
+        """These may affect the last bits of dense layers."""
         if backend.name:
             self.environment["device"] = backend.name
 
@@ -158,7 +158,7 @@ class CommitState:
         return self.dense.capture(random), self.optimizer.settings()
 
     def warn_of_schedulers(self) -> None:
-        """Name the optimizers whose schedulers were not registered: a resumed training would begin their rates anew."""
+        """Warn of optimizers whose schedulers were not registered: a resumed training would restart their rates."""
         known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
         for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.joint)):
             if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
@@ -204,7 +204,7 @@ class CommitState:
         if unstepped:
             more = f" and {len(unstepped) - 1} more parameters" if unstepped[1:] else ""
             warnings.warn(
-                f"{unstepped[0]}{more} belong to no optimizer that the cache was given, so cache.optimizer does not "
+                f"{unstepped[0]}{more} are in no optimizer of the cache, so cache.optimizer does not "
                 "train them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
                 stacklevel=5,
             )
@@ -227,8 +227,8 @@ class CommitState:
             if unsaved:
                 raise StateError(
                     f"{name} steps {len(unsaved)} parameters that no registered module has (the first has shape "
-                    f"{tuple(unsaved[0].shape)}), so no commit would keep them: give the cache the model that has them "
-                    "(model=..., or register()), and make an optimizer after tc.convert, which replaces parameters"
+                    f"{tuple(unsaved[0].shape)}), so no commit would keep them: give the cache their model "
+                    "(model=..., or register()), and create optimizers after tc.convert, which replaces parameters"
                 )
 
     def restore(self, store: Store, ranks: AnyCommunicator) -> None:
@@ -238,11 +238,11 @@ class CommitState:
         with ranks.raise_on_all("reading the state of the last commit"):
             if commit.environment and commit.environment != self.environment:
                 warnings.warn(
-                    f"commit {commit.id} was trained with {commit.environment} and goes on with {self.environment}: "
+                    f"commit {commit.id} was trained with {commit.environment} and resumes with {self.environment}: "
                     "other threads or another CPU can change the last bits of dense layers",
                     stacklevel=4,
                 )
             data = store.state()
-        self.dense.restore(data, ranks)  # none with rows from outside
+        self.dense.restore(data, ranks)  # imported rows have none
         with ranks.raise_on_all("restoring the row optimizer"):
             self.optimizer.restore(commit.settings)

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
 
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
-"""Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
+"""Exactly these types: a numpy number may be a subclass of float, but cannot be read back safely."""
 _TENSOR_BYTES = 2048
-"""More than torch adds to the numbers of two tensors in a file."""
+"""More than the bytes that torch adds per parameter in a file."""
 _DATA_PARALLEL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _RESTORING = "restoring the last commit"
 
 RandomStates = dict[str, Any]
-"""The states of random generators, as a commit keeps them."""
+"""The states of random generators, as a commit stores them."""
 
 
 class Stateful(Protocol):
     """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
+        """Return a state of tensors and plain values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
@@ -51,7 +51,7 @@ class DenseState:
     """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
 
     With several ranks, rank 0 stores the objects that are the same on all (``keep_once``). Stored with ``torch.save``
-    and read with ``weights_only=True``: nothing pickled is executed on load.
+    and read with ``weights_only=True``, so loading executes nothing pickled.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -63,7 +63,7 @@ class DenseState:
         self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:
-        """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
+        """Add objects by name. Raises StateError at once for state that cannot be stored, naming the value."""
         anchors = anchor_ids([*self.objects.values(), *objects.values()])
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
@@ -84,17 +84,17 @@ class DenseState:
         self.objects.update(objects)
 
     def note_restored(self) -> None:
-        """Note that all objects are as the rows' commit has them, or as the first commit took them."""
+        """Mark all objects as restored from, or captured by, the rows' commit."""
         self._restored |= self.objects.keys()
 
     @property
     def unrestored(self) -> list[str]:
-        """The names of modules that were not restored since they were registered."""
+        """The names of modules that were registered and not restored since."""
         modules = [name for name, value in self.objects.items() if isinstance(value, torch.nn.Module)]
         return [name for name in modules if name not in self._restored]
 
     def random_states(self) -> RandomStates:
-        """Return the states of the global generators of torch, numpy and random, and that of the device's."""
+        """Return the states of the global generators of torch, numpy and random, and of the device's generator."""
         version, numbers, gauss = random.getstate()
         kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
         found: RandomStates = {
@@ -108,8 +108,8 @@ class DenseState:
     def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
         """Clone the current state; the returned function serializes the clone, on any thread.
 
-        random_states: in place of the current ones. Raises StateError for state that cannot be stored: it may have
-        changed since ``register``.
+        random_states: in place of the current ones. Raises StateError for state that cannot be stored, since it may
+        have changed after ``register``.
         """
         anchors = anchor_ids(self.objects.values())
         objects = {name: _state_of(one, anchors) for name, one in self.objects.items() if name not in self._shared}
@@ -131,9 +131,9 @@ class DenseState:
         return save
 
     def most_bytes(self) -> int:
-        """Return about the most bytes that a commit stores: two tensors a parameter if an optimizer has not stepped.
+        """Return about the most bytes that a commit stores, with two tensors per parameter for unstepped optimizers.
 
-        Objects of the user's own may come to need more.
+        The user's own objects may need more.
         """
         total = len(self.capture()())
         for name, value in self.objects.items():
@@ -145,8 +145,8 @@ class DenseState:
     def keep_once(self, ranks: AnyCommunicator) -> None:
         """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks.
 
-        They stay the same in a data-parallel training, except for buffers that DistributedDataParallel takes from rank
-        0. Each rank stores other objects, and its random generators. Collective.
+        They stay the same in a data-parallel training, except for buffers, which DistributedDataParallel takes from
+        rank 0. Each rank stores other objects, and its random generators. Collective.
         """
         if ranks.size == 1:
             return
@@ -162,7 +162,7 @@ class DenseState:
         self._shared = frozenset(same if ranks.rank else ())
 
     def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
-        """Restore every object and generator from ``data``: what this rank stored, or b"" if no rank stored any.
+        """Restore all objects and generators from ``data``: this rank's stored bytes, or b"" if no rank stored any.
 
         Raises StateError if the names differ. Collective.
         """
@@ -193,8 +193,8 @@ class DenseState:
                     value.load_state_dict(kept if not isinstance(value, nn.Module) else _sharded(kept, value))
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
-                    f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
-                    f"given to register() ({_line(error)}): give the same object as before, or begin a new store"
+                    f"the state of {name!r} in the last commit does not fit the {type(value).__name__} "
+                    f"given to register() ({_line(error)}): register the same object as before, or start a new store"
                 ) from error
             finally:
                 TableModule.is_restoring = False
@@ -208,9 +208,9 @@ class DenseState:
 
 
 def load_module(module: nn.Module, data: bytes, commit: str) -> None:
-    """Load the state that a commit has of a module like this one, registered by any name.
+    """Load the state of a module like this one from a commit, registered under any name.
 
-    ``commit``: in the words of a message. Raises StateError if the commit has none, or those of several.
+    ``commit``: its name in messages. Raises StateError if the commit has no such state, or several.
     """
     shapes = _shapes(module.state_dict())
     if not shapes:
@@ -222,7 +222,7 @@ def load_module(module: nn.Module, data: bytes, commit: str) -> None:
         found = f"{_names({*chosen})}, which all fit" if chosen else f"{_names({*objects})}, which do not fit"
         raise StateError(
             f"{commit} has the state of {found} a {type(module).__name__} with these parameters: give the model that "
-            "was registered, or go on from this commit with TierCache(at=...) and take the model from there"
+            "was registered, or resume from this commit with TierCache(at=...) and take the model from there"
         )
     TableModule.is_restoring = True
     try:
@@ -246,13 +246,13 @@ def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
 
 
 def _sharded(kept: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a state with DTensors where a module has them."""
+    """Return a state with DTensors where the module has them."""
     current = module.state_dict()
     return {name: _part_of(current.get(name), value) for name, value in kept.items()}
 
 
 def _sharded_like(optimizer: torch.optim.Optimizer, anchors: Collection[int], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with DTensors for what an optimizer keeps of each number of a parameter that is one."""
+    """Return a state with DTensors for per-element optimizer state of parameters that are DTensors."""
     parameters = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in anchors]
     if not any(hasattr(one, "to_local") for one in parameters):
         return kept
@@ -266,7 +266,7 @@ def _sharded_like(optimizer: torch.optim.Optimizer, anchors: Collection[int], ke
 
 
 def _part_of(whole: Any, part: Any) -> Any:
-    """Return the DTensor that has a part here, where ``whole`` is one with parts of its shape; else the part."""
+    """Return this rank's part as a DTensor if ``whole`` is a DTensor of that part shape; else the part."""
     if not (hasattr(whole, "to_local") and isinstance(part, torch.Tensor)) or part.shape != whole.to_local().shape:
         return part
     local = part.to(whole.to_local().device)
@@ -283,7 +283,7 @@ def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of a state: the same for the same values, on whatever device each tensor is."""
+    """Return a digest of a state: equal for equal values, on any device."""
     found = hashlib.blake2b(digest_size=16)
 
     def add(part: Any) -> None:
@@ -315,7 +315,7 @@ def _names(names: set[str]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return a message of torch, which may have many lines, as one."""
+    """Return a possibly multi-line message of torch as one line."""
     return " ".join(str(error).split()).rstrip(".:")
 
 
@@ -330,7 +330,7 @@ def _load(data: bytes) -> Any:
 
 
 def _read(data: bytes) -> Any:
-    """Return the state of a commit. Raises StateError for what is none, and runs nothing that it names."""
+    """Return the state of a commit. Raises StateError if it is invalid, and executes nothing in it."""
     try:
         return _load(data)
     except (
@@ -345,15 +345,15 @@ def _read(data: bytes) -> Any:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it names {named[1]}" if named else "it cannot be unpickled"
         raise StateError(
-            f"the dense state of the last commit is not tensors and plain values alone ({what}), so it was not loaded "
-            "and nothing of it ran: TierCache writes no such state; restore the store from a source that you trust"
+            f"the dense state of the last commit is not only tensors and plain values ({what}), so it was not loaded "
+            "and nothing in it was executed: TierCache writes no such state; restore the store from a source you trust"
         ) from error
 
 
 def _record_events(state: object) -> dict[int, torch.cuda.Event]:
     """Record an event on the current stream of each GPU that has tensors of a state, and of no other GPU.
 
-    There it would create a context, which takes hundreds of megabytes.
+    On another GPU it would create a context, which takes hundreds of megabytes.
     """
     devices = sorted({tensor.device.index for tensor in tensors_of(state) if tensor.device.type == "cuda"})
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
@@ -361,7 +361,7 @@ def _record_events(state: object) -> dict[int, torch.cuda.Event]:
 
 @contextmanager
 def _stream_after(device: int, event: torch.cuda.Event) -> Iterator[None]:
-    """Use a new stream that waits for an event: on the training's stream, every copy would wait for its steps."""
+    """Use a new stream that waits for an event; on the training stream, copies would wait for its steps."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_event(event)
     with torch.cuda.stream(stream):

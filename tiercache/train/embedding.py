@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class EmbeddingBagCollection(TableModule):
     """Looks up features and pools each one: (N, sum of dims), the features side by side.
 
-    The module exists without a cache; a cache that is given the model binds it. It has no rows and no gradient of a
+    The module exists without a cache; registering the model with a cache binds it. It has no rows and no gradient of a
     table: its only parameter is an anchor, see `TableModule`. Outputs have the anchor's dtype. Their memory is reused
     when you no longer refer to them.
 
@@ -33,7 +33,7 @@ class EmbeddingBagCollection(TableModule):
         features: names of the features, in the order of the output; default: all.
         mode: "sum", "mean" or "max", for all features or by name. Weights multiply the vectors before pooling; "mean"
             still divides by the number of ids, and "max" takes no weights. An empty bag gives zeros.
-        weighted: features whose weights you will give to ``forward``. With several ranks this must be known before:
+        weighted: features whose weights you will pass to ``forward``. With several ranks this must be known in advance:
             other features may be pooled by the rank that owns them.
 
     Raises:
@@ -51,18 +51,14 @@ class EmbeddingBagCollection(TableModule):
         super().__init__(schema, features)
         modes = {name: mode if isinstance(mode, str) else mode.get(name, "sum") for name in self.features}
         if not isinstance(mode, str) and (unknown := [name for name in mode if name not in modes]):
-            raise ValueError(
-                f"a mode was given for {unknown[0]!r}, and this module looks up {', '.join(self.features)}"
-            )
+            raise ValueError(f"mode= has {unknown[0]!r}, but this module looks up {', '.join(self.features)}")
         if others := [name for name in weighted if name not in modes]:
-            raise ValueError(
-                f"weights were announced for {others[0]!r}, and this module looks up {', '.join(self.features)}"
-            )
+            raise ValueError(f"weighted= has {others[0]!r}, but this module looks up {', '.join(self.features)}")
         for name, chosen in modes.items():
             if chosen not in MODES:
                 raise ValueError(f"feature {name!r} is pooled by {chosen!r}: it must be one of {', '.join(MODES)}")
         self.out_features = sum(self.dims)
-        """Columns of the output."""
+        """Number of columns of the output."""
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
         self._modes = modes
@@ -92,19 +88,19 @@ class EmbeddingBagCollection(TableModule):
         for name, weight in weights.items():
             if name not in self._cols:
                 raise ValueError(
-                    f"weights were given for {name!r}, and this module looks up {', '.join(self.features)}"
+                    f"weights were given for {name!r}, but this module looks up {', '.join(self.features)}"
                 )
             if weight.dtype != torch.float32:
-                raise ValueError(f"weights of feature {name!r} are {weight.dtype}: give torch.float32")
+                raise ValueError(f"weights of feature {name!r} are {weight.dtype}: expected torch.float32")
             if weight.device != backend.device:
                 raise ValueError(
-                    f"weights of feature {name!r} are on {weight.device}, and rows are trained on {backend.device}: "
+                    f"weights of feature {name!r} are on {weight.device}, but rows are trained on {backend.device}: "
                     "move them there"
                 )
         remote = self._remote(batch, weights)
         local = [name for name in self.features if name not in remote] if remote else self.features
         check_ids_of(batch, local)
-        weighted = getattr(batch.ids, "weighted", local)  # if it is known, no other ids are made for this
+        weighted = getattr(batch.ids, "weighted", local)  # if this is known, their other ids are not made
         arrays = {n: values for n in local if n in weighted and (values := batch.ids[n].weights) is not None}
         if weights:
             arrays |= {name: backend.array(value) for name, value in weights.items()}
@@ -123,7 +119,7 @@ class EmbeddingBagCollection(TableModule):
         return marker, backend, lookups, list(remote.values()), shape, tuple(weights), *weights.values()
 
     def mode_of(self, feature: str) -> str | None:
-        """Return how a feature is pooled."""
+        """Return the pooling mode of a feature."""
         return self._modes[feature]
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
@@ -139,14 +135,14 @@ class EmbeddingBagCollection(TableModule):
             if name in found:
                 raise ValueError(
                     f"weights were given for {name!r}, which the rank that owns table "
-                    f"{self.feature_specs[name].table!r} has pooled already: make the module with weighted=[{name!r}]"
+                    f"{self.feature_specs[name].table!r} has already pooled: create the module with weighted=[{name!r}]"
                 )
         return {name: RemoteLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
     def _cut(
         self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str], *, as_bags: bool
     ) -> list[FeaturePart]:
-        """Group features by their tables' group; those with exactly one plain id have a faster kernel."""
+        """Group features by their tables' group; features with exactly one plain id have a faster kernel."""
         members: dict[tuple[int, bool], list[str]] = {}
         for name, group in zip(features, groups, strict=True):
             if name in weighted and self._modes[name] == "max":
@@ -171,8 +167,8 @@ class EmbeddingCollection(TableModule):
 
     The output is a dict by feature: (N, dim) if each sample has one id, (N, length, dim) for a list of fixed length,
     and (ids, dim) for a ragged list, whose offsets are ``batch.features[name].offsets``. Weights in the data are not
-    applied. To sum over many ids, use EmbeddingBagCollection, which never makes the single vectors. On a GPU the
-    vectors of tables with one row layout share memory, which is freed with the last of them.
+    applied. To sum over many ids, use EmbeddingBagCollection, which does not materialize the single vectors. On a GPU
+    the vectors of tables with one row layout share memory, which is freed with the last of them.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None = None) -> None:
@@ -199,7 +195,7 @@ class EmbeddingCollection(TableModule):
         return [*outs.values()]
 
     def length_of(self, name: str) -> int:
-        """Return how many ids each sample has: the fixed length, 0 for a single id, -1 for a ragged list."""
+        """Return the number of ids per sample: the fixed length, 0 for a single id, -1 for a ragged list."""
         spec = self.feature_specs[name]
         return {"one_hot": 0, "multi_hot": spec.length or 0}.get(spec.hotness, -1)
 
@@ -233,16 +229,16 @@ class EmbeddingCollection(TableModule):
 
 _WEIGHT = property(table_weight, doc="Device, dtype and shape of the table; it has no values.")
 _EMBEDDING_DIM = property(lambda module: module.dims[0], doc="Numbers in a vector.")
-_PADDING_IDX = property(lambda module: module.padding, doc="The key that stands for nothing.")
+_PADDING_IDX = property(lambda module: module.padding, doc="The padding key.")
 
 
 class EmbeddingBag(EmbeddingBagCollection):
-    """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`.
+    """Looks up and pools one feature: (N, dim). Replaces an `nn.EmbeddingBag`.
 
-    ``padding_idx``: a key that counts nowhere and is not trained; with it ``mode`` is "sum" or "mean".
-    ``include_last_offset``: whether ``offsets`` of a tensor of keys are (N + 1,) and end with the number of keys.
+    ``padding_idx``: a key that is not pooled and not trained; with it ``mode`` must be "sum" or "mean".
+    ``include_last_offset``: True if ``offsets`` of a tensor of keys are (N + 1,) and end with the number of keys.
     ``max_norm``, ``norm_type``: a lookup first scales the rows whose norm exceeds ``max_norm``, in place as torch does;
-    of rows that the pass does not train, only what is returned is scaled. With one rank.
+    for rows that the pass does not train, only the returned vectors are scaled. With one rank.
     """
 
     def __init__(
@@ -262,10 +258,10 @@ class EmbeddingBag(EmbeddingBagCollection):
         self.padding, self._mode, self.include_last_offset = padding_idx, mode, include_last_offset
         self.max_norm, self.norm_type = max_norm, norm_type
         if padding_idx is not None:
-            self.pooling = {feature: None}  # it is weighted by what is in each batch
+            self.pooling = {feature: None}  # weighted if the batch has weights
 
     def mode_of(self, feature: str) -> str | None:
-        """Return how the feature is pooled, which with padding is done by weights of a sum."""
+        """Return the pooling mode; a mean with padding is a weighted sum."""
         return self._mode
 
     weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
@@ -276,12 +272,12 @@ class EmbeddingBag(EmbeddingBagCollection):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``, for which a batch may stand, or a tensor of keys as `nn.EmbeddingBag` does.
+        """Look up ``batch.features[name]``, or a batch, or a tensor of keys as `nn.EmbeddingBag` does.
 
-        Keys are int64 or int32: (N, L), a nested tensor, or (E,) with ``offsets`` (N,). With gradients they have to be
-        in the pass; without, any keys are read. ``per_sample_weights``: a differentiable float32 tensor, one for each
-        key, in place of the weights in the data. A batch has offsets of its own. Raises ValueError for another feature,
-        TypeError for anything else, and what `PlainKeys.batch` raises.
+        Keys are int64 or int32: (N, L), a nested tensor, or (E,) with ``offsets`` (N,). With gradients they must be in
+        the pass; without, any keys are read. ``per_sample_weights``: a differentiable float32 tensor, one for each key,
+        in place of the weights in the data. A batch has its own offsets. Raises ValueError for another feature,
+        TypeError for any other input, and the errors of `PlainKeys.batch`.
         """
         if isinstance(input, torch.Tensor):
             found: torch.Tensor = self._of_keys(input, offsets, per_sample_weights)
@@ -293,7 +289,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         return super().forward(batch, weights)
 
     def _padded_weights(self, batch: Batch, padding: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """Return a weight for each id: ``weights`` or those of the data, 0 for padding; divided for a mean."""
+        """Return a weight for each id: ``weights`` or the data's, 0 for padding; divided for a mean."""
         kept: torch.Tensor = _kept(batch, self.features[0], padding)
         ids = batch.ids[self.features[0]]
         if weights is None and ids.weights is not None:
@@ -311,7 +307,7 @@ class EmbeddingBag(EmbeddingBagCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
-        """Look up bags of keys, without those that are padding."""
+        """Look up bags of keys, leaving out padding."""
         name = self.features[0]
         bags = bag_input(name, keys, offsets, has_last=self.include_last_offset)
         if weights is not None:
@@ -332,9 +328,9 @@ class EmbeddingBag(EmbeddingBagCollection):
 
 
 class Embedding(EmbeddingCollection):
-    """Looks up one vector for each id of one feature. Takes the place of an `nn.Embedding`.
+    """Looks up one vector for each id of one feature. Replaces an `nn.Embedding`.
 
-    ``padding_idx``: a key whose vector is zeros, and is not trained. ``max_norm``, ``norm_type``: as of `EmbeddingBag`.
+    ``padding_idx``: a key whose vector is zeros, and is not trained. ``max_norm``, ``norm_type``: see `EmbeddingBag`.
     """
 
     def __init__(
@@ -355,10 +351,10 @@ class Embedding(EmbeddingCollection):
         self,
         input: Batch | JaggedIds | torch.Tensor,  # noqa: A002 - torch's name
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``, for which a batch may stand, or a tensor of keys as `nn.Embedding` does.
+        """Look up ``batch.features[name]``, or a batch, or a tensor of keys as `nn.Embedding` does.
 
-        Of keys, int64 or int32 of any shape or nested, the vectors have that shape with one more dimension. With
-        gradients the keys have to be in the pass; without, any keys are read. Raises what `EmbeddingBag.forward` does.
+        Keys are int64 or int32 of any shape, or nested; vectors have one more dimension. With gradients the keys must
+        be in the pass; without, any keys are read. Raises the errors of `EmbeddingBag.forward`.
         """
         if isinstance(input, torch.Tensor):
             of_keys: torch.Tensor = self._of_keys(input)
@@ -372,7 +368,7 @@ class Embedding(EmbeddingCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """Look keys up, without those that are padding."""
+        """Look keys up, leaving out padding."""
         flat, kept = row_input(self.features[0], keys), None
         if self.padding is not None:
             flat, kept = flat.without(self.padding)
@@ -395,23 +391,23 @@ def _check_batch(module: TableModule, batch: object) -> None:
     """Raise TypeError for anything but a batch."""
     if not isinstance(batch, Batch):
         raise TypeError(
-            f"{type(module).__name__} looks up whole batches and was given a {type(batch).__name__}: give it a "
-            "batch of a pass; make one of your own keys with Pass.batch(keys), or look one feature up with "
+            f"{type(module).__name__} looks up whole batches, but got a {type(batch).__name__}: pass it a "
+            "batch of a pass; make one from your own keys with Pass.batch(keys), or look one feature up with "
             "EmbeddingBag or Embedding"
         )
 
 
 def _batch_of(ids: Any, offsets: object, feature: str) -> Batch:
-    """Return the batch that ids are of."""
+    """Return the batch that ids belong to."""
     if offsets is not None:
         raise TypeError(f"offsets were given with feature {feature!r}: a feature of a batch has its own, so give none")
     if isinstance(ids, JaggedIds):
         if ids.feature != feature:
-            raise ValueError(f"this module looks up {feature!r} and was given {ids.feature!r}: give that feature")
+            raise ValueError(f"this module looks up {feature!r}, but got {ids.feature!r}: pass {feature!r}")
         return ids.batch
     if isinstance(ids, Batch):
         return ids
     raise TypeError(
-        f"a module that looks up {feature!r} was given a {type(ids).__name__}: give it batch.features[{feature!r}] "
-        "or the batch, or a torch tensor of keys"
+        f"a module that looks up {feature!r} got a {type(ids).__name__}: pass batch.features[{feature!r}], "
+        "the batch, or a torch tensor of keys"
     )

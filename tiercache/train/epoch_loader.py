@@ -19,20 +19,20 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "prefetch_factor",
 )  # fmt: skip
-"""The settings of a DataLoader that the loaders of passes have, too."""
+"""DataLoader settings that the loaders of passes also use."""
 
 
 class EpochLoader:
-    """Takes the place of a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
+    """Replaces a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
 
-    `TierCache.loader` makes it. Batches of an epoch that are trained already are left out, so the loop of a script that
-    runs again yields nothing until it reaches the last commit. An epoch is committed when its iteration ends.
+    `TierCache.loader` makes it. Batches of an epoch that are already trained are left out, so a script that runs again
+    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends.
     """
 
     def __init__(
         self, cache: TierCache, loader: DataLoader[Any] | Callable[[], Iterable[Any]], epochs: int, **options: Any
     ) -> None:
-        """options: arguments of ``Pass.loader`` in place of those of ``loader``."""
+        """options: arguments of ``Pass.loader``, overriding the settings of ``loader``."""
         check_epochs(epochs)
         self._cache, self._epochs = cache, epochs
         self._loader: Any = loader
@@ -41,7 +41,7 @@ class EpochLoader:
             self._loader, self._options = loader.dataset, _options_of(loader) | options
         self._passes: Iterator[Pass] | None = None
         self._next: Pass | None = None
-        """The first pass of a later epoch, if it has been asked for."""
+        """The first pass of a later epoch, if it has been requested."""
         self.epoch = -1
         """The epoch of the last iteration, counted from 0."""
         self.current_pass: Pass | None = None
@@ -59,8 +59,8 @@ class EpochLoader:
         self.epoch += 1
         if self.epoch >= self._epochs:
             raise StateError(
-                f"this loader was made for {self._epochs} epochs and is iterated once more: give "
-                "cache.loader(..., epochs=...) the number of epochs of your loop"
+                f"this loader was made for {self._epochs} epochs and is iterated once more: pass the number of epochs "
+                "of your loop to cache.loader(..., epochs=...)"
             )
         return self._iterate(self.epoch)
 

@@ -1,4 +1,4 @@
-"""Evaluation: read-only passes over any keys, with their current rows; several ranks get their part of each batch."""
+"""Evaluation: read-only passes over any keys, with their current rows. With several ranks each gets a part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _MARK_SAMPLES = 65_536  # samples whose ids are read together when a slice is cut
-_SCRATCH_BYTES = 40  # for each row: its key, its place on the device, segment, row and slot
+_SCRATCH_BYTES = 40  # for each row: its key, device position, segment, row and slot
 
 
 class Evaluation:
@@ -43,16 +43,16 @@ class Evaluation:
         self.sub_dataset = source.index
         """The pass of the evaluation set."""
         self.num_samples = last - first
-        """Samples of the slice, those of all ranks."""
+        """Samples of the slice, over all ranks."""
         self._source, self._first, self._last, self._rows = source, first, last, rows
         self._exchange, self._pipeline = exchange, pipeline
 
     def batches(self, size: int, *, prefetch: int | None = None, schedule: str = "interleaved") -> Iterator[Batch]:
-        """Yield batches of ``size`` samples in the order of the data; ``prefetch`` as of `Pass.batches`. Collective.
+        """Yield batches of ``size`` samples in the order of the data; ``prefetch`` as in `Pass.batches`. Collective.
 
-        Rank r of W has samples [r * n // W, (r + 1) * n // W) of a batch of n; one without any gets the first of them
-        with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one is
-        used; "simple": one thing after the other.
+        Rank r of W has samples [r * n // W, (r + 1) * n // W) of a batch of n. A rank without samples gets the first
+        sample with weight 0: leave such a batch out. "interleaved": rows of the next batch are exchanged while this one
+        is used; "simple": rows are exchanged between batches.
         """
         check_exchange_schedule(schedule)
         cuts = cut_batches(in_order, size, first=self._first, last=self._last)
@@ -73,8 +73,8 @@ class Evaluation:
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
-        multiple: the number of samples of a slice is a multiple of it, except at the end of a pass. Raises BudgetError
-        if the rows of ``multiple`` samples exceed ``budget`` bytes on some rank.
+        multiple: slices have a multiple of this number of samples, except at the end of a pass. Raises BudgetError if
+        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank.
         """
         check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
@@ -93,7 +93,7 @@ class Evaluation:
                     raise BudgetError(
                         f"the rows of a batch of {multiple:,} samples from sample {first:,} of evaluation sub-dataset "
                         f"{source.index} exceed eval_budget, {format_bytes(budget)}: raise eval_budget (and "
-                        "host_budget, which holds it), or evaluate smaller batches"
+                        "host_budget, which contains it), or evaluate smaller batches"
                     )
                 with ranks.raise_on_all("reading the rows of an evaluation"):
                     if last < own_last:
@@ -108,7 +108,7 @@ class Evaluation:
                 exchange.prepare(source.index, view)
                 exchange.open(view)
                 yield Evaluation(source, first, last, view, exchange, pipeline)
-                exchange.rest()  # first: it waits for what reads samples for it
+                exchange.rest()  # first: it waits for pending reads of samples
                 view.end()
                 first = last
 
@@ -144,10 +144,10 @@ class _SliceCutter:
         self._spans = {table.name: source.span(table.name) for table in positions.tables}
         self._all = all(span == slice(0, source.whole.rows(name)) for name, span in self._spans.items())
         self.used: dict[str, NDArray[np.bool_]] = {}
-        """By table, a mask of the keys that this rank trains: those that the newest slice uses."""
+        """By table, a mask of this rank's keys that the newest slice uses."""
 
     def cut(self, first: int, budget: int) -> int:
-        """Return where the slice from ``first`` ends: as many samples as have rows of ``budget`` bytes in all."""
+        """Return the end of the slice from ``first``: the most samples whose rows take at most ``budget`` bytes."""
         used, source = self._no_marks(), self._source
         last, step, num_bytes = first, _MARK_SAMPLES, 0
         while last < source.samples:
@@ -165,7 +165,7 @@ class _SliceCutter:
                 raise BudgetError(
                     f"the rows of sample {last:,} of evaluation sub-dataset {source.index} take "
                     f"{format_bytes(rows_bytes)}, but eval_budget is {format_bytes(budget)}: raise eval_budget (and "
-                    "host_budget, which holds it)"
+                    "host_budget, which contains it)"
                 )
             if num_bytes > 0 and step < _MARK_SAMPLES and last - first >= 64 * step:
                 break  # nearly full: single samples that still fit are not worth their reads

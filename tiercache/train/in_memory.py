@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class InMemoryCache(TierCache):
     """A `TierCache` without a store: all rows stay in arrays on the device, and nothing is committed.
 
-    With the same seeds it trains the same batches as a cache with a store, to the same bits. Use it if your tables fit,
-    or to measure what the tiers cost. It takes the arguments of ``TierCache(None, data, ...)``.
+    With the same seeds it trains the same batches as a cache with a store, with bit-identical results. Use it if your
+    tables fit, or to measure what the tiers cost. It takes the arguments of ``TierCache(None, data, ...)``.
     """
 
     _rows: ResidentRows

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> dict[str, Any]:
-    """Return its ``state_dict()`` as if it had no parameter of ``anchors``, which are ids of objects."""
+    """Return its ``state_dict()`` without the parameters of ``anchors``, which are ids of objects."""
     state = optimizer.state_dict()
     numbers: dict[Any, int] = {}
     groups = []
@@ -38,13 +38,13 @@ def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) ->
 
 
 def with_anchors(optimizer: torch.optim.Optimizer, anchors: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that ``optimizer`` loads: ``state``, by `state_without`, and its own state of anchors.
+    """Return the state for ``optimizer`` to load: ``state``, from `state_without`, and its own state of anchors.
 
     Some optimizers, such as Adagrad before torch 2.13, create all state when they are constructed, and none later.
     """
     kept = _kept(optimizer, anchors)
     if [len(group["params"]) for group in state["param_groups"]] != [sum(flags) for flags in kept]:
-        return state  # of other parameters: loading it says so
+        return state  # for other parameters: loading it raises
     last = max((number for group in state["param_groups"] for number in group["params"]), default=-1)
     present = optimizer.state_dict()
     groups, all_state = [], dict(state["state"])
@@ -65,10 +65,10 @@ def _kept(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> list[li
 
 
 def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[str, Any]:
-    """Return objects without their wrappers, and the dense optimizer of an optimizer of another cache.
+    """Return objects without their wrappers, and the dense optimizer of another cache's optimizer.
 
-    own: the optimizer of the cache, which is left out because every commit has it. Raises StateError for one of another
-    cache with several dense optimizers.
+    own: the optimizer of the cache, which is left out because every commit has it. Raises StateError for an optimizer
+    of another cache with several dense optimizers.
     """
     found = {}
     for name, value in objects.items():
@@ -78,8 +78,8 @@ def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[s
                 continue
             if len(inner.dense) != 1:
                 raise StateError(
-                    f"{name} is the optimizer of another cache, with {len(inner.dense)} dense optimizers: give the "
-                    "cache these (cache.optimizer.dense)"
+                    f"{name} is the optimizer of another cache, with {len(inner.dense)} dense optimizers: pass these "
+                    "to the cache (cache.optimizer.dense)"
                 )
             inner = inner.dense[0]
         found[name] = inner
@@ -101,7 +101,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def named_objects(**objects: Any) -> dict[str, Any]:
-    """Return objects by the names that they are registered with: "model", or "model0", "model1" of a list."""
+    """Return objects by their registered names: "model", or "model0", "model1" of a list."""
     found: dict[str, Any] = {}
     for name, value in objects.items():
         if isinstance(value, list | tuple):
@@ -114,11 +114,11 @@ def named_objects(**objects: Any) -> dict[str, Any]:
 class JointOptimizer(torch.optim.Optimizer):
     """Steps dense parameters and rows together; a cache has it as ``cache.optimizer``.
 
-    ``param_groups`` are those of the dense optimizers that the cache was given, then one for each table. They are made
-    when they are read: the group of a table has the gradients that wait for its rows as parameters, so schedulers,
-    `GradScaler` and clipping see all of them. A schedule multiplies the learning rate of each table as it multiplies
-    those of dense parameters; one that sets rates, as OneCycleLR does, takes a list with one for each group. Nothing is
-    copied: what is loaded into a dense optimizer counts.
+    ``param_groups`` are the groups of the cache's dense optimizers, then one for each table. They are created when they
+    are read: the group of a table has the pending gradients of its rows as parameters, so schedulers, `GradScaler` and
+    clipping see all of them. A schedule multiplies the learning rate of each table as it multiplies those of dense
+    parameters; one that sets rates, as OneCycleLR does, takes a list with one for each group. Nothing is copied: a
+    state loaded into a dense optimizer takes effect.
 
     Stepping a dense optimizer alone raises StateError while its rows have gradients. ``part(optimizer)`` steps one of
     several, with the rows of the modules whose parameters it has: for loops that alternate.
@@ -132,7 +132,7 @@ class JointOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {})
 
     def bind(self, step: Callable[[torch.optim.Optimizer | None], None]) -> None:
-        """Have steps call ``step``, a method of the cache; neither this nor a scheduler of it keeps the cache alive."""
+        """Make steps call ``step``, a method of the cache; neither this nor its schedulers keep the cache alive."""
         method = weakref.WeakMethod(step)
 
         def run_step(dense: torch.optim.Optimizer | None) -> None:
@@ -144,7 +144,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self.rows.run_step = run_step
 
     def follow(self, objects: Collection[Any]) -> None:
-        """Step the optimizers among ``objects``, and note the anchors of the modules among them."""
+        """Step the optimizers among ``objects``, and record the anchors of the modules among them."""
         rows = self.rows
         checked = weakref.ref(rows)
 
@@ -165,9 +165,9 @@ class JointOptimizer(torch.optim.Optimizer):
         check_defaults([*objects, *rows.anchors.readers], rows.dense)
 
     def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
-        """Call ``hook`` after each step of ``table`` with the vectors that the step updated, and write what it returns.
+        """Call ``hook`` after each step of ``table`` with the updated vectors, and write back what it returns.
 
-        For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook is given
+        For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook gets
         float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; optimizer state stays.
         16-bit vectors are rounded to nearest. Hooks are not committed: register them in each run, before training. The
         handle's ``remove()`` ends it. Raises ValueError for an unknown table, StateError with several ranks.
@@ -192,11 +192,11 @@ class JointOptimizer(torch.optim.Optimizer):
     def part(self, optimizer: torch.optim.Optimizer) -> JointOptimizer:
         """Return a view of one dense optimizer with the rows of the modules whose parameters it has.
 
-        Raises StateError for an optimizer that the cache was not given.
+        Raises StateError for an optimizer that the cache does not have.
         """
         if not any(optimizer is one for one in self.dense):
             raise StateError(
-                f"the cache was not given this {type(optimizer).__name__}: give it every optimizer of its model "
+                f"the cache does not have this {type(optimizer).__name__}: give it every optimizer of its model "
                 "(optimizer=[...], or register())"
             )
         return self._parts.setdefault(id(optimizer), JointOptimizer(self.rows, optimizer))
@@ -207,7 +207,7 @@ class JointOptimizer(torch.optim.Optimizer):
         every = (self, *self._parts.values())
         return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in every)
 
-    # -- as torch's optimizers --------------------------------------------------------------------------------
+    # -- the interface of torch's optimizers ------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """The state of dense parameters, by parameter; that of rows is in the store."""
+        """The state of dense parameters, by parameter; the state of rows is in the store."""
         return defaultdict(dict, {parameter: value for one in self.dense for parameter, value in one.state.items()})
 
     @state.setter
@@ -240,7 +240,7 @@ class JointOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the only dense optimizer."""
         if not param_group["params"]:
-            return  # of torch's constructor
+            return  # called by torch's constructor
         if len(self.dense) != 1:
             raise StateError(
                 f"parameters were added to cache.optimizer, which has {len(self.dense)} dense optimizers: add them to "
@@ -249,7 +249,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self.dense[0].add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the dense parameters, then the rows that have gradients; returns what ``closure`` returns.
+        """Step the dense parameters, then the rows that have gradients; returns the result of ``closure``.
 
         Raises StateError for LBFGS, which evaluates its closure several times in a step.
         """
@@ -261,13 +261,13 @@ class JointOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # else torch wraps it in a record for profilers, which takes 20 us
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do as ``step``."""
+        """Step without hooks; see ``step``."""
         loss, dense = None, self.dense
         for one in dense:
             if type(one) is torch.optim.LBFGS:
                 raise StateError(
-                    "LBFGS evaluates the loss several times in a step and moves parameters in between, and rows move "
-                    "once, at its end: use another optimizer for the parameters of a model with rows"
+                    "LBFGS evaluates the loss several times in a step and moves parameters in between, but rows move "
+                    "only once, at its end: use another optimizer for the parameters of a model with rows"
                 )
         if closure is not None:
             with torch.enable_grad():
@@ -286,7 +286,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_sparse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step an optimizer that takes none but sparse gradients: those of anchors are dense, and hidden from it."""
+        """Step an optimizer that accepts only sparse gradients; anchors have dense ones, so they are hidden from it."""
         anchors = {id(one.parameter) for one in self.rows.anchors}
         every = [one for group in optimizer.param_groups for one in group["params"] if id(one) in anchors]
         hidden = [(one, one.grad) for one in every]
@@ -299,7 +299,7 @@ class JointOptimizer(torch.optim.Optimizer):
                 anchor.grad = grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that have arrived, of dense parameters and of rows."""
+        """Drop the pending gradients of dense parameters and of rows."""
         for one in self.dense:
             one.zero_grad(set_to_none)
         self.rows.zero_grad(dense=self._dense)
@@ -317,7 +317,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups + tables}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned. Raises StateError if the tables differ, ValueError as torch does."""
+        """Load a state of ``state_dict``. Raises StateError if the tables differ, ValueError as torch does."""
         groups, first = [group for group in state_dict["param_groups"] if "table" not in group], 0
         for one in self.dense:
             own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
@@ -339,7 +339,7 @@ class JointOptimizer(torch.optim.Optimizer):
 _step_as_torch = torch.optim.Optimizer.profile_hook_step(JointOptimizer._step)
 """Runs hooks of steps, and names the step for profilers."""
 _HOOKS = optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks
-"""Those of all optimizers."""
+"""Hooks registered for all optimizers."""
 
 
 class ScheduleCheck:
@@ -352,24 +352,24 @@ class ScheduleCheck:
         self._is_warned = False
 
     def begin(self) -> None:
-        """Note the rates that a loop begins with, and warn if a scheduler changes some of them."""
+        """Record the rates at the start of a loop, and warn if a scheduler changes only some of them."""
         self._first.clear()
         self.check()
 
     def check(self) -> None:
-        """Warn if dense rates have a scheduler, or changed since the loop began, and those of rows did not."""
+        """Warn if dense rates have a scheduler, or changed since the loop began, but rates of rows did not."""
         rows, *dense = [self._follows_schedule(one) for one in (self._joint.rows, *self._joint.dense)]
         if any(dense) and not rows and not self._joint.has_scheduler and not self._is_warned:
             self._is_warned = True
             warnings.warn(
-                "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: make the "
-                "scheduler of cache.optimizer, whose groups are those of that optimizer and of the tables",
+                "the learning rate of an optimizer of this cache follows a schedule, but rows keep theirs: create the "
+                "scheduler for cache.optimizer, which has the groups of that optimizer and of the tables",
                 stacklevel=4,
             )
 
     def _follows_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer has a scheduler, or other rates than it began with."""
+        """Return True if an optimizer has a scheduler, or rates that differ from its first ones."""
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         first = self._first.setdefault(id(optimizer), rates)
-        changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may come later
+        changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may be added later
         return changed or hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,4 +1,4 @@
-"""KeyRecorder: a copy of a model whose lookups are recorded, and find made-up rows."""
+"""KeyRecorder: a copy of a model whose lookups are recorded and return synthetic rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import Unseen
 
 _FORWARD = 3
-"""Random numbers of the model, as `mixed` takes it."""
+"""The purpose of the model's random numbers, for `mixed`."""
 _PATTERNS = 61
 
 
@@ -54,22 +54,22 @@ def schema_of(model: nn.Module) -> Schema:
             for one, spec in spec_of.items():
                 if specs.setdefault(one, spec) != spec:
                     raise ValueError(
-                        f"module {name!r} and one before it describe {one!r} in two ways: make the modules of a model "
-                        "with one schema"
+                        f"module {name!r} and an earlier one describe {one!r} differently: create the modules of a "
+                        "model with one schema"
                     )
     if not features:
         raise ValueError(
-            "the model has no embedding of tiercache's, so it looks no keys up: give the model that tc.convert "
-            "returned, or one with tc.Embedding or tc.EmbeddingBag"
+            "the model has no tiercache embedding, so it looks no keys up: pass the model returned by tc.convert, "
+            "or one with tc.Embedding or tc.EmbeddingBag"
         )
     return Schema(features=tuple(features.values()), tables=tuple(tables.values()))
 
 
 class KeyRecorder:
-    """Finds the keys of batches, by running a copy of the model, or by a function of the user's.
+    """Finds the keys of batches by running a copy of the model, or by a function of the user's.
 
-    The copy's lookups return rows that depend on the key alone and are not zero. The model, its buffers and its
-    gradients stay as they are; the generators of random numbers do not.
+    The copy's lookups return nonzero rows that depend on the key alone. The model, its buffers and its gradients do not
+    change; the generators of random numbers do.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class KeyRecorder:
         self._lookups: list[tuple[str, NDArray[np.int64]]] = []
         self._num_samples = 0
         self._batch = ""
-        """The name of the batch that is recorded."""
+        """The name of the batch that is being recorded."""
         if keys is None:
             self._rows = _MadeUpRows(schema, model)
             self._model = self._copy(model)
@@ -104,7 +104,7 @@ class KeyRecorder:
             how = "keys= returned none" if self._keys is not None else "the model's forward looked none up"
             raise DatasetError(
                 f"{self._batch} has no keys: {how}; look keys up with gradients enabled and outside of torch.compile, "
-                "give call= or keys=, or leave such batches out of the loader"
+                "pass call= or keys=, or leave such batches out of the loader"
             )
         digests = [] if self._keys else sorted({lookup_digest(k, self._tables[t].table_id) for t, k in self._lookups})
         by_table: dict[str, list[NDArray[np.int64]]] = {}
@@ -123,7 +123,7 @@ class KeyRecorder:
             copied = cast("nn.Module", copy.deepcopy(getattr(model, "_orig_mod", model), memo))
         except Exception as error:
             raise ValueError(
-                f"the model cannot be copied ({error}), and keys are recorded on a copy of it: give keys=lambda batch: "
+                f"the model cannot be copied ({error}), but keys are recorded on a copy of it: pass keys=lambda batch: "
                 "{...}, which needs no model"
             ) from error
         for name, module in named_table_modules(copied):
@@ -140,8 +140,8 @@ class KeyRecorder:
                 return
             kind = type(batch).__name__
             advice = (
-                "say how your loop calls the model on a batch: call=lambda model, batch: model(batch[0]) for (inputs, "
-                "labels), model(**batch) for names of arguments; or give keys=lambda batch: {...}"
+                "say how to call the model on a batch: call=lambda model, batch: model(batch[0]) for (inputs, "
+                "labels), model(**batch) for named arguments; or pass keys=lambda batch: {...}"
             )
             if isinstance(batch, tuple | list):
                 raise TypeError(
@@ -153,7 +153,7 @@ class KeyRecorder:
                 raise TypeError(f"model(batch) failed for {self._batch}, a {kind} ({error}): {advice}") from error
 
     def _look_up(self, name: str, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
-        """Record a lookup, as `PlainKeys.batch` is called, and return a batch with made-up rows."""
+        """Record a lookup, with the signature of `PlainKeys.batch`, and return a batch with synthetic rows."""
         if torch.is_grad_enabled():
             self._check(name, feature.table, plain.keys, bound)
             self._lookups.append((feature.table, plain.keys.copy()))
@@ -179,7 +179,7 @@ class KeyRecorder:
                 if flat.size and int(flat.min()) <= NULL_KEY:
                     raise DatasetError(
                         f"{self._batch} has the key {int(flat.min())} of {name!r}: INT64_MIN and INT64_MIN + 1 are the "
-                        "keys of the out-of-vocabulary row and the null row, so give such values another key"
+                        "keys of the out-of-vocabulary row and the null row, so use another key for such values"
                     )
                 self._check(name, table, flat, self._bounds.get(table))
                 self._lookups.append((table, flat))
@@ -196,7 +196,7 @@ class KeyRecorder:
         return module.tables[0]
 
     def _padding_of(self, table: str) -> int | None:
-        """Return the key that all modules of a table leave out, if they agree."""
+        """Return the padding key that all modules of a table share, or None."""
         found = {one.padding for one in self._modules.values() if table in one.tables}
         return found.pop() if len(found) == 1 else None
 
@@ -209,7 +209,7 @@ class KeyRecorder:
 
 
 class _MadeUpRows:
-    """Gives lookups rows that are seeded by the key and not zero, of the right shape, dtype and device."""
+    """Gives lookups nonzero rows seeded by the key, of the right shape, dtype and device."""
 
     unseen: Unseen = "initial"
 

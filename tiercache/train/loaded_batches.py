@@ -1,4 +1,4 @@
-"""LoadedBatches: the batches of a pass that its loader has handed out, and which of them a lookup is of."""
+"""LoadedBatches: the batches of a pass that its loader has handed out, assigned to lookups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tiercache.train.passes import Pass
 
 _MOST_TAKEN = 2
-"""Batches that a loop may take before it trains the first."""
+"""The number of batches that a loop may take before it trains the first."""
 
 
 class LoadedBatch(NamedTuple):
@@ -28,31 +28,31 @@ class LoadedBatch(NamedTuple):
     first: int
     """Samples of the pass before it."""
     last: int
-    """Samples of the pass up to its end."""
+    """End of the batch, in samples of the pass."""
     places: NDArray[np.int64] | None
-    """Its samples among those of the sub-dataset; None: the sub-dataset has batches of an iterable."""
+    """Its samples, as indices in the sub-dataset; None: the sub-dataset has batches of an iterable."""
     block: int | None
-    """Its number among the recorded batches, if it is one of them."""
+    """Its number among the recorded batches, if it is one."""
 
 
 class LoadedBatches:
-    """Assigns lookups of plain keys to batches: batches are trained in the order in which they are taken.
+    """Assigns lookups of plain keys to batches, which are trained in the order in which they are taken.
 
     A loop may take one batch ahead of its training. It does so from the first batch on, or never. Or it takes all
     batches of a step at once, of which it accumulates gradients: their lookups count for all of them.
     """
 
     def __init__(self, owner: Pass, recorded: RecordedBatches, previous: LoadedBatches | None) -> None:
-        """previous: the batches of the pass before, if some of them are not trained yet."""
+        """previous: the batches of the previous pass, if some are not trained yet."""
         self._owner, self._recorded, self._previous = weakref.ref(owner), recorded, previous
         self.per_step = 1
         """Batches of a step."""
         self.checked = True
         """True if recorded batches have to make their recorded lookups."""
         self._taken: deque[LoadedBatch] = deque()
-        """Those not trained yet; the first one is that of the last lookup."""
+        """Untrained batches; the first one is the batch of the last lookup."""
         self._due = 0
-        """Batches taken since the last lookup, or the loader's end."""
+        """Batches taken, or the loader's end, since the last lookup."""
         self._has_begun = self._is_over = False
         self._seen: set[int] = set()
         """Digests of the lookups of the first batch."""
@@ -79,21 +79,21 @@ class LoadedBatches:
         self._pass.ledger.make(batch.last)
 
     def exhaust(self) -> None:
-        """Note the end of the loader."""
+        """Record the end of the loader."""
         self._due += 1
         self._is_over = True
         self._pass.ledger.exhaust()
 
     @property
     def has_more(self) -> bool:
-        """True if a lookup that is made now is of one of these batches, and not of the pass after."""
+        """True if a lookup made now belongs to one of these batches, and not to the next pass."""
         if self.per_step > 1:
             return not self._is_over and bool(self._taken)
         return self._due < len(self._taken) if self._has_begun else bool(self._taken)
 
     @property
     def current(self) -> LoadedBatch | None:
-        """The batch of a lookup that is made now, the last one of a step; None before the first batch."""
+        """The batch that a lookup made now belongs to, the last one of a step; None before the first batch."""
         if not self._taken:
             return None
         if self.per_step > 1:
@@ -101,9 +101,9 @@ class LoadedBatches:
         return self._taken[min(self._due if self._has_begun else 0, len(self._taken) - 1)]
 
     def look_up(self, table: Table, keys: NDArray[np.int64], *, trains: bool) -> None:
-        """Note a lookup with gradients enabled, before it is made. trains: False for a frozen module.
+        """Record a lookup with gradients enabled, before it is made. trains: False for a frozen module.
 
-        Raises DatasetError if the batch before lacked recorded lookups, StateError if too many batches were taken.
+        Raises DatasetError if the previous batch lacked recorded lookups, StateError if too many batches were taken.
         """
         if self.per_step == 1:
             self._move_on()
@@ -134,17 +134,17 @@ class LoadedBatches:
         return [*self._taken] if self.per_step > 1 else [*islice(self._taken, 1)]
 
     def check(self) -> None:
-        """Raise DatasetError if the last batch that was looked up lacked lookups that were recorded for it."""
+        """Raise DatasetError if the last batch that was looked up lacked any of its recorded lookups."""
         if not self._is_checked or not self._seen:
             return
         blocks = [one.block for one in self._looked_up if one.block is not None]
         recorded = {digest for block in blocks for digest in self._recorded.digests(block).tolist()}
         if missing := len(recorded - self._seen):
             raise DatasetError(
-                f"{self.name_of(self._taken[0])} did not make {missing} of the {len(recorded)} lookups that were "
-                "recorded for it: the data, the model's forward or their random numbers are not those of the "
-                "recording. Record key sets again, with same_draws=True if the dataset draws random numbers, or give "
-                "p.loader(..., check_keys=False), which checks no more than that each key is in the pass"
+                f"{self.name_of(self._taken[0])} did not make {missing} of its {len(recorded)} recorded lookups: "
+                "the data, the model's forward or their random numbers differ from the "
+                "recording. Record key sets again, with same_draws=True if the dataset draws random numbers, or use "
+                "p.loader(..., check_keys=False), which only checks that each key is in the pass"
             )
 
     def name_of(self, batch: LoadedBatch) -> str:

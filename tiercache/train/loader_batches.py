@@ -1,4 +1,4 @@
-"""Batches of a user's dataset or iterable, with random numbers that a seed decides."""
+"""Batches of a user's dataset or iterable, with seeded random numbers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class BatchIndices(list[int]):
 
 
 class SeededDataset:
-    """Makes whole batches of a dataset, in a worker of a DataLoader or in the process that trains.
+    """Makes whole batches of a dataset, in a worker of a DataLoader or in the training process.
 
     The random generators are seeded for each batch, or with ``sample_seed`` for each sample and for the collation by
-    the first sample. In the process that trains they are as before afterwards.
+    the first sample. In the training process their states are restored afterwards.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SeededDataset:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__") or name.startswith("__"):  # not there yet, while it is unpickled
+        if name in ("dataset", "__setstate__") or name.startswith("__"):  # not set yet during unpickling
             raise AttributeError(name)
-        return getattr(self.dataset, name)  # what a worker_init_fn of the user's asks the dataset for
+        return getattr(self.dataset, name)  # attributes that a user's worker_init_fn reads
 
     def __getitems__(self, indices: BatchIndices) -> Any:
         """Return a batch."""
@@ -74,14 +74,14 @@ class SeededDataset:
 
 
 def as_is(batch: Any) -> Any:
-    """Return a batch that is collated already."""
+    """Return a batch that is already collated."""
     return batch
 
 
 def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
-    """Yield the batches of the iterable that ``make`` makes, with random numbers that ``seed`` decides.
+    """Yield the batches of the iterable that ``make`` returns, with random numbers seeded by ``seed``.
 
-    Raises TypeError if it makes the same iterator twice.
+    Raises TypeError if it returns the same iterator twice.
     """
     own = OwnNumbers(mixed(seed, _ITERABLE))
     with own.used():
@@ -89,8 +89,8 @@ def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
         items = iter(made)
         if hasattr(made, "__next__") and make() is made:
             raise TypeError(
-                f"the function returns the same {type(made).__name__} each time, which gives its batches once: have it "
-                "make a new one, such as lambda: batches()"
+                f"the function returns the same {type(made).__name__} each time, which yields its batches once: let it "
+                "create a new one, such as lambda: batches()"
             )
     end = object()
     while True:
@@ -102,5 +102,5 @@ def made_batches(make: Callable[[], Iterable[Any]], seed: int) -> Iterator[Any]:
 
 
 def own_generator(seed: int) -> torch.Generator:
-    """Return a generator for a DataLoader, which draws the seed of its workers from the global one otherwise."""
+    """Return a generator for a DataLoader, which would otherwise seed its workers from the global one."""
     return torch.Generator().manual_seed(mixed(seed) >> 1)

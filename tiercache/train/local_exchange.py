@@ -1,4 +1,4 @@
-"""Exchange: brings batches to the rows that they look up, and gradients to the rows that a step updates.
+"""Exchange: brings rows to the batches that look them up, and gradients to the rows that a step updates.
 
 `LocalExchange` is for one rank, which has all rows; `tiercache.train.rank_exchange` is for several.
 """
@@ -42,7 +42,7 @@ Exchange: TypeAlias = "LocalExchange | RankExchange"
 
 
 class _MadeBatch(NamedTuple):
-    """A batch, and its upload."""
+    """A batch and its upload."""
 
     batch: Batch
     upload: BatchUpload
@@ -52,15 +52,15 @@ class _Plan(NamedTuple):
     """The collation of the blocks of one layout."""
 
     num_trained: int
-    """How many parts were trained when it was made."""
+    """Number of parts that had been trained when it was planned."""
     sort: SortPlan | None
     parts: Sequence[tuple[Any, ...]]
-    """Key, starts, first bytes of ids, weights and offsets (None: none of these), number of offsets, and which runs
-    have the ids, the number among their parts, and how many these are (None: not sorted)."""
+    """Per key: starts, first bytes of ids, weights and offsets (None: absent), number of offsets, the run that has the
+    ids, the index within the run, and the run's number of parts (None: not sorted)."""
 
 
 def _sent(upload: BatchUpload, address: int, array: NDArray[Any]) -> Array:
-    """Return an array of a block, which is at ``address`` and was sent, on the device."""
+    """Return an array of an uploaded block, at ``address``, on the device."""
     return upload.array(address_of(array) - address if array.size else 0, array.size, array.dtype).reshape(array.shape)
 
 
@@ -72,7 +72,7 @@ class LocalExchange:
     def __init__(
         self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, live_rows: Callable[[], RowReader]
     ) -> None:
-        """live_rows: a method of the cache, which is not kept alive; it returns a reader of current rows."""
+        """live_rows: a method of the cache, held weakly; it returns a reader of current rows."""
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
@@ -86,7 +86,7 @@ class LocalExchange:
 
     @property
     def awaits_backward(self) -> bool:
-        """True if rows were looked up to be trained, and neither a backward nor a step came since."""
+        """True if rows were looked up for training, and neither a backward nor a step came since."""
         return self._optimizer.gradients.awaits_backward
 
     @property
@@ -126,13 +126,13 @@ class LocalExchange:
         return _MadeBatch(batch, upload)
 
     def _plan(self, rows: RowView, parts: Sequence[tuple[Key, FeaturePart]], block: SampleBlock) -> _Plan:
-        """Return how to collate the parts of a block, which is planned once for its layout.
+        """Return how to collate the parts of a block; computed once per layout.
 
-        The ids that are trained are sorted by position, those of all parts of a group together.
+        The ids that are trained are sorted by position, across all parts of a group.
         """
         layout, places = block.layout, block.places
         trains = rows.gradients is not None and self._backend.queues  # a CPU sorts in the step
-        num_trained = len(self._trained) if trains else 0  # a part that was trained stays so as long as it lives
+        num_trained = len(self._trained) if trains else 0  # a trained part remains one as long as it lives
         found = self._plans.get(layout)
         if found is not None and found.num_trained == num_trained:
             return found
@@ -210,7 +210,7 @@ class LocalExchange:
     def live_rows(self) -> Any:
         """Return a reader of any rows."""
         live_rows = self._live_rows()
-        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        assert live_rows is not None, "the cache must be alive"
         return live_rows()
 
     def load(
@@ -233,13 +233,13 @@ class LocalExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Clip gradients, as `TierCache.clip_grad_norm_` says."""
+        """Clip gradients; see `TierCache.clip_grad_norm_`."""
         ready = self._optimizer.ready(optimizer)
         squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.array))
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def expire(self, where: str) -> None:
-        """Drop the gradients that the step of another optimizer left, when ``where`` ends."""
+        """Drop the gradients left by another optimizer's step, when ``where`` ends."""
         self._optimizer.gradients.expire(where)
 
     def discard(self) -> None:

@@ -1,8 +1,8 @@
-"""Lookups as functions of autograd, and as operators that a compiled model calls without a break of its graph.
+"""Lookups as autograd functions, and as operators that a compiled model calls without a graph break.
 
-An operator takes tensors and numbers, so it finds a batch and a module by a number. What its backward needs is an
-attribute of its second result, a tensor that autograd saves: it lives as long as the graph. An operator reads another
-batch at each call, so a CUDA graph, which repeats one, must not hold it.
+An operator takes tensors and numbers, so it refers to a batch and a module by number. Its second result is a tensor
+that autograd saves; the state of its backward is an attribute of it and lives as long as the graph. An operator reads
+another batch at each call, so a CUDA graph, which replays one, must not contain it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Context:
     def __init__(self, anchor: torch.Tensor) -> None:
         self.needs_input_grad = (anchor.requires_grad,)
         self.run_backward: Callable[[Any, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, dict[str, Any]]]
-        """Given this and the gradients of the outputs: that of the anchor, and those of weights by feature."""
+        """Takes this and the gradients of the outputs; returns the anchor's gradient and the weights' by feature."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing."""
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Copies the first of some tensors, whose derivatives raise an error.
+    """Copies the first of some tensors; derivatives of the copies raise an error.
 
-    The others are the tensors that they were computed from: derivatives through those raise it too.
+    The others are the tensors they were computed from: derivatives through those raise it too.
     """
 
     @staticmethod
@@ -58,8 +58,8 @@ class _OnceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Raise RuntimeError."""
         raise RuntimeError(
-            "the gradient of a lookup was differentiated, and lookups have first derivatives only: leave the gradients "
-            "of embedding modules and of per_sample_weights out of what is differentiated twice (torch.autograd.grad("
+            "the gradient of a lookup was differentiated, but lookups have first derivatives only: exclude the "
+            "gradients of embedding modules and of per_sample_weights from double differentiation (torch.autograd.grad("
             "..., create_graph=True)), or weight the vectors of tc.Embedding by a product"
         )
 
@@ -67,12 +67,12 @@ class _OnceDifferentiable(torch.autograd.Function):
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backward of a lookup whose results raise RuntimeError when they are differentiated.
 
-    As `torch.autograd.function.once_differentiable`, with an error that says what to do.
+    Like `torch.autograd.function.once_differentiable`, but the error says what to do.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if not torch.is_grad_enabled():  # as in any backward without create_graph
+        if not torch.is_grad_enabled():  # any backward without create_graph
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
@@ -88,7 +88,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Marker(NamedTuple):
-    """Gives the gradients of one lookup's outputs to the anchor of its module."""
+    """Passes the gradients of one lookup's outputs to the anchor of its module."""
 
     parameter: nn.Parameter
     """The anchor, as the lookup had it."""
@@ -101,13 +101,13 @@ class Marker(NamedTuple):
 
     @classmethod
     def of(cls, module: TableModule, batch: Batch) -> Marker:
-        """Begin a lookup: check that it finds the rows of a batch, and bring them."""
+        """Begin a lookup: check that the rows of a batch can be looked up, and load them."""
         is_known = module.begin_lookup(batch)
         anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
         return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
 
     def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]]) -> Arrival | None:
-        """Note the gradients of outputs, of rows of ``tables``; None if there is none, or if the module is frozen."""
+        """Record gradients of outputs, of rows of ``tables``; None if there is none, or if the module is frozen."""
         if self.anchor is None or self.anchors is None or not self.parameter.requires_grad:
             return None
         if all(one is None for one in gradients):
@@ -168,7 +168,7 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     def run_backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, Any]]:
-        """Return the anchor's gradient, and those of weights by feature."""
+        """Return the anchor's gradient, and the gradients of weights by feature."""
         anchor, *others = PooledFunction.backward(ctx, *grads)
         return anchor, dict(zip(ctx.names, others[6:], strict=True))
 
@@ -206,7 +206,7 @@ class RowFunction(torch.autograd.Function):
 
     @staticmethod
     def run_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, dict[str, Any]]:
-        """Return the anchor's gradient, from those of each feature's vectors."""
+        """Return the anchor's gradient, given those of each feature's vectors."""
         flat = [
             None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in map(grads.__getitem__, ctx.order)
         ]

@@ -20,7 +20,7 @@ _NEGATIVES = 7
 
 
 class Negatives(NamedTuple):
-    """Keys drawn with replacement from those of a table that a pass has."""
+    """Keys drawn with replacement from a table's keys in a pass."""
 
     keys: torch.Tensor
     """(n,) int64."""
@@ -31,28 +31,28 @@ class Negatives(NamedTuple):
 
 
 class NegativeSampler:
-    """Draws negatives of one pass. Rows that several keys share, of rare or null keys, are never drawn."""
+    """Draws negatives of one pass. Rows shared by several keys (rare or null) are never drawn."""
 
     def __init__(self, source: SubDataset, seed: int, index: int) -> None:
         self._source, self._seed, self._index = source, seed, index
         self._table_ids = {table.name: table.table_id for table in source.schema.tables}
         self._shared: dict[str, NDArray[np.int64]] = {}
-        """By table, the places of keys that are not drawn."""
+        """By table, the positions of keys that are not drawn."""
         self._sums: dict[str, NDArray[np.int64]] = {}
-        """By table, the counts of all keys up to each one, if keys are drawn by count."""
+        """By table, the cumulative counts of keys, if keys are drawn by count."""
         self._calls: dict[str, tuple[int, int]] = {}
         """By table, the samples done at the last draw, and the draws since then."""
 
     def draw(
         self, table: str, num_keys: int, by: Literal["uniform", "count"], samples_done: int, device: torch.device
     ) -> Negatives:
-        """Draw keys, as the seed, the pass, ``samples_done`` and the draws since then decide."""
+        """Draw keys, determined by the seed, the pass, ``samples_done`` and the draws since then."""
         if table not in self._table_ids:
             raise ValueError(f"unknown table {table!r}: expected one of {', '.join(self._table_ids)}")
         if by not in ("uniform", "count"):
-            raise ValueError(f"by is {by!r}: it must be 'uniform' or 'count'")
+            raise ValueError(f"invalid by {by!r}: expected 'uniform' or 'count'")
         if num_keys < 0:
-            raise ValueError(f"{num_keys} negatives were asked for: give a number from 0 on")
+            raise ValueError(f"invalid number of negatives {num_keys}: expected at least 0")
         keys, counts = self._source.keys(table), self._source.counts(table)
         shared = self._shared_places(table)
         if keys.size == shared.size:

@@ -20,19 +20,19 @@ COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCacheOptions:
-    """Settings of a `TierCache` that most trainings leave alone. Raises ValueError for an unknown word."""
+    """Settings of a `TierCache` that most trainings leave alone. Raises ValueError for an unknown value."""
 
     group: ProcessGroup | None = None
     """The process group to train on. Default: torch's default group if there is one, else this process alone.
 
-    The cache makes process groups of its own from it.
+    The cache creates its own process groups from it.
     """
     comm_dtype: str = "float32"
     """The dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16"."""
     shard_dirs: Sequence[str | os.PathLike[str]] | None = None
     """A folder for each rank's shard, for example on different disks; default: inside the store's folder."""
     engine: str | None = None
-    """As in ``Store.open``, if the cache opens the store."""
+    """See ``Store.open``; used if the cache opens the store."""
     reorganize: bool = True
     """Reorganize a store of another dataset or order first, as `tiercache.reorganize` does; if False, refuse it."""
     on_nonfinite: str = "stop"
@@ -49,15 +49,15 @@ class TierCacheOptions:
 
 def _check_word(name: str, word: str, allowed: Collection[str]) -> None:
     if word not in allowed:
-        raise ValueError(f"{name} {word!r} is unknown: it must be one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"unknown {name} {word!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
 def refuse_moved(arguments: Collection[str]) -> None:
-    """Raise TypeError for unknown arguments of a cache, with the place of those that are fields of the options."""
+    """Raise TypeError for unknown arguments of a cache; for fields of the options, say where they belong."""
     for name in arguments:
         if name in {field.name for field in fields(TierCacheOptions)}:
             raise TypeError(
-                f"{name} is no argument of a cache but a field of its options: give "
+                f"{name} is not an argument of a cache but a field of its options: pass "
                 f"options=tc.TierCacheOptions({name}=...)"
             )
         raise TypeError(f"TierCache() got an unexpected keyword argument {name!r}")

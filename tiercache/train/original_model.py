@@ -1,4 +1,4 @@
-"""A model of the class that tc.convert was given, filled with what was trained."""
+"""A model of the class that was passed to tc.convert, filled with the trained weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHUNK_BYTES = 16 << 20
 
 
 def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unseen) -> nn.Module:
-    """Give ``like`` the dense values of ``model`` and the rows of ``store``; see `to_torch`."""
+    """Copy the dense values of ``model`` and the rows of ``store`` to ``like``; see `to_torch`."""
     if like is model:
-        raise ValueError("like= is the converted model itself: give a new one of the original class, as in like=Net()")
+        raise ValueError("like= is the converted model itself: pass a new one of the original class, as in like=Net()")
     weights = _weights(like, model)
     for name, (table, weight) in weights.items():
         if weight.shape[1] != table.dim:
-            raise ValueError(f"{name} has {weight.shape[1]} columns in like=, and table {table.name!r} {table.dim}")
+            raise ValueError(f"{name} has {weight.shape[1]} columns in like=, but table {table.name!r} {table.dim}")
     tables = {one.name: one for one in store.tables}
     if unknown := [table.name for table, _ in weights.values() if table.name not in tables]:
         raise ValueError(f"{store.label} has no table {unknown[0]!r}: it has {', '.join(tables)}")
@@ -36,9 +36,9 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
     inside = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, SharedLookup))
     dense = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
     if missing := [name for name in own if name not in dense and name not in weights]:
-        raise ValueError(f"like= has {missing[0]}, which the model does not have: give a model of the original class")
+        raise ValueError(f"like= has {missing[0]}, which the model does not have: pass a model of the original class")
     if unknown := [name for name in dense if name not in own]:
-        raise ValueError(f"the model has {unknown[0]}, which like= does not have: give a model of the original class")
+        raise ValueError(f"the model has {unknown[0]}, which like= does not have: pass a model of the original class")
     filled: set[int] = set()
     with torch.no_grad():
         for table, weight in weights.values():
@@ -53,7 +53,7 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
 
 
 def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Parameter]]:
-    """Return by its name in ``like`` each weight that is rows of a table, with the table. Raises ValueError."""
+    """Return, by name in ``like``, each weight that is rows of a table, with the table. Raises ValueError."""
     found: dict[str, tuple[Table, nn.Parameter]] = {}
     shared: tuple[str, ...] = ()
     for name, part in model.named_modules(remove_duplicate=False):
@@ -67,7 +67,7 @@ def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Par
             continue
         if not isinstance(one, Embedding | EmbeddingBag):
             raise ValueError(  # noqa: TRY004 - the model is what it should not have
-                f"{name} is a {type(one).__name__}, which no module of torch stands for: leave out like="
+                f"{name} is a {type(one).__name__}, which has no counterpart in torch: leave out like="
             )
         parent, _, child = name.rpartition(".")
         try:
@@ -77,15 +77,15 @@ def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Par
         except AttributeError:
             weight = None
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
-            raise ValueError(f"like= has no embedding {name!r}, which the model has: give one of the original class")
+            raise ValueError(f"like= has no embedding {name!r}, which the model has: pass one of the original class")
         found[place] = (one.table_specs[one.tables[0]], weight)
     if not found:
-        raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
+        raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
     return found
 
 
 def _padding(like: nn.Module, weight: str) -> int | None:
-    """Return the row of a weight that is padding, which torch's modules keep at zeros."""
+    """Return the row of a weight that is padding, which torch's modules keep at zero."""
     module, _, name = weight.rpartition(".")
     return getattr(like.get_submodule(module), "padding_idx", None) if name == "weight" else None
 
@@ -101,8 +101,8 @@ def _fill(store: Store, table: Table, weight: torch.Tensor, unseen: Unseen) -> N
         inside = (keys >= 0) & (keys < rows)
         if bool((keys >= rows).any()):
             raise ValueError(
-                f"table {table.name!r} has the key {int(keys.max())}, and the embedding of like= has {rows:,} rows: "
-                "give a model with more"
+                f"table {table.name!r} has the key {int(keys.max())}, but the embedding of like= has {rows:,} rows: "
+                "pass a model with more"
             )
         places = torch.from_numpy(keys[inside].copy())
         weight[places.to(weight.device)] = torch.from_numpy(fields[0][inside].copy()).to(weight)

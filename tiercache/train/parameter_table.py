@@ -1,4 +1,4 @@
-"""Tables that a model has as plain parameters: found, named, and replaced by what answers the same lookups."""
+"""Tables that a model has as plain parameters: finding them and replacing them by objects with the same lookups."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _LIKE_WEIGHT = ("shape", "size", "dim", "ndim", "device", "dtype", "numel")
-"""What a `TableWeight` says of a table, here said by the module itself."""
+"""Attributes that a `TableWeight` has of a table, and that a ParameterTable has itself."""
 _USES = "embedding(x, {0}), torch.index_select({0}, 0, x), {0}.index_select(0, x) and {0}[x]"
 
 
 class ParameterTable(Embedding):
-    """Takes the place of an `nn.Parameter` (rows, dim) that a model looks rows up in.
+    """Replaces an `nn.Parameter` (rows, dim) that a model looks rows up in.
 
-    It answers `torch.nn.functional.embedding`, `torch.index_select` and ``index_select`` with dim 0, and indexing by a
+    It supports `torch.nn.functional.embedding`, `torch.index_select` and ``index_select`` with dim 0, and indexing by a
     tensor of keys, a number, a slice or a mask. A slice or a mask means the keys of the whole table, which with
-    gradients have to be in the pass. It is no tensor: everything else raises TypeError or AttributeError.
+    gradients must be in the pass. It is not a tensor: everything else raises TypeError or AttributeError.
     """
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look keys up for a function of torch that was given the table. Raises TypeError for other functions."""
+        """Look keys up for a torch function called with the table. Raises TypeError for other functions."""
         kwargs = dict(kwargs or {})
         if function is functional.embedding:
             return _embedding(*args, **kwargs)
@@ -48,7 +48,7 @@ class ParameterTable(Embedding):
         if dim not in (0, -2):
             raise TypeError(self.refusal(f"index_select with dim {dim}"))
         if index.ndim > 1:
-            raise IndexError(f"index_select() takes keys (n,) or one key, and was given shape {tuple(index.shape)}")
+            raise IndexError(f"index_select() takes keys (n,) or one key, but got shape {tuple(index.shape)}")
         return self(index.reshape(-1))  # type: ignore[no-any-return]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -82,10 +82,10 @@ class ParameterTable(Embedding):
         return self.num_embeddings
 
     def refusal(self, what: str) -> str:
-        """Return the message of an error about a use of the parameter that was replaced."""
+        """Return the error message for an unsupported use of the parameter that was replaced."""
         name = self.features[0]
         return (
-            f"{what} is not defined for the table {name!r}, whose rows are in the store and on the device and no "
+            f"{what} is not defined for the table {name!r}, whose rows are in the store and on the device, not in a "
             f"tensor: look keys up ({_USES.format(name)}), and put a penalty on what the lookups return"
         )
 
@@ -99,9 +99,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Look up as `torch.nn.functional.embedding` does; ``padding_idx`` makes no zeros there, and is not trained."""
+    """Look up as `torch.nn.functional.embedding` does; rows at ``padding_idx`` are returned but not trained."""
     if not isinstance(table, ParameterTable):
-        raise TypeError(f"F.embedding was given a table as its keys, and a {type(table).__name__} as its weight")
+        raise TypeError(f"F.embedding got a table as its keys, and a {type(table).__name__} as its weight")
     for name, value in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq or None)):
         if value is not None:
             raise TypeError(table.refusal(f"F.embedding with {name}={value!r}"))
@@ -122,9 +122,9 @@ def _index_select(input: Any, dim: int, index: torch.Tensor, *, out: Any = None)
 
 
 def table_parameters(model: nn.Module, names: Sequence[str]) -> dict[Any, list[str]]:
-    """Return the parameters of these names, each with all its names. Raises ValueError for what is no table."""
+    """Return the parameters with these names, each with all its names. Raises ValueError if one is not a table."""
     if isinstance(names, str):
-        raise TypeError(f"parameters= is the text {names!r}: give a list of names, as in parameters=[{names!r}]")
+        raise TypeError(f"parameters= is the string {names!r}: pass a list of names, as in parameters=[{names!r}]")
     found: dict[Any, list[str]] = {}
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -134,11 +134,9 @@ def table_parameters(model: nn.Module, names: Sequence[str]) -> dict[Any, list[s
             parameter = None
         if parameter is None:
             known = ", ".join(key for key, _ in _candidates(model)) or "none that looks like a table"
-            raise ValueError(f"parameters= names {name!r}, which is no parameter of the model: it has {known}")
+            raise ValueError(f"parameters= names {name!r}, which is not a parameter of the model: it has {known}")
         if parameter.ndim != 2:
-            raise ValueError(
-                f"the parameter {name} has shape {tuple(parameter.shape)}: a table has rows and columns, (rows, dim)"
-            )
+            raise ValueError(f"the parameter {name} has shape {tuple(parameter.shape)}: expected a table, (rows, dim)")
         found.setdefault(parameter, []).append(name)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter in found and name not in found[parameter]:
@@ -147,7 +145,7 @@ def table_parameters(model: nn.Module, names: Sequence[str]) -> dict[Any, list[s
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise ValueError, which names them, if a model without embeddings has parameters that it looks rows up in."""
+    """Raise ValueError, naming them, if a model without embeddings has parameters that it looks rows up in."""
     if found := [*_candidates(model)]:
         listed = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in found)
         raise ValueError(
@@ -167,7 +165,7 @@ def warn_of_tables(model: nn.Module) -> None:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters (rows, dim) of modules that are none of torch's own; if any are looked up in, only these."""
+    """Yield the parameters (rows, dim) outside torch's own modules; if any are looked up in, only these."""
     if found := [*_looked_up(model)]:
         yield from found
         return
@@ -179,7 +177,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _looked_up(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters (rows, dim) that the source text of their module looks rows up in."""
+    """Yield the parameters (rows, dim) that the source code of their module looks rows up in."""
     for prefix, module in model.named_modules():
         tables = {name: one for name, one in module._parameters.items() if one is not None and one.ndim == 2}
         if not tables or is_of_torch(type(module)):

@@ -1,4 +1,4 @@
-"""PassLedger: the record of a pass's batches, and the rule that decides if the pass was trained."""
+"""PassLedger: the record of a pass's batches, and the rule that decides whether the pass was trained."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ADVICE = "call p.skip() to count the pass as trained as it is, or p.stop() to e
 class PassLedger:
     """Counts the batches of one pass from the loader to the step.
 
-    A pass is trained once all its batches were made and looked up with gradients enabled, and an optimizer that the
-    cache knows has stepped. A known optimizer also counts if a GradScaler skipped its steps, or if its ``zero_grad``
-    dropped the gradients. Without any lookup that trains rows (frozen modules, lookups under ``no_grad``), a pass is
-    trained once its batches were looked up and, under ``no_grad``, an optimizer has stepped.
+    A pass is trained once all its batches were made and looked up with gradients enabled, and an optimizer of the cache
+    has stepped. Such an optimizer also counts if a GradScaler skipped its steps, or if its ``zero_grad`` dropped the
+    gradients. Without any lookup that trains rows (frozen modules, lookups under ``no_grad``), a pass is trained once
+    its batches were looked up and, under ``no_grad``, an optimizer has stepped.
     """
 
     def __init__(self, name: str, num_samples: int, first_sample: int) -> None:
@@ -21,13 +21,13 @@ class PassLedger:
         self.name, self.num_samples, self.first_sample = name, num_samples, first_sample
         self.is_skipped = self.is_stopped = False
         self._made: set[int] = set()
-        """Batches by the samples up to their end, as the sets below."""
+        """Ends of batches, in samples, as in the sets below."""
         self._trained: set[int] = set()
         """Looked up with gradients enabled."""
         self._read: set[int] = set()
         """Looked up under ``no_grad``."""
         self._newest = -1
-        """The batch that was looked up with gradients last."""
+        """The last batch that was looked up with gradients."""
         self._open_loaders = 0
         self.is_exhausted = False
         """True if an iterator over its batches was exhausted."""
@@ -39,42 +39,42 @@ class PassLedger:
     # -- during the pass -----------------------------------------------------------------------------------
 
     def make(self, end: int, *, raw: bool = False) -> None:
-        """Note a batch that was handed out."""
+        """Record a batch that was handed out."""
         self._made.add(end)
         self._is_raw |= raw
 
     def open_loader(self) -> None:
-        """Note that a loader of raw keys has begun."""
+        """Record that a loader of raw keys has begun."""
         self._open_loaders += 1
         self._is_raw = True
 
     def close_loader(self) -> None:
-        """Note that a loader of raw keys has no more batches."""
+        """Record that a loader of raw keys has no more batches."""
         self._open_loaders = max(0, self._open_loaders - 1)
         self.exhaust(raw=True)
 
     def exhaust(self, *, raw: bool = False) -> None:
-        """Note that no batches are left."""
+        """Record that no batches are left."""
         self.is_exhausted = True
         self._is_raw |= raw
 
     def look_up(self, end: int, *, gradients: bool, trains: bool) -> None:
-        """Note a lookup of a batch. trains: whether its gradients would move rows."""
+        """Record a lookup of a batch. trains: True if its gradients would move rows."""
         (self._trained if gradients else self._read).add(end)
         self._newest = end if gradients else self._newest
         self._has_trainable |= trains
 
     def arrive(self) -> None:
-        """Note gradients of rows."""
+        """Record gradients of rows."""
         self._has_gradients = self._has_pending = True
 
     def step(self, *, applied: bool) -> None:
-        """Note a step of a known optimizer. It does not count if another optimizer dropped the gradients before."""
+        """Record a step of a known optimizer. It does not count if another optimizer dropped the gradients before."""
         if applied or not self._has_pending:
             self._is_stepped, self._has_pending = True, False
 
     def drop(self) -> None:
-        """Note that a known optimizer dropped its gradients."""
+        """Record that a known optimizer dropped its gradients."""
         self._is_dropped |= self._has_gradients
         self._has_pending = False
 
@@ -105,7 +105,7 @@ class PassLedger:
 
     @property
     def _looked_up(self) -> set[int]:
-        """Batches that were trained: under ``no_grad`` by a dense optimizer alone."""
+        """Batches that were trained; under ``no_grad``, only by a dense optimizer."""
         return self._read if not self._trained and self._is_stepped else self._trained
 
     def check_made(self, samples_done: int) -> None:
@@ -129,14 +129,14 @@ class PassLedger:
             raise StateError(f"{self.name} ended after 0 batches: train the batches of your loader, or {_ADVICE}")
 
     def check_trained(self) -> None:
-        """Raise StateError if the batches were taken and not trained."""
+        """Raise StateError if the batches were taken but not trained."""
         if self.is_skipped:
             return
         if not self.is_looked_up:
             count = len(self._made & self._looked_up)
             raise StateError(
                 f"{self.name} ended with {count:,} of its {_batches(self.num_made)} looked up with gradients enabled: "
-                f"train them before the loop goes on (evaluate with cache.evaluate()), or {_ADVICE}"
+                f"train them before the loop continues (evaluate with cache.evaluate()), or {_ADVICE}"
             )
         if not self._has_trainable or self._is_stepped or self._is_dropped:
             return
@@ -160,7 +160,7 @@ def _batches(count: int) -> str:
 def ended_by_evaluation(index: int, following: int) -> StateError:
     """Return the error of a lookup without gradients that would end a pass before it is trained."""
     return StateError(
-        f"a batch of pass {following} was looked up without gradients before one of it was trained, and pass {index} "
-        "is not trained to its end: rows of the next pass are brought with its first batch that is trained, so "
+        f"a batch of pass {following} was looked up without gradients before any of it was trained, but pass {index} "
+        "is not trained to its end: rows of the next pass are loaded with its first trained batch, so "
         "evaluate batches after it, or use cache.evaluate()"
     )

@@ -1,4 +1,4 @@
-"""Loaders of a pass: exactly the samples of its sub-dataset, out of the user's own dataset."""
+"""Loaders of a pass: exactly the samples of its sub-dataset, from the user's own dataset."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from tiercache.train.passes import Pass
 
 _OURS = {
-    "sampler": "the pass decides which samples it has: p.sampler() is for a DataLoader of your own",
-    "batch_sampler": "the pass decides which samples it has: p.sampler() is for a DataLoader of your own",
+    "sampler": "the pass decides which samples it has: use p.sampler() with your own DataLoader",
+    "batch_sampler": "the pass decides which samples it has: use p.sampler() with your own DataLoader",
     "generator": "the order and all random numbers follow from the seed of the cache",
 }
 
 
 class LoaderPlan:
-    """The batches of a pass in their order."""
+    """The batches of a pass in order."""
 
     def __init__(self, taken: Pass, batch_size: int | None, *, shuffle: bool) -> None:
         """batch_size: None: batches as they were recorded."""
@@ -42,12 +42,12 @@ class LoaderPlan:
         self._recorded: RecordedBatches = taken.source.whole.recorded
         self._size = self._recorded.recording.batch_size if batch_size is None else batch_size
         if self._size is not None and (not isinstance(self._size, int) or self._size < 1):
-            raise ValueError(f"batch_size is {batch_size!r}: give the samples of a batch, at least 1")
+            raise ValueError(f"invalid batch_size {batch_size!r}: expected at least 1 sample")
         self.order = {"batches": "as recorded"} if self._size is None else {}
         """Settings of the order, besides seed and shuffling."""
 
     def batches(self) -> Iterator[LoadedBatch]:
-        """Yield the batches from where the pass stands."""
+        """Yield the batches from the pass's position."""
         taken, ends = self._pass, self._recorded.ends
         taken.check_order(shuffle=self._shuffle, **self.order)
         if self._size is None:
@@ -62,7 +62,7 @@ class LoaderPlan:
             first = last
 
     def __len__(self) -> int:
-        """Return the number of batches from where the pass stands."""
+        """Return the number of batches from the pass's position."""
         if self._size is not None:
             remaining = self._pass.num_samples - self._pass.samples_done
             return max(0, remaining + self._size - 1) // self._size
@@ -78,8 +78,8 @@ class LoaderPlan:
             smallest = min(size, remaining % size)
         if smallest < num_ranks:
             raise ValueError(
-                f"pass {self._pass.index} has a batch of {smallest} samples, which gives some of {num_ranks} ranks "
-                "none: choose a batch_size that leaves a larger last batch"
+                f"pass {self._pass.index} has a batch of {smallest} samples, which leaves some of {num_ranks} ranks "
+                "without samples: choose a batch_size that leaves a larger last batch"
             )
 
     def _as_recorded(self) -> Iterator[LoadedBatch]:
@@ -95,7 +95,7 @@ class LoaderPlan:
             yield LoadedBatch(last - (end - begin), last, places, block)
 
     def _sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the samples up to the end of each batch in the order of training, and the batches in this order."""
+        """Return the end of each batch in training order, in samples, and the batches in this order."""
         ends = self._recorded.ends
         blocks = self._order_of(ends.size)(0, ends.size)
         return np.cumsum(np.diff(ends, prepend=0)[blocks]), blocks
@@ -108,7 +108,7 @@ class LoaderPlan:
 
 
 class PassLoader(DataLoader[Any]):
-    """A DataLoader of the samples of one pass; `Pass.loader` makes it. Its length is that of the batches to come."""
+    """A DataLoader of the samples of one pass; `Pass.loader` makes it. Its length counts the remaining batches."""
 
     def __init__(self, taken: Pass, dataset: Any, plan: LoaderPlan, arguments: dict[str, Any]) -> None:
         self._pass, recorded = taken, taken.source.whole.recorded
@@ -123,7 +123,7 @@ class PassLoader(DataLoader[Any]):
         if not hasattr(dataset, "__len__") or len(dataset) != recording.dataset_length:
             length = f"{len(dataset):,} samples" if hasattr(dataset, "__len__") else "no len()"
             raise DatasetError(
-                f"the dataset has {length}, and had {recording.dataset_length:,} when its key sets were recorded: give "
+                f"the dataset has {length}, but had {recording.dataset_length:,} when its key sets were recorded: pass "
                 "the same dataset, or record key sets of this one"
             )
         single = recording.batch_size is None and recorded.ends.size == taken.num_samples
@@ -138,7 +138,7 @@ class PassLoader(DataLoader[Any]):
         )  # fmt: skip
 
     def __iter__(self) -> Any:
-        """Yield the batches from where the pass stands; the pass counts each when it is handed out."""
+        """Yield the batches from the pass's position; the pass counts each when it is handed out."""
         loaded = self._pass.loaders.loaded
         assert loaded is not None
         for batch in super().__iter__():
@@ -171,9 +171,9 @@ class _Batches:
 
 
 class MadeLoader:
-    """The batches of one pass of an iterable, which is made again for it; `Pass.loader` makes it.
+    """The batches of one pass of an iterable, which is created again for it; `Pass.loader` makes it.
 
-    Its length is that of the batches to come. The batches of earlier passes are made and dropped.
+    Its length counts the remaining batches. The batches of earlier passes are produced and dropped.
     """
 
     def __init__(self, taken: Pass, make: Callable[[], Iterable[Any]], plan: LoaderPlan) -> None:
@@ -200,8 +200,8 @@ class MadeLoader:
                 return
             if batch is self:
                 raise DatasetError(
-                    f"the function made {recording.first_batch + (one.block or 0):,} batches, and more when key sets "
-                    "were recorded: have it make the same batches each time, or record key sets again"
+                    f"the function made {recording.first_batch + (one.block or 0):,} batches, but more when key sets "
+                    "were recorded: make the same batches each time, or record key sets again"
                 )
             loaded.take(one)
             yield batch
@@ -209,7 +209,7 @@ class MadeLoader:
 
 
 class PassSampler(Sampler[int]):
-    """The indices of the samples of one pass, for a DataLoader of your own; `Pass.sampler` makes it."""
+    """The indices of the samples of one pass, for your own DataLoader; `Pass.sampler` makes it."""
 
     def __init__(self, taken: Pass, *, shuffle: bool) -> None:
         self._pass, self._shuffle = taken, shuffle
@@ -231,7 +231,7 @@ class PassSampler(Sampler[int]):
 
 
 def _own_part(taken: Pass, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the samples of a batch that this rank has."""
+    """Return this rank's samples of a batch."""
     rank, size = taken.ranks.rank, taken.ranks.size
     return places[places.size * rank // size : places.size * (rank + 1) // size]
 
@@ -240,11 +240,11 @@ class PassLoaders:
     """Makes the loaders of one pass; see `Pass.loader`, `Pass.sampler` and `Pass.sample`."""
 
     def __init__(self, taken: Pass) -> None:
-        self._taken = weakref.ref(taken)  # a pass that nobody refers to frees its rows at once
+        self._taken = weakref.ref(taken)  # an unreferenced pass frees its rows at once
         self.loaded: LoadedBatches | None = None
         """The batches of ``loader``, if it was called."""
         self.previous: LoadedBatches | None = None
-        """Those of the pass before, if it was not trained to its end when the loop asked for this one."""
+        """The batches of the previous pass, if it was not trained to its end when the loop requested this one."""
         self.is_sampled = False
         """True if ``sampler`` was called."""
         self._negatives: NegativeSampler | None = None
@@ -257,12 +257,12 @@ class PassLoaders:
 
     @property
     def has_more(self) -> bool:
-        """True if a lookup that is made now is of a batch of this pass, and not of the next one."""
+        """True if a lookup made now belongs to a batch of this pass, and not of the next one."""
         return self.loaded is not None and self.loaded.has_more
 
     @property
     def batch_looked_up(self) -> LoadedBatch | None:
-        """The batch of a lookup that is made now; None without a loader."""
+        """The batch of a lookup made now; None without a loader."""
         return None if self.loaded is None else self.loaded.current
 
     def loader(
@@ -272,7 +272,7 @@ class PassLoaders:
         taken, ranks = self._pass, self._pass.ranks
         taken.rows.check_open()
         if self.is_sampled:
-            raise StateError(f"pass {taken.index} has samples of p.sampler(): use one of the two in a pass")
+            raise StateError(f"pass {taken.index} already uses p.sampler(): use one of the two in a pass")
         recorded = taken.source.whole.recorded
         made = self._made(dataset, batch_size, recorded, shuffle=shuffle, arguments=arguments)
         self.loaded = self.loaded or LoadedBatches(taken, recorded, self.previous)
@@ -293,7 +293,7 @@ class PassLoaders:
         if recorded.recording.dataset_length is not None:
             if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
                 raise TypeError(
-                    f"p.loader was given a {type(dataset).__name__}: give the dataset of the loader whose key sets "
+                    f"p.loader got a {type(dataset).__name__}: pass the dataset of the loader whose key sets "
                     "were recorded"
                 )
             if ranks.size > 1:
@@ -301,7 +301,7 @@ class PassLoaders:
             return PassLoader(taken, dataset, plan, arguments)
         if not callable(dataset) or batch_size is not None or shuffle or arguments:
             raise TypeError(
-                "key sets were recorded from a function that makes batches: give p.loader that function alone, whose "
+                "key sets were recorded from a function that makes batches: pass only that function to p.loader, whose "
                 "batches are trained as they are, in their order"
             )
         if ranks.size > 1:

@@ -1,6 +1,6 @@
 """PassLoop: trains one pass after the other, and ends each.
 
-Rows move at the switch from one pass to the next: when the loop asks for the next pass, if all batches taken of the
+Rows move at the switch from one pass to the next: when the loop requests the next pass, if all batches taken of the
 current pass were trained. If the loop fetches batches ahead of its training, the switch waits for the first lookup that
 trains a batch of the next pass.
 """
@@ -62,19 +62,19 @@ class PassLoop:
         self.current: Pass | None = None
         """The pass whose rows are on the device."""
         self._next: Pass | None = None
-        """The next pass, if the loop asked for it before the current pass was trained to its end."""
+        """The next pass, if the loop requested it before the current pass was trained to its end."""
         self._begun: Pass | None = None
-        """The pass after the newest, if its first batches are made."""
+        """The pass after the newest, if its first batches are already made."""
         self._end = 0
-        """The number of passes when the loop ends."""
+        """The pass at which the loop ends."""
         self._is_over = False
         """True if the loop has ended before the last pass was trained to its end."""
         self._random: RandomStates | None = None
-        """The random states at the end of the current pass, if the loop asked for the next pass before."""
+        """The random states at the end of the current pass, if the loop requested the next pass before."""
         self._committed_sample = -1
         """The sample of the last commit inside the current pass."""
         self._left: tuple[int, int] | None = None
-        """The pass and the sample at which a loop was left before its end, until something is restored."""
+        """The pass and the sample at which a loop was left before its end, until the next restore."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -88,7 +88,7 @@ class PassLoop:
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``; see ``TierCache.passes``."""
         ranks, rows = self._ranks, self._rows
-        with ranks.raise_on_all("looking at what was registered"):
+        with ranks.raise_on_all("checking registered objects"):
             check_epochs(epochs)
             rows.check_parameters()
             rows.state.check_optimizers()
@@ -142,12 +142,12 @@ class PassLoop:
             # A dropped loop may be collected on the reader, which must not wait for itself: the next call ends it.
             if self._run is run and not self._is_over and threading.get_ident() == thread:
                 self._drop_passes(is_dropped=True)
-                with suppress(StoreError):  # nobody sees the errors of a dropped iterator: the next call raises again
+                with suppress(StoreError):  # errors of a dropped iterator are lost: the next call raises again
                     rows.stop()
 
     @property
     def position(self) -> tuple[int, int]:
-        """The pass and the sample with which a new loop would begin."""
+        """The pass and the sample at which a new loop would begin."""
         if self._is_over and self.current is not None and self.current.is_trained:
             return self.current.index + 1, 0
         return self._rows.cursor
@@ -197,8 +197,8 @@ class PassLoop:
             return
         if current.loaders.is_sampled:
             raise StateError(
-                f"commit() was called in pass {current.index}, whose samples come from p.sampler(), and nothing counts "
-                "which of them were trained: take batches from p.loader(dataset), or commit when the pass ends"
+                f"commit() was called in pass {current.index}, whose samples come from p.sampler(), which does not "
+                "count trained samples: take batches from p.loader(dataset), or commit when the pass ends"
             )
         self._prepare_commit(
             "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
@@ -213,7 +213,7 @@ class PassLoop:
         self._training_store.publish()
 
     def keep(self, name: str, rows: RankRows) -> int:
-        """Pin the state of now, committed first if it is not yet; see ``TierCache.keep``."""
+        """Pin the current state, after committing it if needed; see ``TierCache.keep``."""
         check_pin(name)
         current = self.current
         if current is None:
@@ -231,7 +231,7 @@ class PassLoop:
             if here is not None and rows.plans.cursor != here:
                 at = rows.plans.cursor
                 raise StateError(
-                    f"keep() was called at pass {here[0]}, sample {here[1]}, and the newest commit is at pass {at[0]}, "
+                    f"keep() was called at pass {here[0]}, sample {here[1]}, but the newest commit is at pass {at[0]}, "
                     f"sample {at[1]}: call keep() inside the loop after a batch, or restore() first to keep that commit"
                 )
             kept = rows.pin(name)
@@ -239,11 +239,11 @@ class PassLoop:
         return kept
 
     def finish(self, last: Pass | None = None) -> None:
-        """Commit the last pass if the loop has ended before that was trained to its end; else do nothing.
+        """Commit the last pass if the loop ended before that pass was trained to its end; else do nothing.
 
-        last: do nothing either if it is not the current pass. A pass that was stopped is not committed. If it still is
-        not trained to its end, commit inside it after the trained batches, and raise StateError if the loop did not do
-        so itself. A batch that was yielded and not trained does not count.
+        last: also do nothing if it is not the current pass. A stopped pass is not committed. If the pass still is not
+        trained to its end, commit inside it after the trained batches, and raise StateError if the loop did not do so
+        itself. A batch that was yielded but not trained does not count.
         """
         current = self.current
         if not self._is_over or current is None or last not in {None, current}:
@@ -281,7 +281,7 @@ class PassLoop:
 
     @property
     def newest(self) -> Pass | None:
-        """The pass that was yielded last, while the loop runs; or the one before, if its loader's batches are due."""
+        """The pass that was yielded last, while the loop runs; or the previous one, if its loader's batches are due."""
         if self.current is not None and self.current.loaders.has_more:
             return self.current
         return self._next or self.current
@@ -289,9 +289,9 @@ class PassLoop:
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
-        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
-        are trained, it does nothing. Keeps the random states if this was the last step of a pass, and the loop has
-        asked for the next one. Raises StateError if rows are not finite; with several ranks, all raise it at the next
+        With several ranks duplicates are added in batch order, then rank order. Does nothing outside a pass, where no
+        rows are trained. Saves the random states if this was the last step of a pass, and the loop has already
+        requested the next one. Raises StateError if rows are not finite; with several ranks, all raise it at the next
         batch.
         """
         current = self.current
@@ -311,14 +311,14 @@ class PassLoop:
         if is_late and self._random is None and current.is_trained:
             self._random = self._rows.state.dense.random_states()
 
-    # -- inside -------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------
 
     def _warn_of_end(self, first: int, epochs: int) -> None:
-        """Say that a loop has nothing to train: a script that ran before would end without a word."""
+        """Warn if a loop has nothing to train: a finished script would otherwise end silently."""
         if epochs and self._ranks.rank == 0:
             warnings.warn(
                 f"nothing is left to train: {first:,} passes are trained, {first // self._rows.schedule.num_passes:,} "
-                f"epochs, and epochs={epochs} counts those of earlier runs: ask for more epochs, or give the path of a "
+                f"epochs, and epochs={epochs} includes earlier runs: request more epochs, or pass the path of a "
                 "new store",
                 stacklevel=4,
             )
@@ -342,7 +342,7 @@ class PassLoop:
         )  # fmt: skip
 
     def _begin_next(self, current: Pass) -> Pass | None:
-        """Return the pass after the newest one, if ``current`` is that, before the loop asks for it."""
+        """Return the pass after the newest one, if ``current`` is the newest, before the loop requests it."""
         if current is not (self._next or self.current) or current.index + 1 >= self._end:
             return None
         self._begun = self._begun or self._make(current.index + 1)
@@ -372,7 +372,7 @@ class PassLoop:
     def _switch(self) -> None:
         """End the current pass, and begin the next one, from which the loop has fetched batches."""
         current, following = self.current, self._next
-        assert following is not None, "no pass was fetched ahead, so there are no rows to load"
+        assert following is not None, "the next pass must be fetched ahead"
         if current is not None:
             with self._ranks.raise_on_all(_SWITCHING):
                 current.check_ends(following)
@@ -381,7 +381,7 @@ class PassLoop:
         self._enter(following)
 
     def _end_pass(self, *, last: bool) -> None:
-        """End the current pass, which was trained, and load the rows of the next one, or write those of the last."""
+        """End the current, trained pass, and load the rows of the next one, or write the rows of the last."""
         current = self.current
         assert current is not None
         name = f"pass {current.index}"
@@ -405,11 +405,11 @@ class PassLoop:
     def _prepare_commit(self, unstepped: str, *, scope: str) -> None:
         """Check that a commit may be captured; publish the previous commit of a sharded store first.
 
-        Gradients that another optimizer's step left expire with ``scope``. Raises StateError, ``unstepped``, between a
+        Gradients left by another optimizer's step expire with ``scope``. Raises StateError, ``unstepped``, between a
         backward and its step.
         """
         self._exchange.rest()
-        with self._ranks.raise_on_all("writing the rows of the pass before"):
+        with self._ranks.raise_on_all("writing the rows of the previous pass"):
             if self._exchange.pending:
                 raise StateError(unstepped)
             if self.current is not None:
@@ -430,13 +430,13 @@ class PassLoop:
             raise
 
     def _is_stopped(self, current: Pass) -> bool:
-        """Return True if ``current`` or the pass before was stopped; the pass before is committed if it is trained."""
+        """Return True if ``current`` or the previous pass was stopped; that is committed if it is trained."""
         previous = self.current
         is_stopped = current.ledger.is_stopped or (previous is not None and previous.ledger.is_stopped)
         on_none, on_all = self._ranks.all_reduce_min([not is_stopped, is_stopped])
         if not on_none and not on_all:
             raise StateError(
-                f"p.stop() was called on some ranks and not on others in pass {current.index}: call it on all ranks, "
+                f"p.stop() was called on some ranks but not on others in pass {current.index}: call it on all ranks, "
                 "after the same batch"
             )
         if on_none:
@@ -445,7 +445,7 @@ class PassLoop:
         if has_previous and self._ranks.all_reduce_min([previous is not None and previous.is_trained])[0]:
             self._end_pass(last=True)
         with self._ranks.raise_on_all(_SWITCHING):
-            if self._training_store.is_sharded:  # the commit of the pass before waits for all ranks
+            if self._training_store.is_sharded:  # the previous pass's commit waits for all ranks
                 self._rows.drain()
         self._training_store.publish()
         return True

@@ -66,33 +66,33 @@ class Pass:
         self.sub_dataset = source.index
         """The number of the sub-dataset that it trains."""
         self.num_samples = source.samples
-        """Samples of the sub-dataset, those of all ranks."""
+        """Samples of the sub-dataset, over all ranks."""
         self.samples_done = first_sample
         """Samples of all ranks whose batches were yielded, including ``start_sample``."""
         self.start_sample = first_sample
-        """Samples of all ranks that a commit inside this pass has: 0 unless training resumed from such a commit.
-        Start your own loader after these samples; ``batches`` does so by itself."""
+        """Samples of all ranks that a commit inside this pass has: 0 unless training resumed from such a commit. Start
+        your own loader after these samples; ``batches`` does so by itself."""
         self.start_batch = int(str((order or {}).get("raw_batches", 0)))
         """Batches of raw keys that such a commit has, the same number on every rank."""
         self.batches_done = self.start_batch
-        """Batches that ``batch`` made, including ``start_batch``."""
+        """Batches made by ``batch``, including ``start_batch``."""
         self.rows = rows
         self.ledger = rows.ledger = PassLedger(f"pass {index}", source.samples, first_sample)
         rows.schema, rows.keys_of = source.whole.schema, source.whole.keys
         self.order = order
-        """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
+        """Seed and shuffling of the batches yielded so far, or their number for raw keys; None before the first."""
         self.source = source
         """The sub-dataset, with its samples and the keys that this rank trains."""
         self.seed = seed
         """The seed of the cache."""
         self.loaders = PassLoaders(self)
-        """Those out of the user's own dataset."""
+        """Loaders of the user's own dataset."""
         self._raw, self._exchange, self._pipeline = raw, raw.exchange, pipeline
         self.ranks = raw.exchange.ranks
         """The ranks that train it."""
         self._before_batch, self._next_pass = before_batch or _nothing, next_pass or _nothing
         self._begun: tuple[Any, BatchQueue] | None = None
-        """Batches that are made while the pass before trains, and their arguments."""
+        """Batches that are made while the previous pass trains, and their arguments."""
         self._plain_samples = 0
         """Samples of the lookups of plain keys since the last step."""
         self.losses: list[float] = []
@@ -106,28 +106,28 @@ class Pass:
         prefetch: int | None = None,
         read_by: str = "rank",
     ) -> SizedIterator[Batch]:
-        """Return an iterator over batches of ``size`` samples from where the pass stands; the last may be smaller.
+        """Return an iterator over batches of ``size`` samples from the pass's position; the last may be smaller.
 
-        ``len`` of it is the number of its batches.
+        Its ``len`` is the number of its batches.
 
-        The shuffle is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the remaining samples
-        follow in the same order, in batches of any size.
+        The shuffle is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the remaining samples follow
+        in the same order, in batches of any size.
 
         With W ranks ``size`` is the size of the global batch, of which each rank gets its part. Multiply the mean loss
-        by ``batch.weight``: together with the averaging of DistributedDataParallel, the step is then that of one
+        by ``batch.weight``: together with the averaging of DistributedDataParallel, the step then equals a step of one
         process on the global batch, however unevenly the samples are divided. If a batch has no sample for a rank, the
-        rank gets a sample of another rank with weight 0. Register the model before you ask for batches: they bring
-        what its modules look up. The rows of a batch are exchanged when it is first looked up, so all ranks must look
-        up the same batches in one order.
+        rank gets a sample of another rank with weight 0. Register the model before you request batches: they bring the
+        rows that its modules look up. The rows of a batch are exchanged when it is first looked up, so all ranks must
+        look up the same batches in one order.
 
         Args:
             size: samples of a batch, of all ranks together.
             shuffle: whether samples are shuffled within the pass.
-            prefetch: how many batches are read ahead, on as many threads of the cache; their rows wait for their step.
-                Near the end of a pass they come from the next one, in case it has the same arguments. With
-                several ranks, the ranks also tell each other which rows these batches need. Default: 0 on a CPU, or 1
-                with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
-                they are yielded; an error in reading one is raised in its place.
+            prefetch: the number of batches that are read ahead, on as many threads of the cache; their rows wait for
+                their step. Near the end of a pass they come from the next one, in case it has the same arguments. With
+                several ranks, the ranks also exchange which rows these batches need. Default: 0 on a CPU, or 1 with
+                several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when they are
+                yielded; an error in reading one is raised in its place.
             read_by: "rank": each rank reads its own samples with all features. "owner": each rank reads the features
                 that are pooled by sum or mean for the tables it owns, whole or in columns, of all samples, so that
                 their ids do not travel, and everything else for its own samples. The result is the same, up to the
@@ -135,7 +135,7 @@ class Pass:
 
         Raises, on all ranks:
             StateError: a commit inside the pass has another order; or this is a fork of the process.
-            DatasetError: the sub-dataset has a key set and no samples.
+            DatasetError: the sub-dataset has a key set but no samples.
             RuntimeError: the pass has ended.
             ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``read_by`` is unknown.
             Exception: errors of the reader and writer threads, with their cause.
@@ -154,11 +154,11 @@ class Pass:
         queue, self._begun = self.begin(size, shuffle, prefetch, is_read_by_owner(read_by)), None
         yield from itertools.takewhile(
             lambda _: not self.is_closed, map(counted, queue.batches(self.before_batch))
-        )  # no name here is a batch's: while the next is made, it is the caller's alone
+        )  # do not bind the batch to a local: while the next is made, only the caller holds it
         self.ledger.exhaust()
 
     def begin(self, *how: Any) -> BatchQueue:
-        """Return the queue of the rest of the pass, by the arguments of ``batches``; drop one of other arguments."""
+        """Return the queue of the rest of the pass for these arguments of ``batches``; drop any other queue."""
         key = self.samples_done, *how
         if self._begun is not None:
             before, queue = self._begun
@@ -190,17 +190,17 @@ class Pass:
         """Yield each batch as an iterator over its micro-batches. Step once after all of them.
 
         Multiply the mean loss of each micro-batch by its ``weight``: the sum is the loss of the whole batch. All
-        micro-batches see the rows before the step, so the result is that of the whole batch, up to the order of
+        micro-batches see the rows before the step, so the result equals the whole batch's, up to the order of
         additions. A batch with fewer samples than ``micro_batches`` has fewer micro-batches.
 
         ``schedule``: with several ranks, "interleaved" exchanges the rows of the next micro-batch while you train the
-        current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``read_by``
-        is that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
+        current one, on another thread or, on a GPU, on another stream; "simple" does not overlap them. ``read_by``: as
+        in ``batches``. Raises the errors of ``batches``, and ValueError if ``micro_batches`` is below 1.
         """
         by_owner = is_read_by_owner(read_by)
         check_exchange_schedule(schedule)
         if micro_batches < 1:
-            raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
+            raise ValueError(f"invalid micro_batches {micro_batches}: expected at least 1")
         cuts = self._cuts(size, shuffle)
         while not self.is_closed:
             try:
@@ -218,7 +218,7 @@ class Pass:
                 requests = iter(parts)
                 for part in parts:
                     self.ledger.make(part.done)
-            except Exception as error:  # told to all ranks, by the first micro-batch
+            except Exception as error:  # sent to all ranks by the first micro-batch
                 requests = iter(partial(fail, error), None)
             overlap = schedule == "interleaved"
             queue = self._pipeline.queue(
@@ -236,11 +236,11 @@ class Pass:
         return checked_order(f"pass {self.index}", self.samples_done, known, last, others)
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield the end of each batch and the places of its samples, after ``samples_done``."""
+        """Yield the end of each batch and its samples, after ``samples_done``."""
         self.source.check_samples()
         self._checked_order(
             shuffle=shuffle
-        )  # kept when a batch is handed out: the pass before may begin the first ones
+        )  # saved when a batch is handed out: the previous pass may begin the first ones
         order = sample_order(
             self.num_samples, seed=self.seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
         )
@@ -270,11 +270,11 @@ class Pass:
         return self.ledger.is_skipped or self.ledger.is_stopped
 
     def skip(self) -> None:
-        """Count the pass as trained, although not all its batches were, and let the loop go on with the next pass.
+        """Count the pass as trained, although not all its batches were, so the loop continues with the next pass.
 
-        The rows keep what the batches so far trained, and the pass is committed when it ends, like any other. No more
-        batches are made of it: iterators over its batches end. Without this a pass that was not trained to its end is
-        an error. With several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
+        The rows keep the updates so far, and the pass is committed when it ends, like any other. No more batches are
+        made of it: iterators over its batches end. Without this a pass that was not trained to its end is an error.
+        With several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
         """
         self.rows.check()
         self.ledger.is_skipped = True
@@ -282,17 +282,17 @@ class Pass:
     def stop(self) -> None:
         """End the training in this pass: iterators over its batches end, and so does the loop over passes.
 
-        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training goes on from the
-        last commit, which is the end of an earlier pass or what ``TierCache.commit`` committed inside this one. With
+        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training resumes from the
+        last commit, which is the end of an earlier pass or was made by ``TierCache.commit`` inside this one. With
         several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
         """
         self.rows.check()
         self.ledger.is_stopped = True
 
     def end(self, *, is_dropped: bool = False) -> None:
-        """End the pass and give up its rows. A reference to the pass does not keep the cache alive.
+        """End the pass and release its rows. A reference to the pass does not keep the cache alive.
 
-        is_dropped: whether the loop was left.
+        is_dropped: True if the loop was left.
         """
         self.rows.is_dropped = is_dropped
         if self._begun is not None:
@@ -326,36 +326,36 @@ class Pass:
         dense: Any = None,
         missing: Missing = "error",
     ) -> Batch | None:
-        """Return a batch of raw int64 keys from a loader of your own. Modules look it up like any other batch.
+        """Return a batch of raw int64 keys from your own loader. Modules look it up like any other batch.
 
-        Each rank gives its own samples: any number of them, or none. If your loader has ended on this rank, give None:
+        Each rank passes its own samples: any number of them, or none. If your loader has ended on this rank, pass None:
         the rank takes part without samples, and when the loaders of all ranks have ended, the batch is None. So this
         loop works on any number of ranks: ``while (batch := p.batch(next(loader, None))) is not None``. Multiply the
         mean loss by ``batch.weight``, as for ``batches``. A rank without samples gets the first sample of another rank
         with weight 0. If a rank leaves the loop early, the others raise RankError after torch's time-out.
 
-        The batch counts when it is made, so make it right before you train it. After a commit inside the pass,
-        training goes on after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
+        A batch is counted when it is created, so create it just before you train it. After a commit inside the pass,
+        training resumes after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
 
         Args:
             keys: by feature, NumPy or torch: (N,), (N, L) for lists of one length, a pair of values (E,) and offsets (N
                 + 1,), or without the last (N,), a nested tensor, or a sparse one (N, keys), whose values are weights.
                 Or for all features one tensor (N, features), a column each, or a torchrec KeyedJaggedTensor.
-            weights: by feature, in the shape of its keys or values. They get no gradient; for that, give them to the
+            weights: by feature, in the shape of its keys or values. They get no gradient; for that, pass them to the
                 module.
             label: (N,), returned as float32.
             dense: (N, columns), returned as float32.
-            missing: what happens to a key that is not in the sub-dataset's key set. "error" raises KeyNotInPassError,
+            missing: the treatment of a key that is not in the sub-dataset's key set. "error" raises KeyNotInPassError,
                 which names table, key and batch; the batch does not count. The other choices read a row that is **not
                 trained**: it gets no gradient and is not stored, because only rows of the sub-dataset are on the
                 device. "zero" reads zeros, "init" the key's initial row, "load" its current row from host or store, as
                 an evaluation would; the first such batch of a pass waits until the last dump is durable. Such keys
-                count in means, and their vectors in maxima. Their batch has a float32 copy of the vectors of each
-                group that they are in.
+                count in means, and their vectors in maxima. Their batch has a float32 copy of the vectors of each group
+                that they are in.
 
-        Raises, on all ranks (RankError on those without the mistake):
-            ValueError: keys, offsets or weights do not fit each other or the schema, or a key is INT64_MIN or
-                INT64_MIN + 1.
+        Raises, on all ranks (RankError on ranks without the mistake):
+            ValueError: keys, offsets or weights do not fit each other or the schema, or a key is INT64_MIN or INT64_MIN
+                + 1.
             KeyNotInPassError: a key is missing and ``missing`` is "error".
             StateError: the pass takes its samples from ``batches``.
             RuntimeError: the pass has ended.
@@ -382,13 +382,13 @@ class Pass:
         *,
         missing: Missing = "error",
     ) -> Iterator[Batch]:
-        """Yield the batch of raw keys of each item of ``loader``: a DataLoader of your own, with any number of workers.
+        """Yield the batch of raw keys of each item of ``loader``: your own DataLoader, with any number of workers.
 
-        An item is (keys, label), (keys, dense, label), or a mapping with "keys" and, where there are, "weights",
-        "label" and "dense", each as ``batch`` takes it; ``make`` turns any other item into such a mapping. After a
-        commit inside the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` goes
-        on by itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders
-        of all ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
+        An item is (keys, label), (keys, dense, label), or a mapping with "keys" and optionally "weights", "label" and
+        "dense", each as ``batch`` takes it; ``make`` converts any other item to such a mapping. After a commit inside
+        the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` resumes by itself:
+        register it (``cache.register(loader=loader)``). With several ranks it continues until the loaders of all ranks
+        have ended. Raises the errors of ``batch``, and TypeError for an item that is none of these.
         """
         items = samples_of(loader, self.start_batch, make)
         self.ledger.open_loader()
@@ -408,23 +408,23 @@ class Pass:
         check_keys: bool = True,
         **arguments: Any,
     ) -> PassLoader | MadeLoader:
-        """Return a sized `torch.utils.data.DataLoader` of the samples of this pass, out of your own dataset.
+        """Return a sized `torch.utils.data.DataLoader` of the samples of this pass, from your own dataset.
 
-        For datasets of `record_key_sets`. It begins where the pass stands, also after a commit inside it. The order of
+        For datasets of `record_key_sets`. It begins at the pass's position, also after a commit inside it. The order of
         samples, and the random numbers that ``dataset`` and ``collate_fn`` draw for a batch, in workers or not, follow
-        from the seed of the cache, the epoch, the sub-dataset and the batch's place in it. They leave the random
-        generators of your process alone. A batch is trained once its keys were looked up with gradients enabled, in the
-        order in which batches are taken; a loop may take one batch ahead. With several ranks
-        ``batch_size`` is that of all ranks, of which each gets its part.
+        from the seed of the cache, the epoch, the sub-dataset and the batch's position in it. They do not change the
+        random generators of your process. A batch is trained once its keys were looked up with gradients enabled, in
+        the order in which batches are taken; a loop may take one batch ahead. With several ranks ``batch_size`` is the
+        global size, and each rank gets its part.
 
         Args:
-            dataset: that of the recorded loader; or the recorded function, alone.
-            batch_size: default: that of the recorded loader, or its very batches if it had a batch sampler.
+            dataset: the dataset of the recorded loader; or only the recorded function.
+            batch_size: default: the recorded loader's, or its very batches if it had a batch sampler.
             shuffle: whether samples (or such batches) are shuffled within the pass.
             check_keys: each key has to be in the pass, always. With this, a batch that is a recorded one (not shuffled,
                 of the same size, on one rank) has to make at least the lookups that were recorded for it, from the
                 model's forward.
-            arguments: others of DataLoader but for samplers, generator and ``drop_last``.
+            arguments: other arguments of DataLoader, except samplers, generator and ``drop_last``.
 
         Raises:
             DatasetError: no samples were recorded, the dataset has another length, or a batch did not make its recorded
@@ -435,7 +435,7 @@ class Pass:
         return self.loaders.loader(dataset, batch_size, shuffle=shuffle, check_keys=check_keys, arguments=arguments)
 
     def sampler(self, *, shuffle: bool = False) -> PassSampler:
-        """Return a sampler of the samples of this pass for a DataLoader of your own.
+        """Return a sampler of the samples of this pass for your own DataLoader.
 
         Its batches are not counted, so the pass cannot be committed before its end. Raises StateError in a pass that
         resumed inside or has a ``loader``, ValueError with several ranks.
@@ -443,7 +443,7 @@ class Pass:
         return self.loaders.sampler(shuffle=shuffle)
 
     def sample(self, table: str, n: int, *, by: Literal["uniform", "count"] = "uniform") -> Negatives:
-        """Draw ``n`` keys, with replacement, from the keys of a table that this pass has: negatives that it trains.
+        """Draw ``n`` keys, with replacement, from the keys of a table in this pass: negatives that it trains.
 
         by: "uniform", or "count": in proportion to the occurrences of each key in the sub-dataset, which takes 8 bytes
         of host memory for each key of the table. Returns keys, counts and log-probabilities (n,) on the device of the
@@ -460,8 +460,8 @@ class Pass:
         self.rows.load()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
-                f"pass {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
-                "them in a pass"
+                f"pass {self.index} takes its samples from batches(), so batch() would count them twice: use only one "
+                "of them in a pass"
             )
         self._before_batch(self)
 
@@ -472,11 +472,11 @@ class Pass:
         self._before_batch(self)
 
     def count_plain(self, num_samples: int) -> int:
-        """Note a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
+        """Record a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
         if (batch := self.loaders.batch_looked_up) is not None:
             return batch.last
         if self.order is not None and "raw_batches" not in self.order:
-            return self.samples_done  # together with a batch of batches()
+            return self.samples_done  # in the same pass as batches()
         self._plain_samples = max(self._plain_samples, num_samples, 1)
         self.ledger.make(self.samples_done + 1, raw=True)
         return self.samples_done + 1
@@ -497,4 +497,4 @@ class Pass:
 
 
 def _nothing(_: Pass) -> None:
-    """Do nothing before a batch."""
+    """Default before_batch callback: does nothing."""

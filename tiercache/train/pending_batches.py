@@ -1,4 +1,4 @@
-"""The rows of one batch of one of several ranks, and the batches that wait for their step."""
+"""The rows of one batch on one of several ranks, and the batches that wait for their step."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 
 class BatchIds(dict[str, FeatureIds]):
-    """Ids by feature, of those that some module looks up and no other rank pools.
+    """Ids by feature, for features that some module looks up and no other rank pools.
 
-    ``in``, ``get`` and iteration are a dict's; ``ids[name]`` of any other name raises KeyError with a sentence.
+    Like a dict, but ``ids[name]`` of any other name raises KeyError with an explanation.
     """
 
     def __init__(self, ids: Mapping[str, FeatureIds], modes: Mapping[str, str], features: Iterable[str]) -> None:
-        """modes: by feature, how those are pooled whose ids are not here; features: all of the schema."""
+        """modes: by feature, the pooling modes of features pooled elsewhere; features: all features of the schema."""
         super().__init__(ids)
         self._modes, self.features = dict(modes), tuple(features)
-        """All of the schema, in its order."""
+        """All features of the schema, in order."""
 
     def __missing__(self, name: str) -> FeatureIds:
         """Raise KeyError."""
         if name in self._modes:
             raise KeyError(
-                f"feature {name!r} is pooled by {self._modes[name]} where the rows of its table are, so the batch has "
-                f"no ids of it: make the module that looks it up with weighted=[{name!r}] to have them, or look for "
+                f"feature {name!r} is pooled by {self._modes[name]} on the rank that owns its table, so the batch has "
+                f"no ids of it: create the module that looks it up with weighted=[{name!r}] to have them, or use "
                 "its vectors in batch.pooled"
             )
         if name in self.features:
             raise KeyError(
-                f"no module of this cache looks up feature {name!r}, so the batch was made without its ids: make one "
-                "that does, before the batch is made"
+                f"no module of this cache looks up feature {name!r}, so the batch was made without its ids: create a "
+                "module that does, before the batch is made"
             )
-        raise KeyError(f"there is no feature {name!r}: the data have {', '.join(self.features)}")
+        raise KeyError(f"unknown feature {name!r}: the data has {', '.join(self.features)}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,12 +60,12 @@ class ExchangedBatch:
     """A batch whose input was exchanged. In host memory."""
 
     samples: EncodedBatch | None
-    """This rank's; None of a batch of raw keys, whose samples are elsewhere."""
+    """This rank's samples; None for a batch of raw keys, which keeps them elsewhere."""
     weight: float
     end: int
     input: ExchangedInput
     upload: Any = None
-    """Nothing was brought to the device."""
+    """The upload of the samples; None if they are not on the device."""
 
 
 class BatchRows(RowView):
@@ -86,39 +86,39 @@ class BatchRows(RowView):
         self.pooled = {
             name: Pooled(mode) for name, mode in (exchanged.input.bags.modes if exchanged.input.bags else {}).items()
         }
-        """The features that other ranks pool, by name; they get their vectors with the rows."""
+        """Features that other ranks pool, by name; their vectors arrive with the rows."""
         self.bags: PooledBatch | None = None
         self.slots = torch.empty(0, dtype=torch.int32, device="cpu")
-        """As `RowExchange.serve` returns them."""
+        """The slots from `RowExchange.serve`."""
         self.raw: Mapping[str, FeatureKeys] = {}
         """The keys of a batch of raw keys, by feature."""
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
-        """Look among the ids that the batch had in its pass, or among its raw keys."""
+        """Compare the ids that the batch had in its pass, or its raw keys, with ``key``."""
         if feature in self.raw:
             return np.asarray(self.raw[feature].keys == key)
         assert self.exchanged.samples is not None
         return self.of_pass.is_key(feature, self.exchanged.samples.ids[feature], key)
 
     def check(self) -> None:
-        """Raise RuntimeError where the pass has ended, or the rows are of before a step."""
+        """Raise RuntimeError if the pass has ended, or if the rows were exchanged before a step."""
         self.of_pass.check()
         super().check()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Exchange the rows if they are not there, after those of the pass before."""
+        """Exchange the rows if needed, after the rows of the previous pass."""
         self.of_pass.look_up(end, trains=trains)
         self.load()
         if self.gradients is not None and torch.is_grad_enabled():
             self.gradients.awaits_backward = True
 
     def load(self) -> None:
-        """Exchange the rows if they are not there."""
+        """Exchange the rows if they were not exchanged."""
         if not self.groups:
             self._exchange_batch(self)
 
     def set_rows(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
-        """Set the rows that were exchanged."""
+        """Set the exchanged rows."""
         self.groups, self.slots, self.bags, self.ended = tuple(groups), slots, bags, False
         for name, vectors in ({} if bags is None else bags.vectors).items():
             self.pooled[name].vectors = vectors
@@ -129,12 +129,12 @@ class BatchRows(RowView):
 
     @property
     def pending(self) -> bool:
-        """Whether a backward was not stepped yet, and not dropped."""
+        """True if a backward was neither stepped nor dropped."""
         return any(map(is_unstepped, self._arrivals))
 
     @property
     def waits(self) -> bool:
-        """Whether gradients of this rank wait for a step."""
+        """True if gradients of this rank wait for a step."""
         return any(one.is_pending for one in self._arrivals)
 
     @property
@@ -143,7 +143,7 @@ class BatchRows(RowView):
         return of_rows + [arrival for one in self.pooled.values() for arrival, _ in one.pending]
 
     def collect(self) -> RowGradients:
-        """Take what the step applies, as `RowGradients.collect` does, and return it."""
+        """Collect the gradients that the step applies, as `RowGradients.collect` does, and return them."""
         assert self.gradients is not None
         self.gradients.collect(self.backend.array)
         for one in self.pooled.values():
@@ -151,7 +151,7 @@ class BatchRows(RowView):
         return self.gradients
 
     def preview(self, ready: Collection[Arrival]) -> RowGradients:
-        """Return what ``collect`` would take if ``ready`` were stepped, and leave all pending."""
+        """Return the gradients that ``collect`` would take if ``ready`` were stepped, and leave all pending."""
         assert self.gradients is not None
         for one in self.pooled.values():
             one.take(ready)
@@ -167,33 +167,33 @@ class PendingBatches:
         self.batches: list[BatchRows] = []
 
     def add(self, batch: BatchRows) -> None:
-        """Add a batch; one of an evaluation waits for no step, and one that waits already keeps its turn."""
+        """Add a batch, unless it is already pending or an evaluation, which has no step."""
         if batch.gradients is not None and not any(batch is one for one in self.batches):
             self.batches.append(batch)
 
     @property
     def pending(self) -> bool:
-        """Whether a backward was not stepped yet."""
+        """True if a backward was not stepped yet."""
         return any(one.pending for one in self.batches)
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether one was looked up to be trained, and neither a backward nor a step came since."""
+        """True if a batch was looked up for training, and neither a backward nor a step came since."""
         return any(one.gradients is not None and one.gradients.awaits_backward for one in self.batches)
 
     def take(self) -> list[BatchRows]:
-        """Return them; their rows are of before the step."""
+        """Return and remove all batches; their rows are from before the step."""
         taken, self.batches = self.batches, []
         for one in taken:
             one.release()
         return taken
 
     def put_back(self, waiting: Sequence[BatchRows]) -> None:
-        """Keep those of which some tables wait for another optimizer's step, on any rank."""
+        """Keep the batches with tables that wait for another optimizer's step, on any rank."""
         self.batches[:0] = waiting
 
     def expire(self, where: str) -> None:
-        """Give up gradients, as `RowGradients.expire` does."""
+        """Expire pending gradients, as `RowGradients.expire` does."""
         for one in self.batches:
             if one.gradients is not None:
                 one.gradients.expire(where)
@@ -206,7 +206,7 @@ class PendingBatches:
 
 
 def tensors_of(found: object) -> list[torch.Tensor]:
-    """Return the tensors that tuples, lists, dictionaries and dataclasses hold, however deep."""
+    """Return the tensors in tuples, lists, dictionaries and dataclasses, at any depth."""
     if isinstance(found, torch.Tensor):
         return [found]
     if isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Plain tensors of keys in forward: `Embedding` and `EmbeddingBag` take what torch's modules of these names take.
+"""Plain tensors of keys in forward: `Embedding` and `EmbeddingBag` take the inputs of torch's modules of these names.
 
-With gradients a lookup trains rows of the pass, whose key set must have the keys. Without, the row of any key is read
-as it is now: on the device, on its way to the store, in host memory or in the store.
+With gradients a lookup trains rows of the pass, whose key set must have the keys. Without, the current row of any key
+is read: on the device, on its way to the store, in host memory or in the store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KeyInput(NamedTuple):
     """The first dimension of the tensor."""
 
     def without(self, key: int) -> tuple[KeyInput, NDArray[np.bool_]]:
-        """Return the same without a key, and a mask of the others."""
+        """Return the input without a key, and a mask of the others."""
         kept = self.keys != key
         ends = None if self.offsets is None else np.concatenate([[0], np.cumsum(kept)])[self.offsets]
         return KeyInput(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
@@ -59,7 +59,7 @@ def row_input(feature: str, keys: torch.Tensor) -> KeyInput:
 
 
 def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """Return vectors (E, dim) of keys in the shape of the keys, with one more dimension."""
+    """Return vectors (E, dim) in the shape of their keys, with one more dimension."""
     if not keys.is_nested:
         return vectors.view(*keys.shape, vectors.shape[1])
     if keys.layout == torch.jagged and keys.dim() == 2 and keys.is_contiguous():
@@ -74,7 +74,7 @@ def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> KeyInput:
     """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) if ``has_last``.
 
-    Raises TypeError, ValueError as torch's module does.
+    Raises TypeError and ValueError as torch's module does.
     """
     if keys.is_nested:
         if offsets is not None:
@@ -104,12 +104,12 @@ def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
     if keys.is_nested:
         return np.concatenate([np.empty(0, np.int64), *(_flat(feature, one) for one in keys.unbind())])
     if keys.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: give torch.int64 or torch.int32")
+        raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: expected torch.int64 or torch.int32")
     found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))
     if found.size and int(found.min()) <= NULL_KEY:
         raise ValueError(
             f"feature {feature!r} has the key {int(found.min())}: INT64_MIN and INT64_MIN + 1 are the keys of the "
-            "out-of-vocabulary row and the null row, so give such values another key"
+            "out-of-vocabulary row and the null row, so use another key for such values"
         )
     return found
 
@@ -118,14 +118,14 @@ class PlainKeys:
     """Makes batches of one feature's keys, for one lookup. With several ranks collective, on the training thread."""
 
     def __init__(self, raw: RawKeys, source: Callable[[bool], tuple[Pass | None, int]]) -> None:
-        """source: a method of the cache, which is not kept alive: see `TierCache._lookup_source`."""
+        """source: a method of the cache, held weakly: see `TierCache._lookup_source`."""
         self._raw, self._source = raw, weakref.WeakMethod(source)
         self._tables = {table.name: table for table in raw.reader.tables}
         self.committed: RowReader | None = None
         """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
     def batch(self, feature: Feature, plain: KeyInput, *, trains: bool, bound: int | None) -> Batch:
-        """Return a batch with the rows of ``plain``: those of the pass, or current rows of its own.
+        """Return a batch with the rows of ``plain``: rows of the pass, or copies of current rows.
 
         Raises IndexError for a key outside [0, ``bound``), KeyNotInPassError for one that the pass lacks, StateError
         outside a pass, BudgetError if the rows exceed ``eval_budget``, and with several ranks RankError if they do not
@@ -202,37 +202,37 @@ class PlainKeys:
         return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
 
     def _check_same(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
-        """Tell the other ranks of this lookup. Raises RankError if theirs is another one, and any rank's ``error``."""
+        """Send this lookup to the other ranks. Raises RankError if theirs differs, and any rank's ``error``."""
         own = [crc32(feature.name.encode()), int(trains)]
-        told = self._raw.exchange.tell(own, "looking keys up", error)
-        if others := [rank for rank, one in enumerate(told) if one != own]:
+        calls = self._raw.exchange.tell(own, "looking keys up", error)
+        if others := [rank for rank, one in enumerate(calls) if one != own]:
             how = "with" if trains else "without"
             raise RankError(
-                f"rank {others[0]} looked something else up while this one looked up feature {feature.name!r} {how} "
-                "gradients: all ranks make the same lookups in the same order"
+                f"rank {others[0]} made another lookup while this one looked up feature {feature.name!r} {how} "
+                "gradients: all ranks must make the same lookups in the same order"
             )
 
 
 def _batch_lacking(current: Pass) -> tuple[int, str, str]:
-    """Return the number and name of the batch of a lookup whose keys the pass lacks, and what to do."""
+    """Return the number and name of a batch whose keys the pass lacks, and advice."""
     loaded = current.loaders.loaded
     if loaded is None or (batch := loaded.current) is None:
         number = current.batches_done
         return number, f"batch {number}", "give samples of this pass, write key sets that have all keys"
     return current.ledger.num_made - 1, loaded.name_of(batch), (
-        "the data or random numbers are not those that were recorded, so record key sets again, draw negatives by "
-        "p.sample(), or record those that the dataset draws with same_draws=True"
+        "the data or random numbers differ from the recording, so record key sets again, draw negatives by "
+        "p.sample(), or record the dataset's draws with same_draws=True"
     )  # fmt: skip
 
 
 def table_weight(*modules: TableModule) -> TableWeight:
-    """Return the stand-in for the weight of modules that look up one table."""
+    """Return the replacement of ``weight`` for modules that look up one table."""
     first = modules[0]
     return TableWeight([one.anchor for one in modules], (first.num_embeddings, first.dims[0]), first.tables[0])
 
 
 class TableWeight(NoTensor):
-    """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values.
+    """The ``.weight`` of a module: it has the device, dtype and shape of the table, but no values.
 
     Setting ``requires_grad`` freezes the module.
     """
@@ -262,7 +262,7 @@ class TableWeight(NoTensor):
         return 2
 
     def numel(self) -> int:
-        """Return how many numbers the table may have."""
+        """Return the maximum number of elements of the table."""
         return self.shape.numel()
 
     @property

@@ -1,4 +1,4 @@
-"""The global random generators of torch, numpy and random: seeded for a while, and as they were afterwards."""
+"""The global random generators of torch, numpy and random: seeding them temporarily and restoring them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mixed(*words: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of the CPU by 64 bits. Those of GPUs are left alone."""
+    """Seed the CPU generators with 64 bits, but not the generators of GPUs."""
     torch.default_generator.manual_seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002 - users' global generator
     random.seed(seed)
@@ -36,14 +36,14 @@ class Numbers:
     """The states of the generators."""
 
     def __init__(self, *, devices: bool = False) -> None:
-        """devices: also those of GPUs that are in use."""
+        """devices: also the generators of GPUs that are in use."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._numpy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
         with_devices = devices and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._devices = torch.cuda.get_rng_state_all() if with_devices else None
 
     def restore(self) -> None:
-        """Bring the states back."""
+        """Restore the states."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002 - users' global generator
@@ -53,7 +53,7 @@ class Numbers:
 
 @contextmanager
 def kept_numbers(*, devices: bool = False) -> Iterator[None]:
-    """Leave the generators after the body as they were before it."""
+    """Restore the generators after the body."""
     before = Numbers(devices=devices)
     try:
         yield
@@ -62,7 +62,7 @@ def kept_numbers(*, devices: bool = False) -> Iterator[None]:
 
 
 class OwnNumbers:
-    """Generators of its own, for code that runs now and then: no other code sees their states."""
+    """Separate generators for code that runs now and then: no other code sees their states."""
 
     def __init__(self, seed: int) -> None:
         with kept_numbers():

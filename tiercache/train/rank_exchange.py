@@ -53,38 +53,38 @@ class _Read:
     local: LocalInput
     weight: float = 1.0
     end: int = 0
-    """Samples of the pass up to the end of the batch, of all ranks."""
+    """End of the batch in samples of the pass, over all ranks."""
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Divide places into ``count`` neighboring parts, as equal as can be: part i is [i * n // count, ...)."""
+    """Divide positions into ``count`` neighboring parts, as equal as possible: part i begins at i * n // count."""
     n = places.size
     return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
 
 
 class _Threads:
-    """The threads of a cache's exchanges, each of which does one thing after the other; begun when they are used."""
+    """The threads of a cache's exchanges; each runs one task at a time, and starts with its first task."""
 
     def __init__(self, backend: Backend) -> None:
         def enter() -> None:
             backend.streams.enter_thread()
-            share_threads()  # as many threads of the kernels as training has: else they would use all cores here
+            share_threads()  # as many kernel threads as training uses: else they would use all cores here
 
         self.input_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-input", initializer=enter)
         """Exchanges the inputs of batches."""
         self.row_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
-        """Exchanges rows while the training goes on, on a CPU."""
+        """Exchanges rows during training, on a CPU."""
 
 
 class RankExchange:
     """Makes batches with rows from their owners. All ranks make the same batches in the same order.
 
-    Input dist: the samples of a batch are read, and owners are told which rows to send. That is work of the host, on a
-    thread and over process groups of its own, and needs no rows; so it is done for later batches, of the next pass too,
-    while one is trained. Output dist: rows are exchanged when a module first looks the batch up, on the training
-    thread. Micro-batches and evaluations do so while the batch before is used: on a CPU on another thread. On a GPU the
-    training thread queues that, on a second stream: so all ranks queue their collectives and those of the user's model
-    in one order, without which each might wait for another one of the others.
+    Input dist: samples of a batch are read, and owners receive the requests for its rows. This needs no rows and runs
+    on the host, on a thread and over separate process groups; so it runs ahead while another batch is trained, also for
+    the next pass. Output dist: rows are exchanged when a module first looks the batch up, on the training thread.
+    Micro-batches and evaluations exchange rows while the previous batch is used: on a CPU on another thread. On a GPU
+    the training thread queues the exchange on a second stream. So all ranks queue their collectives and those in the
+    user's model in one order; otherwise they could deadlock.
     """
 
     least_ahead = 1
@@ -102,10 +102,10 @@ class RankExchange:
         comm_dtype: torch.dtype,
         threads: _Threads | None = None,
     ) -> None:
-        """optimizer: of this rank's groups; its gradients are stepped.
+        """optimizer: for this rank's groups; it steps their gradients.
 
-        live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
-        modules: other features than they look up are not exchanged.
+        live_rows: a method of the owning cache, held weakly: returns a reader of this rank's rows.
+        modules: only features that they look up are exchanged.
         """
         self._communicators, self._shard_view, self._backend = communicators, shard_view, backend
         self.ranks, self._exchange_ranks = communicators.control, communicators.exchange
@@ -128,22 +128,22 @@ class RankExchange:
 
     @property
     def pending(self) -> bool:
-        """Whether a backward was not stepped yet."""
+        """True if a backward was not stepped yet."""
         return self._pending.pending
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        """True if rows were looked up for training, and neither a backward nor a step came since."""
         return self._pending.awaits_backward
 
     @property
     def ended_unstepped(self) -> str:
-        """The message if a pass ends in between."""
+        """The error message if a pass ends between backward and step."""
         return ended_unstepped(sum(one.pending for one in self._pending.batches))
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that left this rank for others so far, for batches of trainings and their steps."""
+        """Bytes sent from this rank to others so far, for training batches and their steps."""
         return self.rows.wire.bytes_sent + self.input_dist.wire.bytes_sent
 
     @property
@@ -152,23 +152,23 @@ class RankExchange:
         return self.rows.replica_bytes
 
     def prepare(self, sub_dataset: int, rows: RowView) -> None:
-        """Find the owners of a pass; without gradients nothing of it is replicated. Not collective."""
+        """Find the owners of a pass; without gradients nothing is replicated. Not collective."""
         owners = self._shard_view.owners(sub_dataset)
         self._layouts[rows] = self.input_dist.lay_out(owners, replicated=rows.gradients is not None)
 
     def open(self, rows: RowView) -> None:
-        """Begin with a pass that was prepared, of which this rank owns ``rows``."""
+        """Begin a prepared pass; this rank owns ``rows``."""
         self.rows.open_pass(self._layouts[rows].shards, rows.groups)
         self.pooling.open(rows.groups)
 
     # -- batches ------------------------------------------------------------------------------------------
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
-        """Return what reads this rank's part of the samples of ``request``.
+        """Return a function that reads this rank's part of the samples of ``request``.
 
         Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / the samples of the
         step. A rank without samples gets the first of all with weight 0, so that it takes part in everything. by_owner:
-        features that owners of tables pool are read there, for all ranks.
+        owners read the features that they pool, for all ranks.
         """
         modes = poolings(self._modules, self._tables)  # here: at the same batch on all ranks
         poolable = self._layouts[rows].poolable
@@ -197,9 +197,9 @@ class RankExchange:
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: Future[ExchangedBatch] | None = None
     ) -> Future[ExchangedBatch]:
-        """Exchange the input of a batch; whatever ``read`` raises is raised, on the others as RankError.
+        """Exchange the input of a batch; an error of ``read`` is raised, and on the other ranks RankError.
 
-        previous: the batch before. Where it failed it did so on all ranks, none of which exchanges more.
+        previous: the previous batch. If it failed, it failed on all ranks, and none exchanges more.
         """
         layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
@@ -210,7 +210,7 @@ class RankExchange:
             own, error = _Read(None, LocalInput()), None
             try:
                 own = read.result() if isinstance(read, Future) else read()
-            except Exception as caught:  # told to all ranks
+            except Exception as caught:  # sent to all ranks
                 error = caught
             exchanged = self.input_dist.exchange(layout, own.local, name, trained=trained, error=error)
             return ExchangedBatch(own.samples, own.weight, own.end, exchanged)
@@ -219,15 +219,15 @@ class RankExchange:
 
     @staticmethod
     def wait(begun: Iterable[Any]) -> None:
-        """Wait for batches that nobody takes: the other ranks exchange them too."""
+        """Wait for batches that are not used, because the other ranks exchange them too."""
         wait(begun)
 
     def finish(
         self, exchanged: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
     ) -> Batch:
-        """Return the batch. Its rows come with its first lookup; of an evaluation, which ranks may skip, now.
+        """Return the batch. Its rows are exchanged at its first lookup; in an evaluation, which ranks may skip, now.
 
-        before: called before the rows are exchanged; what it raises is raised on all ranks.
+        before: called before the rows are exchanged; its errors are raised on all ranks.
         """
         batch, view = self._make(exchanged(), rows, before)
         if rows.gradients is None:
@@ -237,9 +237,9 @@ class RankExchange:
     def overlapped(
         self, begun: Iterator[Callable[[], ExchangedBatch]], rows: RowView, before: Callable[[], None] | None
     ) -> Iterator[Batch]:
-        """Yield batches, whose rows are each exchanged while the one before is used.
+        """Yield batches, exchanging the rows of each while the previous one is used.
 
-        Those of a pass that was fetched ahead come with the first lookup, which ends the pass before.
+        Rows of a pass that was fetched ahead are exchanged at the first lookup, which ends the previous pass.
         """
         waiting: Any = None
 
@@ -252,7 +252,7 @@ class RankExchange:
                 yield self.finish(one, rows, before)
                 continue
             following = exchange(one) if self._backend.queues else self._threads.row_thread.submit(exchange, one)
-            del one  # its memory is the batch's
+            del one  # free its memory with the batch
             if waiting is not None:
                 yield self._received(waiting)
             waiting = following
@@ -267,7 +267,7 @@ class RankExchange:
     def _make(
         self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None
     ) -> tuple[Batch, BatchRows]:
-        """Return a batch whose rows are not there yet."""
+        """Return a batch whose rows were not exchanged yet."""
         view = self._view(exchanged, rows, before)
         assert exchanged.samples is not None
         ids = self._named(exchanged.input.ids, view.pooled)
@@ -292,7 +292,7 @@ class RankExchange:
         try:
             if before is not None:
                 before()
-        except Exception as caught:  # told to all ranks
+        except Exception as caught:  # sent to all ranks
             error = caught
         with self._backend.streams.exchanging():
             groups, slots = self.rows.serve(exchanged, error)
@@ -302,14 +302,14 @@ class RankExchange:
         return self._backend.streams.exchanged()
 
     def _receive(self, view: BatchRows, event: Any) -> None:
-        """Have the training's next work wait for the exchange of a batch."""
+        """Make queued training work wait for the exchange of a batch."""
         made = tensors_of((view.groups, view.slots, view.bags)) if self._backend.queues else []
         self._backend.streams.receive(event, made)
 
     # -- raw keys -----------------------------------------------------------------------------------------
 
     def tell(self, own: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
-        """Return the numbers of every rank, which are all doing ``what``; where a rank has an error, all raise."""
+        """Return the numbers of every rank; all ranks pass the same ``what``. If a rank has an error, all raise."""
         self.rest()
         to = np.array([[*own, error is not None]] * self.ranks.size, np.int64)
         received = self.ranks.meet(self._exchange_ranks, to, what)
@@ -325,10 +325,10 @@ class RankExchange:
         weight: float,
         modes: Mapping[str, str | None] | None = None,
     ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
-        """Return the batch of samples that a loader gave, and ids of its keys where the pass lacks some.
+        """Return the batch of samples from a loader, and the ids of its keys if the pass lacks some.
 
-        Features with keys that the pass lacks are not pooled by their owners; nor those whose weights are not as the
-        schema says. modes: how the features are pooled; None: as the modules of the cache do.
+        Features with keys that the pass lacks are not pooled by their owners, nor features whose weights differ from
+        the schema. modes: how the features are pooled; None: as the modules of the cache do.
         """
         places = samples.places()
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
@@ -358,7 +358,7 @@ class RankExchange:
         return replace(samples, features={name: one for name, one in samples.features.items() if name in used})
 
     def named(self, batch: Batch) -> Batch:
-        """Return a batch whose ids say of every other feature why they lack it."""
+        """Return a batch whose ids raise an explanation for every missing feature."""
         return replace(batch, ids=self._named(batch.ids, batch.pooled))  # type: ignore[arg-type]  # all are FeatureIds
 
     def _named(self, ids: Mapping[str, FeatureIds], pooled: Mapping[str, Pooled]) -> BatchIds:
@@ -370,7 +370,7 @@ class RankExchange:
         self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
         unseen: Unseen = "initial",
     ) -> Any:  # fmt: skip
-        """Return a reader of current rows, of ``keys`` by table, which their owners read."""
+        """Return a reader of the current rows of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget, unseen)
 
     def live_rows(self) -> LocalRows:
@@ -379,7 +379,7 @@ class RankExchange:
 
     def _own_rows(self, *unknown: Any) -> LocalRows:
         live_rows = self._live_rows()
-        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        assert live_rows is not None, "the cache must be alive"
         return live_rows(*unknown)
 
     def evaluating(self, passes: DatasetView) -> RankExchange:
@@ -393,10 +393,10 @@ class RankExchange:
     # -- the step -----------------------------------------------------------------------------------------
 
     def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
-        """Apply the pending row gradients of all ranks to the rows that this one owns, as `LocalExchange.step`.
+        """Apply the pending row gradients of all ranks to this rank's rows, as `LocalExchange.step`.
 
-        Duplicates are added in the order of batches, in each by rank. A rank may leave out a backward: so it is told
-        with each batch of which tables another rank has gradients, and whether some wait for another optimizer's step.
+        Duplicates are added in batch order, then rank order. A rank may skip a backward, so each batch carries flags:
+        the tables for which another rank has gradients, and whether some wait for another optimizer's step.
         """
         self.rest()
         into, taken = self._optimizer.gradients, self._pending.take()
@@ -420,7 +420,7 @@ class RankExchange:
     ) -> list[bool]:
         """Send the gradients that a step applies to the owners of their rows, and drop them here.
 
-        flags: of this rank for the batch; returns which of them any rank has set.
+        flags: this rank's flags for the batch; returns, for each, True if any rank has set it.
         """
         any_flags = self.rows.send_gradients(batch.exchanged.input, batch.slots, gradients.collected, into, flags)
         if batch.bags is not None:
@@ -431,9 +431,9 @@ class RankExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Clip gradients, as `TierCache.clip_grad_norm_` says. Collective.
+        """Clip gradients; see `TierCache.clip_grad_norm_`. Collective.
 
-        The gradients of rows meet at their owners to be measured, and once more at the step.
+        Gradients of rows are sent to their owners to be measured, and again at the step.
         """
         self.rest()
         ready = self._optimizer.ready(optimizer)
@@ -448,7 +448,7 @@ class RankExchange:
         return self._exchange_ranks.all_gather(number.view(1), [1] * self.ranks.size, what)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
-        """Have all ranks skip a step in which the gradients of one overflow: ``scaler.unscale_`` is collective then.
+        """Make all ranks skip a step if the gradients of any overflow: ``scaler.unscale_`` is collective then.
 
         DistributedDataParallel and FSDP average the gradients of anchors, which are infinite there; this is for loops
         without them.
@@ -465,11 +465,11 @@ class RankExchange:
 
     def _agree_on_overflow(self, found: torch.Tensor) -> None:
         self.rest()
-        found.copy_(self._gather(found, "looking for gradients that overflow").max())
+        found.copy_(self._gather(found, "checking for gradient overflow").max())
         self._optimizer.anchors.note_overflow(found)
 
     def expire(self, where: str) -> None:
-        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        """Expire the gradients left by another optimizer's step, when ``where`` ends."""
         self._pending.expire(where)
 
     def discard(self) -> None:
@@ -485,7 +485,7 @@ class RankExchange:
         self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
-        """End the threads, and let go of the rows."""
+        """Stop the threads and release the rows."""
         if self._owns_threads:
             self._threads.input_thread.shutdown()
             self._threads.row_thread.shutdown()
@@ -494,7 +494,7 @@ class RankExchange:
 
 
 def _found(places: NDArray[np.int32], rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the rows of a batch that its keys are, -1 where the pass lacks them."""
+    """Return the rows of a batch for its keys, -1 if the pass lacks them."""
     found = np.full(places.size, -1, np.int32)
     found[places >= 0] = rows
     return found

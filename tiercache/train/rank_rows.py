@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows, Unseen
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
-"""The rows that are in a loop over passes, by the store that they commit to."""
-_CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
+"""The RankRows whose loop over passes is running, by store."""
+_CHUNK_BYTES = 1 << 20  # bytes of rows in flight, with all their fields
 
 
 class RankRows:
@@ -54,7 +54,7 @@ class RankRows:
         self, store: Store, source: DatasetView, backend: Backend, budgets: Budgets, *, order: OrderRule,
         index_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Plan, and allocate the memory. ``index_bytes``: of the device budget, if they fit, for an index of keys.
+        """Plan, and allocate the memory. ``index_bytes``: for an index of keys, from the device budget if they fit.
 
         Raises BudgetError if the plan exceeds a budget or the device, DatasetError if passes and store do not match,
         StateError if the store is being trained.
@@ -67,8 +67,8 @@ class RankRows:
         self.positions = positions = self.plans.positions
         check_schedule(store, source, self.schedule)
         self.device = DeviceTier(positions, budgets.device_budget, backend, index_bytes=index_bytes)
-        self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
-        self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
+        self._keys_of = positions.keys_of(source)  # nothing else in the cache refers to it, so dropping it frees it
+        self._check_plans()  # so a budget that is too small fails here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
         self.state = CommitState(store.groups, backend)
         self.transfer = PassSwitcher(
@@ -77,7 +77,7 @@ class RankRows:
         )  # fmt: skip
 
     def _check_plans(self) -> None:
-        """Plan an epoch. Raises BudgetError if a budget does not hold it, and then leaves no file."""
+        """Plan an epoch. Raises BudgetError if a budget is too small, and then leaves no file."""
         commit = self.store.commit
         try:
             self.plans.passes(None)
@@ -92,7 +92,7 @@ class RankRows:
         Collective.
         """
         is_fresh = self.store.commit is None
-        with ranks.raise_on_all("looking at the last commit"):
+        with ranks.raise_on_all("checking the last commit"):
             self.check_alone()
             if not is_fresh:
                 check_schedule(self.store, self.source, self.schedule)
@@ -115,7 +115,7 @@ class RankRows:
         """Begin with the next pass, up to ``end``; no other cache trains the store until ``stop``."""
         if self.store.mode != "a":
             raise StateError(
-                f"{self.store.label} is open for reading: to train, give a path, or a Store opened with mode='a'"
+                f"{self.store.label} is open read-only: to train, give a path, or a Store opened with mode='a'"
             )
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
@@ -143,10 +143,10 @@ class RankRows:
         self.transfer.commit_within(sample, (state, settings | {"order": order}))
 
     def pin(self, name: str) -> int:
-        """Pin the newest commit and return its id; several ranks have to publish that."""
+        """Pin the newest commit and return its id; with several ranks, publish it then."""
         commit = self.store.commit
         self.store.pin(name)
-        assert commit is not None, "a pin is of a commit"
+        assert commit is not None, "pinning needs a commit"
         return commit.id
 
     @property
@@ -172,15 +172,15 @@ class RankRows:
         check_tables(self.store, passes)
 
     def check(self) -> None:
-        """Raise what went wrong on a thread."""
+        """Raise errors of the threads."""
         self.transfer.check()
 
     def load_ahead(self) -> None:
-        """Have rows of the next pass travel to the device."""
+        """Start moving rows of the next pass to the device."""
         self.transfer.load_ahead()
 
     def check_process(self) -> None:
-        """Raise StateError in a fork of the process that has the threads."""
+        """Raise StateError in a fork, which does not have the threads."""
         self.transfer.check_process()
 
     def drain(self, *, staged: bool = False) -> None:
@@ -244,7 +244,7 @@ class RankRows:
 
 
 class CurrentRows:
-    """Reads rows as of now: device, then host, then store, then the initial row. Writes nothing."""
+    """Reads current rows: device, then host, then store, then the initial row. Writes nothing."""
 
     def __init__(
         self,
@@ -260,14 +260,14 @@ class CurrentRows:
         trained: DatasetView | None = None,
         unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None,
     ) -> None:
-        """``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that stands elsewhere."""
+        """``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere."""
         self._store, self._positions, self._device = store, positions, device
         self._assignments, self._sub_dataset = assignments or [], sub_dataset
         self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
         self._shared: dict[str, bool] = {}
         self._unknown = unknown or {}
         self.unseen: Unseen = "initial"
-        """What keys are read as that were never trained."""
+        """The value of keys that were never trained."""
         self._place = {
             table.name: (g, positions.first_table(g) + i, i)
             for g, group in enumerate(positions.groups)
@@ -280,7 +280,7 @@ class CurrentRows:
         return self._positions.groups
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the vector and every optimizer state of ``keys``: arrays (n, width), in the order asked for.
+        """Return the vector and every optimizer state of ``keys``: arrays (n, width), in the order of ``keys``.
 
         Keys may be any int64, trained or not, each once.
         """
@@ -290,7 +290,7 @@ class CurrentRows:
         return out
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Do what ``fields`` does into the first ``len(out)`` fields, with little memory beside them."""
+        """Like ``fields``, but write the first ``len(out)`` fields to ``out``, with little extra memory."""
         g, table, i = self._place[table_name]
         spec = self._positions.tables[table]
         missing = np.ones(keys.size, dtype=bool)
@@ -325,7 +325,7 @@ class CurrentRows:
         by_id = {segment.id: segment for segment in self._store.segments}
         for segment_id in np.unique(segment_ids[segment_ids >= 0]):
             mine = np.nonzero(segment_ids == segment_id)[0]
-            mine = mine[np.argsort(rows[mine])]  # so that a page is read once
+            mine = mine[np.argsort(rows[mine])]  # to read each page once
             for chunk in _chunks(mine.size, self._positions.groups[group].row_bytes):
                 part = mine[chunk]
                 fields = self._store.read_rows(by_id[int(segment_id)], group, rows[part], cached=self._cached)
@@ -360,7 +360,7 @@ class CurrentRows:
             to[rest] = field.initial
 
     def _shares_unknown(self, name: str) -> bool:
-        """Whether the table was trained with an out-of-vocabulary row."""
+        """True if the table was trained with an out-of-vocabulary row."""
         if name not in self._shared:
             table = self._place[name][1]
             place = np.empty(1, dtype=np.int64)
@@ -374,7 +374,7 @@ class CurrentRows:
 
 
 def _chunks(count: int, item_bytes: int) -> Iterator[slice]:
-    """Cut ``count`` items into stretches of at most ``_CHUNK_BYTES``."""
+    """Cut ``count`` items into slices of at most ``_CHUNK_BYTES``."""
     step = max(1, _CHUNK_BYTES // max(1, item_bytes))
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))

@@ -1,4 +1,4 @@
-"""Batches of raw keys: their samples are read, and their keys found in the key set of the pass being trained."""
+"""Batches of raw keys: reads their samples, and finds their keys in the key set of the current pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCRATCH_BYTES = 40  # for each row that is read, in addition to its vector
 
 
 class IndexPlan(NamedTuple):
-    """The index of the raw keys of a pass, as it is planned."""
+    """The planned index of the raw keys of a pass."""
 
     num_keys: int
     """Keys of the largest pass, of all tables."""
@@ -55,7 +55,7 @@ class IndexPlan(NamedTuple):
 
     @classmethod
     def of(cls, data: PassDataset, backend: Backend, room: int | None = None) -> IndexPlan:
-        """Plan an index for the passes of a dataset. room: bytes of the device's budget that are left for it."""
+        """Plan an index for the passes of a dataset. room: bytes left of the device budget."""
         num_keys = max(sum(one.rows(table.name) for table in data.tables) for one in data.passes)
         num_bytes = backend.index_bytes(num_keys, len(data.tables))
         return cls(num_keys, num_bytes if room is None or num_bytes <= room else 0)
@@ -65,8 +65,8 @@ class RawReader:
     """Reads the samples of loaders, and finds their keys in the key set of a pass. On the training thread.
 
     The backend's index has room for the largest pass and is built at the first batch of each pass. If it does not fit
-    the budget, keys are searched on the CPU in the mapped key set, which takes no memory: keys are in hash order, so a
-    search is an interpolation. It takes 4 to 9 times as long as the CPU's index.
+    the budget, keys are searched on the CPU in the mapped key set, which takes no memory: keys are in hash order, so
+    this is an interpolation search. It takes 4 to 9 times as long as the CPU's index.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class RawReader:
         self._table_numbers = {table.name: t for t, table in enumerate(self.tables)}
         self._table_of = {feature.name: feature.table for feature in schema.features}
         self.bounds: dict[str, int] = {}
-        """By table the keys that converted modules had; others are refused."""
+        """By table, the key range of converted modules; other keys are refused."""
         self.needs_all = False
-        """True with several ranks: samples have the keys of every feature, as all ranks exchange the same ones."""
+        """True with several ranks: samples must have keys of every feature, as all ranks exchange the same ones."""
         self._index: KeyIndex | None = None
         self._indexed: SubDataset | None = None
 
@@ -108,7 +108,7 @@ class RawReader:
         }
 
     def _frequent(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return keys with the out-of-vocabulary key in place of those that are rare in the dataset."""
+        """Return keys with the dataset's rare keys replaced by the out-of-vocabulary key."""
         if self._rare is None or not self._rare.rows(table):
             return keys
         places = np.empty(keys.size, np.int64)
@@ -127,12 +127,12 @@ class RawReader:
         label: Any = None,
         dense: Any = None,
     ) -> RawSamples:
-        """Return the samples of batch ``number`` of a pass over ``source``; None: of no pass.
+        """Return the samples of batch ``number`` of a pass over ``source``; None: outside any pass.
 
         Raises KeyNotInPassError for a missing key if ``missing`` is "error", and the errors of ``Pass.batch``.
         """
         if missing not in MISSING:
-            raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
+            raise ValueError(f"invalid missing {missing!r}: expected one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights, (label, dense), needs_all=self.needs_all)
         for name, of_feature in features.items():
             table = self._table_of[name]
@@ -140,13 +140,13 @@ class RawReader:
         found, ids = (None, {}) if source is None else self.find(source, features)
         labels = self._to_device("label", label, (0,), (num_samples,))
         columns = self._to_device("dense", dense, (num_samples, 0), (num_samples, -1))
-        lost = None if found is None else found.missing()  # all copies have begun: this waits for the search only
+        lost = None if found is None else found.missing()  # all copies have begun: this waits only for the search
         if lost is not None and lost.count and missing == "error":
             self._refuse(lost.first, features, ids, pass_name, number)
         return RawSamples(num_samples, features, labels, columns, ids, lost is None or lost.count > 0)
 
     def keys_of(self, samples: RawSamples) -> dict[str, NDArray[np.int64]]:
-        """Return by table the unique keys of samples that their pass lacks, ascending; no table without any."""
+        """Return, by table, the unique keys of samples that their pass lacks, ascending; omits tables without any."""
         found: dict[str, list[NDArray[np.int64]]] = {}
         if samples.lacking:
             for name, places in samples.places().items():
@@ -160,7 +160,7 @@ class RawReader:
         if num_bytes > budget:
             raise BudgetError(
                 f"the rows of {num_samples:,} samples take {format_bytes(num_bytes)}, but eval_budget is "
-                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
+                f"{format_bytes(budget)}: use smaller batches, or raise eval_budget (and host_budget, which holds it)"
             )
 
     def _to_device(
@@ -178,14 +178,14 @@ class RawReader:
     def _refuse(
         self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], pass_name: str, number: int
     ) -> NoReturn:
-        """Raise KeyNotInPassError for an entry of all features."""
+        """Raise KeyNotInPassError for an entry, indexed over all features."""
         name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
         at, table = entry - found.first, self._table_of[name]
         key = int(features[name].keys[at])
-        wrapped = "" if not -(1 << 31) <= key < 0 else "; ids from 2**31 on are negative where they were int32"
+        wrapped = "" if not -(1 << 31) <= key < 0 else "; ids from 2**31 on become negative as int32"
         raise KeyNotInPassError(
             f"batch {number} of {pass_name} has the key {key} of table {table!r} at entry {at} of feature "
-            f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+            f"{name!r}, but the key set of its pass lacks it: use samples of this pass, write key sets with "
             f"all keys, or choose missing='load', 'init' or 'zero', which train no row for it{wrapped}",
             table=table,
             key=key,
@@ -236,7 +236,7 @@ class RawReader:
 
 
 class _Part(NamedTuple):
-    """A rank's part of a batch, as it tells the other ranks."""
+    """A rank's part of a batch, as sent to the other ranks."""
 
     num_samples: int = 0
     loads: bool = False
@@ -260,7 +260,7 @@ class RawKeys:
         index: IndexPlan,
         rare: DataKeySet | None = None,
     ) -> None:
-        """groups: of whole tables. optimizer: counts how often rows were stepped. rare: as of `RawReader`."""
+        """groups: of whole tables. optimizer: counts the steps of rows. rare: see `RawReader`."""
         tables = [table for group in groups for table in group.tables]
         self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
         self.reader = RawReader(schema, tables, backend, index, rare)
@@ -281,7 +281,7 @@ class RawKeys:
     ) -> tuple[Batch, int] | None:
         """Return this rank's part of batch ``number`` of a pass, and the samples of all ranks; see ``Pass.batch``.
 
-        begin: called first; its errors are raised on all ranks. samples: as of ``RawReader.read``.
+        begin: called first; its errors are raised on all ranks. samples: as for ``RawReader.read``.
         """
         read, error = None, None
         name = f"batch {number} of {rows.name}"
@@ -290,7 +290,7 @@ class RawKeys:
             if keys is not None:
                 read = self.reader.read(source, keys, pass_name=rows.name, number=number, missing=missing, **samples)
                 self._dense_columns = read.dense.shape[1]
-        except Exception as caught:  # told to all ranks
+        except Exception as caught:  # sent to all ranks
             error = caught
         part = _Part(ended=True) if read is None else _Part(read.num_samples, missing == "load" and read.lacking)
         parts = self._exchange_parts(part, f"making {name}", error)
@@ -322,13 +322,13 @@ class RawKeys:
                 self._dense_columns = read.dense.shape[1]
                 missing_keys = self.reader.keys_of(read)
                 self.reader.check_budget(read.num_samples, missing_keys, budget)
-        except Exception as caught:  # told to all ranks
+        except Exception as caught:  # sent to all ranks
             error = caught
         part = _Part(0 if read is None else read.num_samples, True, read is None, UNSEEN.index(unseen))
         parts = self._exchange_parts(part, f"making a batch of {what}", error)
         if len(choices := {one.unseen for one in parts}) > 1:
             listed = ", ".join(repr(UNSEEN[one]) for one in sorted(choices))
-            raise ValueError(f"ranks gave different values of unseen ({listed}): give the same one on all ranks")
+            raise ValueError(f"ranks passed different values of unseen ({listed}): pass the same one on all ranks")
         if all(part.ended for part in parts):
             return None
         reader = self.exchange.load(lambda: missing_keys, budget, unseen)
@@ -341,8 +341,8 @@ class RawKeys:
 
     def _exchange_parts(self, part: _Part, what: str, error: Exception | None) -> list[_Part]:
         """Return the parts of all ranks. Raises on all ranks if one has an error."""
-        told = self.exchange.tell([*map(int, part)], what, error)
-        return [_Part(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in told]
+        received = self.exchange.tell([*map(int, part)], what, error)
+        return [_Part(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in received]
 
     def _weight(self, sizes: Sequence[int]) -> float:
         """Return the weight of the mean loss of this rank's samples; 1 with one rank."""
@@ -380,7 +380,7 @@ class RawKeys:
         return {"keys": keys, "weights": weights, "label": label, "dense": dense}
 
     def _no_samples(self, source: SubDataset | None) -> RawSamples:
-        """Return no samples, with as many dense columns as the samples before."""
+        """Return no samples, with as many dense columns as the previous samples."""
         keys: dict[str, Any] = {}
         for feature in self._schema.features:
             none = np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Samples with raw keys, in any form that a loader gives, checked against the schema."""
+"""Samples with raw keys, in any form that loaders use, checked against the schema."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FORMS = (
 
 
 class _WholeLists(NamedTuple):
-    """Lists whose offsets are known to have the last."""
+    """Lists whose offsets include the last."""
 
     values: Any
     offsets: Any
@@ -42,9 +42,9 @@ class _WholeLists(NamedTuple):
 def by_feature(
     schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keys and weights by feature, offsets whole. Raises ValueError for what is none of the forms.
+    """Return keys and weights by feature, with complete offsets. Raises ValueError for an unknown form.
 
-    columns: labels and dense features of the same samples, or None, which say how many there are.
+    columns: labels and dense features of the same samples, or None, which give the number of samples.
     """
     names = [feature.name for feature in schema.features]
     if _has(keys, "columns", "dtypes"):  # a data frame of pandas or Polars
@@ -54,7 +54,7 @@ def by_feature(
     elif isinstance(keys, torch.Tensor | np.ndarray) and not getattr(keys, "is_nested", False):
         if keys.ndim != 2 or keys.shape[1] != len(names):
             raise ValueError(
-                f"the keys are one array of shape {tuple(keys.shape)} and there are {len(names)} features "
+                f"the keys are one array of shape {tuple(keys.shape)}, but there are {len(names)} features "
                 f"({', '.join(names)}): {_FORMS}"
             )
         keys = {name: keys[:, column] for column, name in enumerate(names)}
@@ -71,7 +71,7 @@ def by_feature(
 
 
 def _give_columns(schema: Schema, by_name: dict[str, Any]) -> None:
-    """Give features what is named for their column, as one column that two tables look up is."""
+    """Give features the values named for their column, since two tables may look up one column."""
     names = {feature.name for feature in schema.features}
     others = {name: value for name, value in by_name.items() if name not in names}
     for feature in schema.features:
@@ -84,7 +84,7 @@ def _give_columns(schema: Schema, by_name: dict[str, Any]) -> None:
 
 
 def _form_of(value: Any) -> tuple[Any, Any]:
-    """Return keys as an array or a pair, and weights that stand with them."""
+    """Return keys as an array or a pair, and their weights."""
     if getattr(value, "is_nested", False):
         if value.layout != torch.jagged or value.lengths() is not None:  # with lengths, values may have gaps
             value = torch.nested.as_nested_tensor([*value.unbind()], layout=torch.jagged)
@@ -102,7 +102,7 @@ def _form_of(value: Any) -> tuple[Any, Any]:
 
 
 def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
-    """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; counts: how many samples others say."""
+    """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; counts: known numbers of samples."""
     pairs = {name: one for name, one in keys.items() if isinstance(one, tuple) and len(one) == 2}
     counts |= {len(one) for name, one in keys.items() if name not in pairs and hasattr(one, "__len__")}
     counts |= {len(one.offsets) - 1 for one in pairs.values() if isinstance(one, _WholeLists)}
@@ -136,18 +136,17 @@ def feature_keys(
     *,
     needs_all: bool = True,
 ) -> tuple[int, dict[str, FeatureKeys]]:
-    """Return N and the keys of every feature of the schema, in its order; columns: others of the samples, or None.
+    """Return N and the keys of every feature of the schema, in order; columns: others of the samples, or None.
 
-    needs_all: False: of the features that were given, at least one; a lookup of another one is an error. Raises
-    ValueError for a feature that is unknown or missing, for forms and numbers that do not go together, and for the two
-    keys that no data has.
+    needs_all: False: at least one feature suffices; a lookup of a missing one is an error. Raises ValueError for a
+    feature that is unknown or missing, for forms and numbers that do not go together, and for the two reserved keys.
     """
     keys, weights = by_feature(schema, keys, weights, columns)
     known = {feature.name for feature in schema.features}
     for what, by_name in (("keys", keys), ("weights", weights)):
         if unknown := sorted(set(by_name) - known):
             raise ValueError(
-                f"{what} were given for {unknown[0]!r}{nearest(unknown[0], known)}, and the features are "
+                f"{what} were given for {unknown[0]!r}{nearest(unknown[0], known)}, but the features are "
                 f"{', '.join(f.name for f in schema.features)}"
             )
     found = {}
@@ -161,7 +160,7 @@ def feature_keys(
               for name, feature in found.items()}  # fmt: skip
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        raise ValueError(f"features have keys of different numbers of samples ({listed}): give those of one batch")
+        raise ValueError(f"features have keys of different numbers of samples ({listed}): use keys of one batch")
     return next(iter(counts.values())), found
 
 
@@ -173,7 +172,7 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
     length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
     if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
-        keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # as all have so many
+        keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # fixed length
     if keys.ndim not in ((1,) if offsets is not None else (1, 2)):
         raise ValueError(f"the keys of {where} have shape {keys.shape}: give (N,), (N, L) or a pair (values, offsets)")
     shape = keys.shape
@@ -192,7 +191,7 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
         at = int(np.argmin(flat))
         raise ValueError(
             f"{where} has the key {int(flat[at])} at entry {at} of the batch: INT64_MIN and INT64_MIN + 1 are the keys "
-            "of the out-of-vocabulary row and the null row, so give such values another key"
+            "of the out-of-vocabulary row and the null row, so use another key for such values"
         )
     return FeatureKeys(flat, offsets, None if weights is None else _weights(where, weights, shape))
 
@@ -208,13 +207,13 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
             f"the offsets of {where} are {seen}: give (N + 1,) numbers that begin with 0, never fall and end with "
             f"the number of keys, {keys.size}"
         )
-    return offsets.copy()  # loaders use their arrays again
+    return offsets.copy()  # loaders reuse their arrays
 
 
 def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
     if isinstance(values, torch.Tensor):
         if values.requires_grad:
-            raise ValueError(f"the weights of {where} require a gradient: give them to the embedding module instead")
+            raise ValueError(f"the weights of {where} require a gradient: pass them to the embedding module instead")
         values = values.numpy(force=True)
     weights = np.asarray(values)
     if weights.shape != shape or weights.dtype.kind not in "fiu":
@@ -227,7 +226,7 @@ def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.floa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawSamples:
-    """Samples as a loader gave them: ``label`` (N,) and ``dense`` (N, columns) are on the device."""
+    """Samples from a loader: ``label`` (N,) and ``dense`` (N, columns) are on the device."""
 
     num_samples: int
     features: dict[str, FeatureKeys]
@@ -235,9 +234,9 @@ class RawSamples:
     label: torch.Tensor
     dense: torch.Tensor
     ids: dict[str, FoundIds]
-    """By feature, local ids of the pass; -1 for keys that it lacks. Empty where no pass was looked at."""
+    """By feature, local ids of the pass; -1 for keys that it lacks. Empty outside a pass."""
     lacking: bool
-    """Whether the pass lacks any of the keys."""
+    """True if the pass lacks any of the keys."""
 
     def places(self) -> dict[str, NDArray[np.int32]]:
         """Return the local ids of each feature, in host memory; waits for the search. Without a pass all are -1."""
@@ -247,30 +246,30 @@ class RawSamples:
 
 
 def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
-    """Return labels or dense features as float32. Raises ValueError for other shapes than ``shape``, -1: any."""
+    """Return labels or dense features as float32. Raises ValueError unless they have ``shape``, -1: any size."""
     try:
-        if not isinstance(values, torch.Tensor):  # torch takes neither negative strides nor other byte orders
+        if not isinstance(values, torch.Tensor):  # torch supports neither negative strides nor other byte orders
             values = torch.from_numpy(np.ascontiguousarray(values, np.float32))
         found: torch.Tensor = values.detach().to(torch.float32)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} is no array of numbers ({error}): give one, or a tensor") from error
+        raise ValueError(f"{what} is not an array of numbers ({error}): pass one, or a tensor") from error
     if found.is_sparse or found.is_meta:
-        raise ValueError(f"{what} is a sparse tensor, or one without values: give a dense tensor")
+        raise ValueError(f"{what} is a sparse tensor, or one without values: pass a dense tensor")
     if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
         expected = "(N,)" if len(shape) == 1 else "(N, columns)"
         raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
-    if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU, looking would wait for it
+    if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU the check would wait for it
         at = int((~found.isfinite()).nonzero()[0, 0])
-        raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
+        raise ValueError(f"{what} of sample {at} is not finite: use finite numbers, or leave the sample out")
     return found
 
 
 def samples_of(
     loader: Iterable[Any], num_before: int, make: Callable[[Any], Mapping[str, Any]] | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the arguments of a batch for each item of a loader, then a batch without keys again and again.
+    """Yield the arguments of a batch for each item of a loader, then endlessly a batch without keys.
 
-    The first ``num_before`` items are left out, unless the loader has a state. make: turns an item into arguments.
+    The first ``num_before`` items are left out, unless the loader has a state. make: converts an item to arguments.
     """
     items = iter(loader)
     for item in items if hasattr(loader, "state_dict") else islice(items, num_before, None):
@@ -289,6 +288,6 @@ def parts_of(item: Any) -> Mapping[str, Any]:
     if isinstance(item, tuple | list):
         what += f" of {len(item)}"
     raise TypeError(
-        f'the loader gave {what}: it must give (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
-        'and "dense"; or give wrap(loader, make) what makes such a mapping of an item'
+        f'the loader gave {what}: expected (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
+        'and "dense"; or pass a function that makes such a mapping, wrap(loader, make)'
     )

@@ -1,4 +1,4 @@
-"""Recording key sets: a loader is run once, and says which keys each of its batches looks up."""
+"""Recording key sets: a loader is run once to find the keys that each of its batches looks up."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def record_key_sets(
     memory_limit: int | str = "1GiB",
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
-    """Run a loader once, and write which keys its batches look up: a dataset of key sets and sample indices.
+    """Run a loader once, and write the keys that its batches look up: a dataset of key sets and sample indices.
 
-    Each batch is given to a copy of ``model`` whose embeddings return made-up rows; its dense part runs as it is. The
-    model, its buffers, the generators of random numbers, the loader and its sampler are afterwards as before. A
-    sub-dataset has as many batches, in the loader's order, as fit the device budget. In training, ``Pass.loader`` feeds
-    exactly its samples.
+    Each batch is passed to a copy of ``model`` whose embeddings return synthetic rows; its dense part runs as it is.
+    The model, its buffers, the generators of random numbers, the loader and its sampler are restored afterwards. A
+    sub-dataset has as many batches, in the loader's order, as fit the device budget. In training, ``Pass.loader``
+    yields exactly its samples.
 
-    A loader without a sampler of its own (``shuffle=False`` or ``True``) is recorded by the index of each sample: in
-    order, or in an order that ``seed`` decides. Any other sampler is run with generators that ``seed`` decides, and is
-    recorded in its order.
+    A loader with a default sampler (``shuffle=False`` or ``True``) is recorded by the index of each sample: in order,
+    or in an order seeded by ``seed``. Any other sampler is run with generators seeded by ``seed``, and is recorded in
+    its order.
 
     Args:
         model: a model with tiercache's embeddings, such as `convert` returns. Its lookups with gradients enabled are
@@ -72,28 +72,28 @@ def record_key_sets(
         call: ``call(model, batch)`` runs the model on a batch of the loader as your loop does, without the loss.
             Default: ``model(batch)`` for a tensor, a mapping or an object.
         keys: ``keys(batch)`` returns the keys of a batch, by name of table or module: one tensor of any shape or a
-            tuple of some, padding included. The model does not run then, so keys of lookups need not be those of the
-            batch alone: add negatives, for example.
+            tuple of several, padding included. The model does not run then, so lookups may use other keys than the
+            batch alone has: add negatives, for example.
         min_count: keys with fewer occurrences share the out-of-vocabulary row of their table. The loader runs twice.
-            Converted modules must have no weights then: make them on "meta".
+            Converted modules must have no weights then: create them on "meta".
         same_draws: whether ``dataset[i]`` and the collation draw the same random numbers here and in each epoch of
-            training, as ``seed`` and the sample decide, so that negatives that a dataset draws are those recorded.
-            False: each epoch draws new ones. Drawing the same costs about 20 microseconds a sample.
+            training, seeded by ``seed`` and the sample, so that negatives that a dataset draws are those recorded.
+            False: each epoch draws new ones. Drawing the same costs about 20 microseconds per sample.
         seed: of the order and of all random numbers.
         devices: the number of devices with that budget that train a pass together, as in `extract`.
         memory_limit: host memory for counting keys, with ``min_count``.
         progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
 
-    Memory: up to 100 bytes for each key of a sub-dataset, and 8 for each of its samples where these are shuffled. After
-    a kill, the same call resumes from the last closed sub-dataset; a finished dataset of the same arguments is returned
+    Memory: up to 100 bytes for each key of a sub-dataset, and 8 for each of its samples if they are shuffled. After a
+    kill, the same call resumes from the last closed sub-dataset; a finished dataset of the same arguments is returned
     unchanged. Not collective: record before you start the ranks.
 
     Raises:
         TypeError: the loader is a generator, an iterator, or neither a DataLoader nor a function; or the model cannot
             be called on its batches without ``call``.
-        ValueError: the model has no embedding of tiercache's, or an argument makes no sense.
-        DatasetError: the loader gives no batches, or a batch without keys; or the sampler gives another order than
-            before a stop.
+        ValueError: the model has no tiercache embedding, or an argument is invalid.
+        DatasetError: the loader yields no batches, or a batch without keys; or the sampler's order has changed since
+            the run that was stopped.
         IndexError: a key exceeds the ``num_embeddings`` of its module.
         BudgetError: one batch exceeds the budget.
         ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
@@ -101,13 +101,13 @@ def record_key_sets(
     schema = schema_of(model)
     for name, number in {"min_count": min_count, "devices": devices}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
+            raise ValueError(f"invalid {name} {number!r}: expected a whole number, at least 1")
     if call is not None and keys is not None:
-        raise ValueError("both call and keys were given: give keys, which needs no forward, or call")
+        raise ValueError("call= and keys= exclude each other: pass keys=, which needs no forward, or call=")
     if min_count > 1 and (weighted := [name for name, one in named_table_modules(model) if one.weights]):
         raise ValueError(
-            f"min_count is {min_count}, and module {weighted[0]!r} has a weight for each key, also for those "
-            'that would share a row: make the module on "meta" (device="meta") before you convert it, or leave out '
+            f"min_count is {min_count}, but module {weighted[0]!r} has a weight for each key, also for those "
+            'that would share a row: create the module on "meta" (device="meta") before you convert it, or leave out '
             "min_count"
         )
     batches = _source(loader, seed, same_draws=same_draws)
@@ -141,18 +141,18 @@ def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable
     if isinstance(loader, DataLoader):
         if isinstance(loader.dataset, IterableDataset):
             raise TypeError(
-                "the loader is of an IterableDataset, whose samples have no indices: give a function that makes the "
+                "the loader has an IterableDataset, whose samples have no indices: pass a function that makes the "
                 "same batches each time, such as lambda: loader"
             )
         return _Samples(loader, seed, same_draws=same_draws)
     if hasattr(loader, "__next__"):
         raise TypeError(
-            f"the loader is a {type(loader).__name__}, which gives its batches once, and training needs them again in "
-            "each epoch: give a DataLoader, or a function that makes a new iterable, such as lambda: batches()"
+            f"the loader is a {type(loader).__name__}, which yields its batches once, but training needs them again in "
+            "each epoch: pass a DataLoader, or a function that makes a new iterable, such as lambda: batches()"
         )
     if not callable(loader):
         raise TypeError(
-            f"the loader is a {type(loader).__name__}: give a torch.utils.data.DataLoader, or a function that makes an "
+            f"the loader is a {type(loader).__name__}: pass a torch.utils.data.DataLoader, or a function that makes an "
             "iterable of the same batches each time, such as lambda: loader"
         )
     if same_draws:
@@ -174,11 +174,11 @@ class _Samples:
             self.length: int | None = len(loader.dataset)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
-                f"the loader's dataset, a {type(loader.dataset).__name__}, has no len(): give it one, or give a "
+                f"the loader's dataset, a {type(loader.dataset).__name__}, has no len(): add one, or pass a "
                 "function that makes the loader, such as lambda: loader"
             ) from error
         self.batch_size = loader.batch_size if self._order() is not None else None
-        """None: batches have sizes of their own."""
+        """None: batches vary in size."""
         self.facts = {
             "dataset_length": self.length,
             "batch_size": loader.batch_size,
@@ -255,12 +255,12 @@ class _Samples:
 
 
 def _as_indices(indices: Any) -> NDArray[np.int64]:
-    """Return the indices that a sampler gives as int64. Raises DatasetError for anything but integers."""
+    """Return the sampler's indices as int64. Raises DatasetError for anything but integers."""
     found = np.asarray(indices)
     if found.dtype.kind not in "iu" or found.ndim != 1 or not found.size:
         raise DatasetError(
-            f"the loader's sampler gives {str(indices)[:60]}: samples are recorded by their index, so it must give "
-            "integers, at least one for each batch; give a function that makes the loader otherwise"
+            f"the loader's sampler yields {str(indices)[:60]}: samples are recorded by their index, so it must yield "
+            "integers, at least one for each batch; otherwise pass a function that makes the loader"
         )
     return found.astype(np.int64)
 

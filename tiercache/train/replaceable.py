@@ -121,9 +121,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, np.ndarray, n
 
 
 def _tensors(roots: Iterable[tuple[str, Any]], modules: Collection[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that values reach: through containers, attributes, and what functions captured.
+    """Yield the tensors reachable from values: through containers, attributes, and captures of functions.
 
-    roots: values by name. modules: those of the model, which are looked through by themselves.
+    roots: values by name. modules: the model's modules, which are not searched here.
     """
     pending, seen = deque(roots), set[int]()
     while pending:
@@ -172,10 +172,10 @@ def _is_set(cell: CellType) -> bool:
 def warn_of_references(
     model: nn.Module, replaced: Iterable[tuple[torch.Tensor, str]], optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Warn of references to a weight from outside the model, whose values would stay as they are now.
+    """Warn of references to a weight from outside the model, whose values would become stale.
 
-    An optimizer that nobody gave, a saved dict and a list in a notebook are alike here. A variable that is the weight
-    itself is not seen.
+    Such references are unregistered optimizers, saved dicts and lists in a notebook, which cannot be told apart. A
+    variable that is the weight itself is not seen.
     """
     named = {id(weight): (weight, name) for weight, name in replaced}
     known = {id(group["params"]) for one in optimizers for group in one.param_groups}
@@ -191,12 +191,12 @@ def warn_of_references(
                 kinds.setdefault(named[id(part)][1], []).append(f"a {type(holder).__name__} of {len(holder)}")
     for name, holders in kinds.items():
         warnings.warn(
-            f"the weight of {name} is also in {', '.join(sorted(set(holders)))} outside of the model, which keeps its "
-            "present values while rows are trained: if it is of an optimizer, give that to tc.convert(optimizer=...)",
+            f"the weight of {name} is also in {', '.join(sorted(set(holders)))} outside of the model, which keeps "
+            "its present values while rows are trained: if an optimizer has it, pass that as tc.convert(optimizer=...)",
             stacklevel=3,
         )
 
 
 def is_of_torch(kind: type) -> bool:
-    """Return True for a class of torch itself."""
+    """Return True for a class defined by torch itself."""
     return kind.__module__.partition(".")[0] == "torch"

@@ -54,7 +54,7 @@ class ResidentRows:
         self.trained = 0
         """Passes trained so far."""
         self._begun = 0
-        """Passes begun so far: rows of a pass that was not finished have been trained too."""
+        """Passes begun so far; rows of an unfinished pass have been trained too."""
         self.keys: dict[str, NDArray[np.int64]] = {}
         """All keys by table, in the order of rows."""
         self._first: dict[str, int] = {}
@@ -175,7 +175,7 @@ class ResidentRows:
     def current_rows(
         self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
     ) -> InMemoryRows:
-        """Return a reader of any rows as of now, inside pass ``index`` or outside."""
+        """Return a reader of any current rows, inside pass ``index`` or outside."""
         last = min(self._begun, 2 * self.schedule.num_passes)
         trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
         return InMemoryRows(self, sorted(trained))
@@ -193,9 +193,9 @@ class ResidentRows:
     def read(
         self, table_name: str, at: NDArray[np.int64] | None = None, num_fields: int | None = None
     ) -> tuple[NDArray[np.float32], ...]:
-        """Return the first fields of some rows, given by their places in ``keys``; None: of all, and all.
+        """Return the first fields of some rows, by position in ``keys``; None: all rows, all fields.
 
-        All rows are views on a CPU, except for 16-bit vectors, and copies from a GPU.
+        With all rows, they are views on a CPU, except for 16-bit vectors, and copies from a GPU.
         """
         self._check_open()
         g, first = self._place(table_name)[0], self._first[table_name]
@@ -261,7 +261,7 @@ class InMemoryRows:
         self._tables = {table.name: table for group in rows.groups for table in group.tables}
         self._rows, self._trained_sub_datasets = rows, trained
         self.unseen: Unseen = "initial"
-        """As of `CurrentRows`."""
+        """See `CurrentRows`."""
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return the vector and every optimizer state of ``keys``, as `CurrentRows` does."""

@@ -1,4 +1,4 @@
-"""The gradients of rows that backward left since the last step, and those that the step applies."""
+"""The pending gradients of rows since the last step, and those that the current step applies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 Save: TypeAlias = "Callable[[Sequence[Any]], list[SavedGradient]]"
-"""Returns the gradients of a lookup, given those of an arrival as they are at the step, None for those dropped."""
+"""Returns the gradients of a lookup, given its arrival's gradients at the step (None for dropped ones)."""
 
 NOBODY_STEPS = (
     "row gradients of an earlier batch are pending, but cache.optimizer was never stepped, so no row would be trained: "
-    "give the cache the optimizer (optimizer=...) and step cache.optimizer in its place"
+    "give the cache the optimizer (optimizer=...) and step cache.optimizer instead of it"
 )
 
 
@@ -39,12 +39,12 @@ class RowGradients:
     def __init__(self, num_groups: int, anchors: Anchors | None = None) -> None:
         self.anchors = anchors or Anchors()
         self.collected: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
-        """Gradients that the running step applies, by group."""
+        """Gradients that the current step applies, by group."""
         self._deferred: list[_Deferred] = []
         self.awaits_backward = False
-        """True if rows were looked up to be trained, and neither a backward nor a step came since."""
+        """True if rows were looked up for training, and neither a backward nor a step came since."""
         self.unstepped: set[int] = set()
-        """The ends of the batches whose rows were looked up to be trained since the last step."""
+        """The ends of the batches whose rows were looked up for training since the last step."""
 
     def defer(self, group: int, save: Save, arrival: Arrival) -> None:
         """Add the gradients of one lookup, to be read at the step."""
@@ -55,7 +55,7 @@ class RowGradients:
 
     @property
     def arrivals(self) -> Iterator[Arrival]:
-        """The gradients that are pending."""
+        """The pending gradients."""
         return (one.arrival for one in self._deferred)
 
     @property
@@ -64,13 +64,13 @@ class RowGradients:
         return any(self.collected) or any(map(is_unstepped, self.arrivals))
 
     def expire(self, where: str) -> None:
-        """Give up gradients that another optimizer's step left: ``where`` ends, and they have to be dropped later."""
+        """Expire gradients left by another optimizer's step: ``where`` ends, and they must be dropped later."""
         for anchor in {one.anchor for one in self.arrivals}:
             anchor.expire(where)
         self._deferred.clear()
 
     def collect(self, array_of: Callable[[torch.Tensor], Any]) -> None:
-        """Move what the running step applies to ``collected``. Others stay pending."""
+        """Move the gradients that the current step applies to ``collected``. Others stay pending."""
         self.awaits_backward = False
         self.unstepped.clear()
         stepping, others = list[_Deferred](), list[_Deferred]()
@@ -84,7 +84,7 @@ class RowGradients:
     def preview(
         self, arrivals: Collection[Arrival], array_of: Callable[[torch.Tensor], Any]
     ) -> list[list[SavedGradient]]:
-        """Return what ``collect`` would move if ``arrivals`` were stepped, by group, and leave it where it is."""
+        """Return the gradients that ``collect`` would move if ``arrivals`` were stepped, by group; change nothing."""
         found: list[list[SavedGradient]] = [[] for _ in self.collected]
         self._fill([one for one in self._deferred if one.arrival in arrivals], found, array_of)
         return found
@@ -93,7 +93,7 @@ class RowGradients:
     def _fill(
         deferred: Sequence[_Deferred], into: list[list[SavedGradient]], array_of: Callable[[torch.Tensor], Any]
     ) -> None:
-        """Add current gradients by group; tables that share one share its array."""
+        """Add current gradients by group; tables that share a gradient share its array."""
         flats: dict[Arrival, list[Any]] = {}
         for group, save, arrival in deferred:
             if arrival not in flats:
@@ -101,7 +101,7 @@ class RowGradients:
             into[group] += save(flats[arrival])
 
     def clear_collected(self) -> None:
-        """Drop what a step has applied."""
+        """Drop the gradients that a step has applied."""
         for gradients in self.collected:
             gradients.clear()
 
@@ -116,7 +116,7 @@ class RowGradients:
 def is_unstepped(arrival: Arrival) -> bool:
     """Return True for gradients that have to be stepped before their pass ends; waits for a GPU.
 
-    One that is not finite does not, because a GradScaler has skipped its step.
+    False if they are not finite, because a GradScaler has skipped their step.
     """
     arrival.anchor.drop_dropped()
     if not arrival.is_pending or arrival.is_passed_over or arrival.anchor.is_skipped:

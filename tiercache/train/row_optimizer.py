@@ -1,4 +1,4 @@
-"""RowOptimizer: the optimizer of the rows of all tables, as torch's optimizers are of dense parameters."""
+"""RowOptimizer: the optimizer of the rows of all tables, with the interface of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class RowOptimizer(torch.optim.Optimizer):
     """The optimizer of rows: each table is updated by the optimizer in its specification.
 
-    ``param_groups`` are the tables, each with the placeholders of the gradients that wait (see `anchors`), and with
+    ``param_groups`` are the tables, each with the placeholders of its pending gradients (see `anchors`), and with
     ``lr``, ``weight_decay`` (of the rows that a step touches) and the other settings of the table's optimizer by
     torch's names: ``eps``, ``betas``, ``momentum``. They are read at each step, so the schedulers of
     `torch.optim.lr_scheduler` work. Tables with the same row layout share them. All gradients of a row since the last
@@ -52,19 +52,19 @@ class RowOptimizer(torch.optim.Optimizer):
         """The settings of each group's optimizer; the learning rate is the first."""
         self._values_of = [itemgetter(*names) for names in self._names]
         self._now: dict[int, tuple[list[Any], Optimizer]] = {}
-        """Optimizers as of the step before, by group, and the settings that they were made of."""
+        """Optimizers as of the previous step, by group, and the settings they were made from."""
         self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
-        """Has the cache step the rows that step with a dense optimizer; None: all."""
+        """Makes the cache step the rows that step with a dense optimizer; None: all."""
         self.is_stepping = False
         """True while `JointOptimizer` steps the dense optimizers."""
         self.dense: list[torch.optim.Optimizer] = []
-        """The optimizers of dense parameters that the cache was given."""
+        """The cache's optimizers of dense parameters."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
         cycled = {name: tables[0][name] for name in ("betas", "momentum") if all(table.get(name) for table in tables)}
         super().__init__(tables, cycled)
         self._of = {group["table"]: group for group in self.param_groups}
 
-    # -- as torch's optimizers ----------------------------------------------------------------------------
+    # -- the interface of torch's optimizers --------------------------------------------------------------
 
     def check_alone(self, dense: torch.optim.Optimizer) -> None:
         """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""
@@ -75,9 +75,9 @@ class RowOptimizer(torch.optim.Optimizer):
             is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
             if is_mine and anchor.pending:
                 raise StateError(
-                    f"{type(dense).__name__} was stepped by itself, and gradients of the rows of {anchor.tables} wait "
-                    "to be stepped with it: write optimizer = cache.optimizer before the loop (of several optimizers, "
-                    "cache.optimizer.part(optimizer) is one with its rows)"
+                    f"{type(dense).__name__} was stepped by itself, but gradients of the rows of {anchor.tables} wait "
+                    "to be stepped with it: write optimizer = cache.optimizer before the loop (with several "
+                    "optimizers, cache.optimizer.part(optimizer) is one with its rows)"
                 )
 
     def step(
@@ -95,7 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:
-        """Drop the gradients of rows that have arrived: of modules that step with ``dense``, or of all."""
+        """Drop the pending gradients of rows: of modules that step with ``dense``, or of all."""
         if self.anchors.ledger is not None:
             self.anchors.ledger.drop()
         owned = self._owned()
@@ -106,7 +106,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
 
     def groups_of(self, dense: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-        """Return the tables that are stepped with ``dense``, None: all; their parameters are those of now."""
+        """Return the tables that are stepped with ``dense``, None: all; their parameters are the current ones."""
         owned = self._owned()
         mine = [one for one in self.anchors if dense is None or self._steps_with(one, dense, owned)]
         found: dict[str, list[torch.Tensor]] = {}
@@ -125,7 +125,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _steps_with(
         self, anchor: Anchor, dense: torch.optim.Optimizer, owned: Mapping[int, torch.optim.Optimizer]
     ) -> bool:
-        """Return whether a module's rows step with ``dense``; one that is in no optimizer and trains none does not."""
+        """Return True if a module's rows step with ``dense``; False if it is in no optimizer and trains no rows."""
         is_idle = id(anchor.parameter) not in owned and not anchor.pending
         if is_idle and any(id(one.parameter) in owned for one in self.anchors):
             return False
@@ -136,16 +136,16 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> torch.optim.Optimizer | None:
         """Return the dense optimizer that a module's rows step with: the one that has its anchor.
 
-        Where none has any anchor it is the only one, or None. owned: as ``_owned`` returns it. Raises StateError for an
-        anchor that is in none, where one has others.
+        If no optimizer has any anchor, it is the only optimizer, or None. owned: from ``_owned``. Raises StateError for
+        an anchor that is in no optimizer if others are.
         """
         owned = self._owned() if owned is None else owned
         found = owned.get(id(anchor.parameter))
         if found is None and self.dense:
             if len(self.dense) > 1 or any(id(one.parameter) in owned for one in self.anchors):
                 raise StateError(
-                    f"a module that looks up {anchor.tables} is in none of the cache's optimizers, so nobody would "
-                    "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
+                    f"a module that looks up {anchor.tables} is in none of the cache's optimizers, so its rows would "
+                    "not be trained: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
                 )
             return self.dense[0]
         return found
@@ -164,7 +164,7 @@ class RowOptimizer(torch.optim.Optimizer):
         stored = [group.get("table") for group in state_dict["param_groups"]]
         mine = [group["table"] for group in self.groups_of(dense)]
         if sorted(stored, key=str) != sorted(mine):
-            raise StateError(f"the state is of tables {stored} and the cache has {mine}: use the same tables")
+            raise StateError(f"the state is of tables {stored}, but the cache has {mine}: use the same tables")
         for group in state_dict["param_groups"]:
             self._of[group["table"]].update({name: value for name, value in group.items() if name != "params"})
 
@@ -172,7 +172,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Raise StateError if there are several ranks, each with copies of the rows that it looks up."""
         if self.num_ranks > 1:
             raise StateError(
-                f"{what} writes rows where they are looked up, and this cache has {self.num_ranks} ranks: train on "
+                f"{what} writes rows where they are looked up, but this cache has {self.num_ranks} ranks: train on "
                 "one, or leave it out"
             )
 
@@ -180,11 +180,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def pending(self) -> bool:
-        """Whether a backward was not stepped yet."""
+        """True if a backward was not stepped yet."""
         return self.gradients.is_pending
 
     def discard(self) -> None:
-        """Drop the gradients of a pass that has ended; those that `expire` noted wait to be dropped by the loop."""
+        """Drop the gradients of a pass that has ended; the loop must drop those that `expire` recorded."""
         self.gradients.clear()
         for anchor in self.anchors:
             anchor.end_step()
@@ -202,7 +202,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return [one for anchor in mine for one in anchor.ready()]
 
     def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
-        """Have gradients applied by the step of ``dense``, or of all tables; return the tables that it updates."""
+        """Let the step of ``dense``, or of all tables, apply gradients; return the tables that it updates."""
         found = self.ready(dense)
         for one in found:
             one.state = State.STEPPING
@@ -210,7 +210,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {table for one in found for table in one.tables}
 
     def count_step(self, tables: Collection[str]) -> None:
-        """Count a step of ``tables``, of which some rank has gradients; one of none is no step."""
+        """Count a step of ``tables``, which have gradients on some rank; does nothing without any."""
         self.steps += bool(tables)
         for table in tables:
             self._of[table]["step"] += 1
@@ -240,10 +240,10 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             self.hooks.run(steps, self._backend)
         finally:
-            self.end_step()  # the gradients are applied, whatever a hook raised
+            self.end_step()  # the gradients are applied, even if a hook raised
 
     def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
-        """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
+        """Return the sum of squares of row gradients, float64 0-dim; duplicates of a row are added first."""
         backend = self._backend
         total = torch.zeros((), dtype=torch.float64, device=backend.device)
         for group, gradients in zip(self._groups, gradients_G, strict=True):
@@ -267,7 +267,7 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:  # fmt: skip
         """Clip the gradients of ``dense``, or of all dense optimizers, and of the rows that step with it.
 
-        due: the gradients of outputs that a step now would apply; row_squares: `squared_norm` of them. Returns the norm
+        due: the output gradients that a step now would apply; row_squares: their `squared_norm`. Returns the norm
         before, float32 0-dim, as `torch.nn.utils.clip_grad_norm_` does. Raises RuntimeError if it is not finite and
         ``error_if_nonfinite``.
         """
@@ -289,7 +289,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return norm
 
     def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
-        """Return the gradients of a group by the step number of their tables, if rules or rounding go by it."""
+        """Return the gradients of a group by the step number of their tables, if rules or rounding use it."""
         tables = self._groups[g].tables
         if len(numbers := {self._of[table.name]["step"] for table in tables}) == 1:
             return {int(numbers.pop()): [*pending]}
@@ -297,7 +297,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in tables:
             names.setdefault(int(self._of[table.name]["step"]), []).append(table.name)
         if not (tables[0].optimizer.counts_steps or tables[0].dtype != "float32"):
-            return {max(names): [*pending]}  # other rules do not go by it
+            return {max(names): [*pending]}  # other rules do not use it
         parts = {
             number: [part for saved in pending for part in of_tables(self._backend, saved, some)]
             for number, some in names.items()
@@ -310,25 +310,25 @@ class RowOptimizer(torch.optim.Optimizer):
         return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
     def optimizer(self, g: int) -> Optimizer:
-        """Return the optimizer of a group with the current settings but for the learning rate, which is a step's.
+        """Return the optimizer of a group with the current settings except the learning rate, which a step passes.
 
         Raises ValueError for settings that its rows have no state for.
         """
         settings, group = self._shared(g), self._groups[g]
         values = [settings[name] for name in self._names[g][1:]]
-        if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
+        if g not in self._now or self._now[g][0] != values:  # mostly unchanged between steps
             now = group.optimizer.with_settings(settings)
             lacking = {one.name for one in now.state_fields(group.dim)} - {one.name for one in group.fields}
             if lacking:
                 raise ValueError(
-                    f"momentum of table {settings['table']!r} is {settings['momentum']}, and its rows have no "
+                    f"momentum of table {settings['table']!r} is {settings['momentum']}, but its rows have no "
                     f"{lacking.pop()}: give the table SGD(momentum=...), or alter the store"
                 )
             self._now[g] = values, now
         return self._now[g][1]
 
     def _shared(self, g: int) -> dict[str, Any]:
-        """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
+        """Return the settings of a group. Raises ValueError if its tables' settings differ or are invalid."""
         first, *others = (self._of[table.name] for table in self._groups[g].tables)
         if not math.isfinite(first["lr"]) or first["lr"] < 0:
             raise ValueError(
@@ -340,14 +340,13 @@ class RowOptimizer(torch.optim.Optimizer):
             if values_of(other) != values:
                 name = next(name for name in self._names[g] if other[name] != first[name])
                 raise ValueError(
-                    f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
-                    f"{name} {first[name]} and {other[name]}: set both, or give one a dim, dtype or optimizer of its "
-                    "own"
+                    f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, but have "
+                    f"{name} {first[name]} and {other[name]}: set both, or give one a different dim, dtype or optimizer"
                 )
         return first
 
     def settings(self) -> dict[str, Any]:
-        """Return what a commit keeps."""
+        """Return the settings that a commit stores."""
         rates = {table.name: rate for group, rate in zip(self._groups, self.learning_rates, strict=True)
                  for table in group.tables}  # fmt: skip
         kept: dict[str, Any] = {"steps": self.steps, "learning_rates": rates}
@@ -361,7 +360,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return kept | ({"tables": changed} if changed else {})
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
+        """Restore settings from a commit; with imported rows, it may have only the steps, or nothing."""
         rates = settings.get("learning_rates", {})
         self.steps = int(settings.get("steps", 0))
         for group in self._groups:
@@ -369,12 +368,12 @@ class RowOptimizer(torch.optim.Optimizer):
                 rate = float(rates.get(table.name, group.optimizer.learning_rate))
                 changed = dict(settings.get("tables", {}).get(table.name, {}))
                 if "betas" in changed:
-                    changed["betas"] = tuple(changed["betas"])  # a list once it was kept
+                    changed["betas"] = tuple(changed["betas"])  # stored as a list
                 self._of[table.name].update(_settings(table) | {"lr": rate, "step": self.steps} | changed)
 
 
 _EPS = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
+"""The epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
 def _settings(table: Table) -> dict[str, Any]:
@@ -383,11 +382,11 @@ def _settings(table: Table) -> dict[str, Any]:
 
 
 def _squares(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a gradient, of a DTensor that of all its parts."""
+    """Return the sum of squares of a gradient; for a DTensor, over all its parts."""
     found = torch.linalg.vector_norm(grad, dtype=torch.float64)
     whole: torch.Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
     return whole.square()
 
 
 def _of_no_cache(_: torch.optim.Optimizer | None) -> NoReturn:
-    raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
+    raise StateError("this optimizer belongs to no cache: step cache.optimizer instead")

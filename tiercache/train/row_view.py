@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RowView:
-    """The rows that batches of one pass look up, and the gradients that they get; None in an evaluation."""
+    """The rows that batches of one pass look up, and their gradients; None in an evaluation."""
 
     def __init__(
         self,
@@ -40,32 +40,32 @@ class RowView:
         backend: Backend,
         load: Callable[[], None] | None = None,
     ) -> None:
-        """load: ends the pass before and sets the rows of this one, if they are not on the device yet."""
+        """load: ends the previous pass and sets the rows of this one, if they are not on the device yet."""
         self.groups: Sequence[GroupRows] = tuple(groups)
         self.backend = backend
         self.gradients = gradients
         self.name = name
         self.ended = self.is_closed = self.is_dropped = False
         self.schema: Schema | None = None
-        """The schema of the dataset, with which modules are compared."""
+        """The schema of the dataset, which modules are compared with."""
         self.ledger: PassLedger | None = None
         """The record of the pass's batches."""
         self.spans: Mapping[str, slice] = {}
-        """The positions of each table among those of its group, also before the rows are on the device."""
+        """The positions of each table within its group, also before the rows are on the device."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
-        """Returns the keys of a table in the order of local ids, if there are local ids."""
+        """Returns the keys of a table in local id order, if there are local ids."""
         self._local_ids: dict[tuple[str, int], int] = {}
         self._load = load
         self._users: list[Callable[[], None]] = []
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
-        """Return where the ids (E,) of a feature in one batch are those of a key."""
+        """Return a mask of the ids (E,) of a feature in one batch that are the given key."""
         found: NDArray[np.bool_] = ids.ids == self.local_id(feature, key)
         return found
 
     def local_id(self, feature: str, key: int) -> int:
         """Return the local id of a key of a feature; -1 if the pass lacks it."""
-        assert self.schema is not None, f"nothing says which tables {self.name} has"
+        assert self.schema is not None, f"{self.name} needs a schema"
         if self.keys_of is None:
             return -1
         table = self.schema.feature(feature).table
@@ -102,19 +102,19 @@ class RowView:
 
     @property
     def is_loaded(self) -> bool:
-        """True if the rows are on the device; if not, the pass before has not ended."""
+        """True if the rows are on the device; if not, the previous pass has not ended."""
         return self._load is None
 
     def load(self) -> None:
-        """Load the rows, if they are not on the device yet: this ends the pass before."""
+        """Load the rows, if they are not on the device yet: this ends the previous pass."""
         if self._load is not None:
             self._load()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Check that a module finds the rows of a batch, which ends at sample ``end``, and load them.
+        """Check that a module may look up the rows of a batch, which ends at sample ``end``, and load them.
 
-        trains: whether gradients, if enabled, train rows; those of a frozen module do not. Raises RuntimeError if the
-        pass has ended, StateError if the pass before was not trained to its end.
+        trains: True if gradients, if enabled, train rows; False for a frozen module. Raises RuntimeError if the pass
+        has ended, StateError if the previous pass was not trained to its end.
         """
         self.check()
         if self.gradients is None:
@@ -155,14 +155,14 @@ class RowView:
 
 @dataclass(slots=True)
 class Pooled:
-    """A feature of one batch that the owner of its table pools: its module finds vectors, and no ids."""
+    """A feature of one batch that the owner of its table pools: its module finds vectors, but no ids."""
 
     mode: str
     """"sum" or "mean"."""
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     pending: list[tuple[Arrival, slice]] = field(default_factory=list)
-    """The gradient of each lookup's backward, and the columns of this feature in it."""
+    """The gradient of each lookup's backward, and this feature's columns in it."""
     gradients: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the step adds up and applies."""
 
@@ -190,7 +190,7 @@ def make_batch(
 ) -> Batch:
     """Return a batch on the device of ``rows``. ``ids`` replace the samples' local ids.
 
-    collations: `Collations` of the batch. to_device: copies label and dense, in place of the backend's.
+    collations: `Collations` of the batch. to_device: copies label and dense, in place of the backend's method.
     """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
     to_device = to_device or rows.backend.to_device

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 RowHook = Callable[[torch.Tensor], torch.Tensor]
-"""Returns new vectors (rows, dim) for those that it is given."""
+"""Returns new vectors (rows, dim) for the given ones."""
 _EPS = 1e-7
-"""As torch.embedding_renorm_ adds to the norm."""
+"""The epsilon that torch.embedding_renorm_ adds to the norm."""
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ class RowHooks:
         self._of: dict[str, OrderedDict[int, RowHook]] = {}
 
     def register(self, table: str, hook: RowHook) -> RemovableHandle:
-        """Call ``hook`` after each step of ``table``, after the hooks before it."""
+        """Call ``hook`` after each step of ``table``, after earlier hooks."""
         hooks: OrderedDict[int, Any] = self._of.setdefault(table, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -78,8 +78,8 @@ class RowHooks:
                 if isinstance(written, torch.Tensor):
                     seen = f"{written.dtype} of shape {tuple(written.shape)}"
                 raise StateError(
-                    f"the row hook of table {table!r} was given float32 vectors {tuple(now.shape)} and returned "
-                    f"{seen}: return their new values, of the same shape and dtype"
+                    f"the row hook of table {table!r} got float32 vectors {tuple(now.shape)} but returned "
+                    f"{seen}: return their new values, with the same shape and dtype"
                 )
             now = written.to(vectors.device)
         vectors[slots, :dim] = now.to(vectors.dtype)

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class SizedIterator(Iterator[T]):
-    """A generator with a length: the items that it yields in all, unless its loop ends early.
+    """A generator with a length: the number of items that it yields in all, unless its loop ends early.
 
-    Before it begins, the length is that of an iteration that began now; then it no longer changes. ``iter`` returns
-    the generator itself, so that a ``for`` loop pays nothing for the length.
+    Before it begins, the length is what an iteration starting now would yield; then it no longer changes. ``iter``
+    returns the generator itself, so that a ``for`` loop pays nothing for the length.
     """
 
     def __init__(self, items: Generator[T, None, None], count: Callable[[], int]) -> None:

@@ -49,15 +49,15 @@ class FeaturePart:
     cols: NDArray[np.int64]
     """The first output column of each feature."""
     bags: bool
-    """Whether a feature may have any number of ids, or weights."""
+    """True if a feature may have any number of ids, or weights."""
     _bases: list[Any] = field(default_factory=lambda: [(lambda: None, None)])
-    """A reference to the rows that were looked up last, and the bases in them; one tuple, as threads share it."""
+    """A reference to the rows that were looked up last, and the bases in them; one tuple, because threads share it."""
 
     @classmethod
     def of(
         cls, group: int, specs: Sequence[Feature], modes: Mapping[str, int], cols: Mapping[str, int], *, bags: bool
     ) -> FeaturePart:
-        """Return a part of features; modes, cols: by feature, none of those that are not pooled."""
+        """Return a part of features; modes, cols: by feature, omitting features that are not pooled."""
         return cls(
             group=group,
             features=tuple(spec.name for spec in specs),
@@ -89,13 +89,13 @@ class Collated:
     ids: Array
     """(E,) on the device."""
     starts: NDArray[np.int64]
-    """(F + 1,) where each feature's begin."""
+    """(F + 1,) the first entry of each feature."""
     offsets: Array | None
-    """(F * N + 1,) on the device, where they are bags."""
+    """(F * N + 1,) on the device, for bags."""
     bad: tuple[int, int] | None = None
-    """Entry and id of the first that is no local id of its table in the pass."""
+    """Entry and id of the first invalid local id: its table does not have it in the pass."""
     weights: Array | None = None
-    """(E,) on the device: those of the data, if it has some and the batch was made ahead."""
+    """(E,) on the device: the data's weights, if it has any and the batch was made ahead."""
     runs: FeatureRuns | None = None
     """The order of the ids by position, if they were sorted."""
 
@@ -106,7 +106,7 @@ def collate_part(part: FeaturePart, found: Sequence[FeatureIds | FoundIds], rows
     np.cumsum([one.num_ids for one in found], out=starts[1:])
     on_device = [one.device_ids for one in found if isinstance(one, FoundIds)]
     bad = None
-    if len(on_device) == len(found):  # in the pass's own key sets: none is of another table
+    if len(on_device) == len(found):  # found in the pass's own key sets, so all are valid
         ids = backend.concat(on_device)
     else:
         host, ids = backend.join([one.ids for one in found])
@@ -137,7 +137,7 @@ class Collations:
     ) -> None:
         """seen, trained: record the parts that are looked up, so that later batches collate and sort them ahead.
 
-        ids: of the batch.
+        ids: the ids of the batch.
         """
         self._seen, self._trained, self._ids, self._made = seen, trained, ids, made
 
@@ -163,7 +163,7 @@ def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
     for name in features:
         if name not in batch.ids:
             raise ValueError(
-                f"the batch was made without the rows of feature {name!r}: give its keys, and give the cache every "
+                f"the batch was made without the rows of feature {name!r}: pass its keys, and give the cache every "
                 "module that looks it up before the batch is made"
             )
 
@@ -181,7 +181,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
         f = int(np.searchsorted(starts, entry, side="right")) - 1
         raise IndexError(
             f"feature {part.features[f]!r} has local id {number} at entry {entry - int(starts[f])} "
-            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
+            f"of the batch, but table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
             f"{batch.rows.name}: use batches of the pass that is being trained"
         )
     return LookupIds(
@@ -215,7 +215,7 @@ def _weights_of(part: FeaturePart, batch: Batch, collated: Collated, weights: Ma
 
 
 def _looked_up(batch: Batch, features: Sequence[str]) -> list[FeatureIds | FoundIds] | None:
-    """Return the ids, which only several ranks need: their batches have no collations."""
+    """Return the ids if there are several ranks, whose batches have no collations; else None."""
     return None if batch.collations is not None else [batch.ids[name] for name in features]
 
 
@@ -248,7 +248,7 @@ class TableLookup:
             )  # fmt: skip
 
     def defer_rows(self, first: int, arrival: Arrival) -> None:
-        """Defer the gradients of vectors that are not pooled, of the outputs from ``first`` on, to the step."""
+        """Defer the gradients of unpooled vectors, for the outputs from ``first`` on, to the step."""
         if self._trains():
             outputs = slice(first, first + len(self.part.features))
             self._defer(
@@ -264,7 +264,7 @@ class TableLookup:
         return True
 
     def _defer(self, save: Callable[..., list[SavedGradient]], arrival: Arrival, **gradient: Any) -> None:
-        """Defer gradients to the step. It keeps what a `SavedGradient` has, and not the batch."""
+        """Defer gradients to the step, keeping only the data of a `SavedGradient`, not the batch."""
         made = partial(
             SavedGradient, slots=self.found.slots, sorted=self.found.sorted,
             looked_up=_looked_up(self.batch, self.part.features),
@@ -290,7 +290,7 @@ def _saved_bags(made: Callable[..., SavedGradient], gradients: Sequence[Array]) 
 def _saved_rows(
     outputs: slice, made: Callable[..., SavedGradient], gradients: Sequence[Array | None]
 ) -> list[SavedGradient]:
-    """Return one for all features, or one for each that has a gradient."""
+    """Return one gradient for all features, or one for each that has a gradient."""
     some = tuple(gradients[outputs])
     whole = made(gradient=some)
     return [whole] if all(one is not None for one in some) else whole.by_feature()

@@ -1,4 +1,4 @@
-"""TableModule: what modules that look tables up have in common; a module without a cache, bound to one later."""
+"""TableModule: the common part of modules that look tables up. Created without a cache and bound to one later."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class TableModule(nn.Module):
     """A module that looks up tables.
 
-    It has no rows. It has a parameter of one element, the anchor, through which gradients of rows are gradients that
-    torch knows (see `anchors`). The rows that the module looks up step with the optimizer that has the anchor;
-    ``requires_grad_(False)`` freezes them. The dtype of the anchor is that of outputs. Its value means nothing and is
-    not part of the module's state.
+    It has no rows. It has a parameter of one element, the anchor, which makes gradients of rows visible to torch (see
+    `anchors`). The rows that the module looks up step with the optimizer that has the anchor;
+    ``requires_grad_(False)`` freezes them. Outputs have the dtype of the anchor. Its value has no meaning and is not
+    part of the module's state.
     """
 
     is_restoring = False
@@ -45,7 +45,7 @@ class TableModule(nn.Module):
             kind = type(self).__name__
             argument = "" if kind.endswith("Collection") else ", feature"
             raise TypeError(
-                f"{kind} was given {type(unchecked).__name__} as its schema: it takes the schema of the dataset in "
+                f"{kind} got {type(unchecked).__name__} as its schema: it takes the schema of the dataset in "
                 f"place of torch's num_embeddings and embedding_dim, as in "
                 f"tc.{kind}(PassDataset.open(path).schema{argument})"
             )
@@ -62,39 +62,39 @@ class TableModule(nn.Module):
         self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
         """The tables looked up."""
         self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
-        """By name, as the module's schema has them."""
+        """By name, as in the module's schema."""
         self.schema = schema
-        """The schema that it was made with: the whole one, of all tables of its model."""
+        """The schema it was created with: the whole schema, with all tables of its model."""
         self._checked: Schema | None = None
         """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
-        """By feature, how the owner of its rows may pool it for other ranks; None where its rows are needed."""
+        """By feature, the mode in which owners of its rows may pool it for other ranks; None if its rows are needed."""
         self.padding: int | None = None
-        """The key that stands for nothing."""
+        """The padding key."""
         self.max_norm: float | None = None
         """The largest norm of a row that is looked up; None: any."""
         self.norm_type = 2.0
         of_one = torch.full((1,), _ANCHOR, dtype=torch.float32, device="cpu")
         self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
-        """The parameter; on the CPU also of a module that is made on "meta"."""
+        """The anchor; on the CPU also for a module that is created on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
         self._group_of: tuple[weakref.ref[GroupRows], dict[str, int]] | None = None
         """The first group of the rows that were looked up last, and the group of each feature there."""
         self._loaded: dict[str, Any] | None = None
         self.weights: dict[str, torch.Tensor] = {}
-        """By table, those of the module that it took the place of: rows for a store that is made."""
+        """By table, the weights of the module that it replaced: initial rows of a new store."""
         self.bounds: dict[str, int] = {}
-        """By table the rows of the module that it took the place of: keys from there on are refused, as torch does."""
+        """By table, the number of rows of the module that it replaced; larger keys are refused, as in torch."""
         self.has_default_optimizer = False
-        """True if nobody said how rows step when a model was converted without a dataset."""
+        """True if the model was converted without a dataset and without an optimizer for its rows."""
         buckets = [self.feature_specs[name].num_buckets for name in self.features]
         self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
-        """Keys of the only feature: those that it is hashed to, or that the module had which this took the place of."""
+        """The range of keys of the only feature: its hash buckets, or the rows of the module that this replaced."""
         self.number = number_module(self)
-        """By it compiled models look the module up."""
+        """The number by which compiled models find the module."""
         self.copied_from = 0
-        """The number of the module that this is a copy of; 0: of none."""
+        """The number of the module that this is a copy of; 0: not a copy."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "anchor" and (found := self._parameters.get(name)) is not None:  # at each lookup
@@ -103,22 +103,22 @@ class TableModule(nn.Module):
         return super().__getattr__(name)
 
     def mode_of(self, feature: str) -> str | None:
-        """Return how a feature is pooled; None: not at all."""
+        """Return the pooling mode of a feature; None: not pooled."""
         return None
 
     def check(self, name: str, schema: Schema, data: str) -> None:
-        """Raise DatasetError unless the features and tables looked up are those of ``schema``, the schema of ``data``.
+        """Raise DatasetError unless the features and tables looked up match ``schema``, the schema of ``data``.
 
-        A lookup takes dims and hotness from the module, but the rows are those of the dataset.
+        A lookup takes dims and hotness from the module, but rows come from the dataset.
 
         Args:
-            name: of the module; empty if no cache was given it.
+            name: of the module; empty for a module that is not registered with a cache.
             schema: of the dataset.
-            data: what errors call the dataset.
+            data: the dataset's name in errors.
         """
         module = f"{type(self).__name__} {name!r}" if name else f"an unregistered {type(self).__name__}"
         advice = (
-            "make the module with the schema of the dataset (PassDataset.open(path).schema), or extract the dataset "
+            "create the module with the schema of the dataset (PassDataset.open(path).schema), or extract the dataset "
             "again with the edited schema"
         )
         tables, features = ({one.name: one for one in some} for some in (schema.tables, schema.features))
@@ -134,26 +134,26 @@ class TableModule(nn.Module):
             if found := difference(mine, theirs[mine.name]):
                 field, ours, other = found
                 raise DatasetError(
-                    f"{module} has {field} {ours!r} for {what}, and {data} has {field} {other!r}: {advice}"
+                    f"{module} has {field} {ours!r} for {what}, but {data} has {field} {other!r}: {advice}"
                 )
 
     def check_initialized(self, name: str) -> None:
-        """Raise ValueError if the module of this name is in its first cache and its anchor was written before."""
+        """Raise ValueError if this module is in its first cache and its anchor was overwritten before."""
         anchor = self.anchor
         is_first = self._rows is _of_no_cache and self._plain is _of_no_cache and not self.copied_from
         if not is_first or type(anchor) is not nn.Parameter or anchor.is_meta or anchor.numel() != 1:
             return
         if (value := anchor.item()) != _ANCHOR:
             raise ValueError(
-                f"the parameter of {name} was written ({value:g} in place of {_ANCHOR:g}), as a loop that initializes "
-                f"all parameters does, and no row of {', '.join(self.tables)} begins so: leave {name}.anchor out, and "
-                "say how rows begin by the initializer of the table, or initialize the model before tc.convert"
+                f"the parameter of {name} was written ({value:g} in place of {_ANCHOR:g}), as by a loop that "
+                f"all parameters, but this does not initialize rows of {', '.join(self.tables)}: leave {name}.anchor "
+                "out, and set the initializer of the table, or initialize the model before tc.convert"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self.anchor.data.fill_(_ANCHOR)  # to_empty() leaves anything; not a write of the loop's
+            self.anchor.data.fill_(_ANCHOR)  # to_empty() leaves garbage; this does not count as a write
         return found
 
     def groups_of(self, rows: Sequence[GroupRows], features: Sequence[str]) -> tuple[int, ...]:
@@ -173,10 +173,10 @@ class TableModule(nn.Module):
         return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
 
     def begin_lookup(self, batch: Batch) -> bool:
-        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them.
+        """Check that the rows of a batch can be looked up, and load them; return True if this module may train them.
 
-        Raises DatasetError for rows of a dataset with other features or tables: a module that no cache was given is
-        compared at its first lookup.
+        Raises DatasetError for rows of a dataset with other features or tables: an unregistered module is compared at
+        its first lookup.
         """
         rows = batch.rows
         if rows.schema is not None and rows.schema is not self._checked:
@@ -213,14 +213,14 @@ class TableModule(nn.Module):
         self._check_rows()
 
     def batch_of_keys(self, keys: Any) -> Batch:
-        """Return a batch of the keys of the only feature, a `KeyInput`, with the rows that they mean.
+        """Return a batch with the rows of the only feature's keys, a `KeyInput`.
 
-        Raises StateError for a module that no cache was given, IndexError for keys that a converted module lacks.
+        Raises StateError for an unregistered module, IndexError for keys that a converted module lacks.
         """
         plain = self._plain()
         if plain is None:
             raise StateError(
-                f"a module that looks up {', '.join(self.features)} was given a tensor of keys and belongs to no "
+                f"a module that looks up {', '.join(self.features)} got a tensor of keys but belongs to no "
                 "cache: give the cache its model (model=..., or register())"
             )
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
@@ -236,13 +236,13 @@ class TableModule(nn.Module):
         if state == (now := rows()):
             return
         raise StateError(
-            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
+            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, but the cache has those "
             f"of commit {now['commit']} of {now['store']}: load the state of its rows, or roll the store back to that "
-            "commit if it has it (cache.keep(name) keeps one, and TierCache(at=name) goes on from it)"
+            "commit if it has it (cache.keep(name) keeps one, and TierCache(at=name) resumes from it)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state without rows and anchor; its metadata name the store and the commit that it belongs to."""
+        """Return a state without rows and anchor; its metadata names the store and the commit that it belongs to."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found.pop(f"{prefix}anchor", None)
@@ -268,29 +268,29 @@ class TableModule(nn.Module):
                 "before tc.convert, or import it into a new store with tc.import_store"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if (anchor := f"{prefix}anchor") in args[1]:  # missing, as it is in no state
+        if (anchor := f"{prefix}anchor") in args[1]:  # not missing: states never have it
             args[1].remove(anchor)
 
 
 def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:
     """Raise IndexError if a key is outside [0, bound), as torch's embeddings do; None: any key is inside."""
-    if bound is None or not keys.size or int(keys.view(np.uint64).max()) < bound:  # negative ones are the largest
+    if bound is None or not keys.size or int(keys.view(np.uint64).max()) < bound:  # negative keys are the largest
         return
     beyond = keys[((keys < 0) & (keys > NULL_KEY)) | (keys >= bound)]
     if beyond.size:
         first = int(beyond[0])
-        wrapped = "" if not -(1 << 31) <= first < 0 else "; ids from 2**31 on are negative where they were int32"
+        wrapped = "" if not -(1 << 31) <= first < 0 else "; ids from 2**31 on become negative as int32"
         raise IndexError(
             f"index out of range: {beyond.size:,} of {keys.size:,} keys of table {table!r} are outside [0, {bound:,}), "
-            f"such as {first}, and the converted module had {bound:,} rows: check the ids, or open the table in the "
-            f"schema (open = true), and any int64 is a key{wrapped}"
+            f"such as {first}, but the converted module had {bound:,} rows: check the ids, or open the table in the "
+            f"schema (open = true) to allow any int64 as a key{wrapped}"
         )
 
 
 _ANCHOR = 2.0**-10
 """The value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`."""
 UNBOUNDED = (1 << 63) - 1
-"""Keys of a table that any int64 may be a key of."""
+"""The key range of a table that accepts any int64."""
 _INSTEAD = {
     "weight": "it looks up several tables, whose rows are in the store and on the device: read them with Store.lookup",
     "embedding_dim": "the columns of each feature are in .dims",
@@ -299,24 +299,24 @@ _INSTEAD = {
     "norm_type": "tc.Embedding and tc.EmbeddingBag have one",
     "scale_grad_by_freq": "give weights for ids instead",
     "sparse": "no gradient of a whole table ever exists",
-    "include_last_offset": "a batch has offsets of its own",
-    "reset_parameters": "rows begin as the initializer of their table says",
+    "include_last_offset": "a batch has its own offsets",
+    "reset_parameters": "rows are initialized by the initializer of their table",
 }
-"""By name, what torch's embeddings have and ours do not."""
+"""By name, attributes of torch's embeddings that ours do not have, and what to use instead."""
 
 
 def refuse_attribute(module: nn.Module, name: str) -> None:
-    """Raise AttributeError, with what to do, for an attribute that only torch's embeddings have."""
+    """Raise AttributeError, with advice, for an attribute that only torch's embeddings have."""
     if name in _INSTEAD:
-        raise AttributeError(f"{type(module).__name__} has no {name}, as torch's embeddings have: {_INSTEAD[name]}")
+        raise AttributeError(f"{type(module).__name__} has no {name}, unlike torch's embeddings: {_INSTEAD[name]}")
 
 
 def _of_no_cache() -> None:
-    """Nobody's rows."""
+    """Placeholder for a module not yet bound to a cache."""
 
 
 def table_modules(objects: Iterable[object]) -> list[TableModule]:
-    """Return the modules that look tables up, of all modules among ``objects``."""
+    """Return the modules that look tables up, among all modules of ``objects``."""
     return [part for one in objects for _, part in named_table_modules(one)]
 
 
@@ -328,9 +328,9 @@ def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
 
 
 def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
-    """Raise an error for a module among ``objects``, by name, that a cache cannot have.
+    """Raise an error for a module among ``objects``, by name, that cannot be registered with a cache.
 
-    DatasetError if it was made with another schema's tables, ValueError if its anchor was initialized.
+    DatasetError if it was created with another schema's tables, ValueError if its anchor was initialized.
     """
     for name, one in objects.items():
         for path, module in named_table_modules(one):
@@ -345,9 +345,9 @@ def anchor_ids(objects: Iterable[object]) -> set[int]:
 
 
 def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
-    """Return how each feature that some of ``modules`` looks up is pooled, in the order of ``features``.
+    """Return the pooling mode of each feature that some of ``modules`` looks up, in the order of ``features``.
 
-    None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
+    None: in several modes, or its rows are needed. Without any embedding module all are looked up, by their rows.
     """
     modes: dict[str, set[str | None]] = {}
     for part in table_modules(modules):

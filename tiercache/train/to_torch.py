@@ -1,4 +1,4 @@
-"""tc.to_torch: a trained model with plain modules of torch again, for serving or for the original class."""
+"""tc.to_torch: converts a trained model back to plain torch modules, for serving or for the original class."""
 
 from __future__ import annotations
 
@@ -37,35 +37,34 @@ def to_torch(
     unseen: Unseen = "initial",
     at: int | str | None = None,
 ) -> nn.Module:
-    """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
+    """Return a copy of ``model`` whose embeddings are plain torch modules with the rows of a store.
 
-    Dense parameters and buffers are those of ``model``. With ``at``, the id of a commit or the name of a pin, they and
-    the rows are those of that commit, whatever ``model`` has now.
+    Dense parameters and buffers come from ``model``. With ``at``, the id of a commit or the name of a pin, they and the
+    rows come from that commit, whatever ``model`` has now.
 
-    Or ``like``, a model of the class that was converted, with the weights of ``model``: its embeddings and parameter
-    tables get the rows of the store, row i that of key i, and everything else the values that ``model`` has. Its state
-    dict then is that of the original class. A table is in memory whole. ``unseen`` says what a row is whose key the
-    store lacks.
+    With ``like``, a model of the class that was converted, its weights are filled instead: its embeddings and parameter
+    tables get the rows of the store, row i from key i, and everything else the values of ``model``. It then has the
+    state dict of the original class. A table is in memory whole. ``unseen`` decides the rows of keys that the store
+    lacks.
 
-    Without ``like``: what was a collection of torchrec takes a `KeyedJaggedTensor` of raw keys.
-    They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
-    an `EmbeddingBag` (N, L), or (keys,) with offsets. Padding is zeros and counts in no mean, as it was trained.
-    Modules of one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in
-    memory whole.
+    Without ``like``, embeddings take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a
+    buffer next to the weight: an `EmbeddingBag` (N, L), or (keys,) with offsets. A converted torchrec collection takes
+    a `KeyedJaggedTensor` of raw keys. Padding is zeros and counts in no mean, as in training. Modules of one table
+    share it. ``keys``: by table, the keys whose rows are taken; default: all. A table is in memory whole.
 
-    A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` says, as in
-    ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector
-    counts in a mean. Only "zeros" can be traced and exported, as it alone does not look at the keys.
+    A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` decides, as in
+    ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
+    in a mean. Only "zeros" can be traced and exported, because only it does not look at the keys.
 
     Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
     up, or without any embedding, and for a ``like`` with other modules, or fewer rows than the store has;
     KeyMissingError for keys that have no row, CommitMissingError, StateError if commit ``at`` does not have the state
-    of one module like ``model``, and what ``Store.scan`` raises.
+    of one module like ``model``, and the errors of ``Store.scan``.
     """
     check_unseen(unseen)
     if at is not None:
         with store.at(at) as there:
-            assert there.commit is not None, "it is at a commit"
+            assert there.commit is not None, "the store has a commit"
             before = copy.deepcopy(model)
             load_module(before, there.state(), f"commit {there.commit.id} of {store.label}")
             return to_torch(before, there, like=like, keys=keys, unseen=unseen)
@@ -76,12 +75,12 @@ def to_torch(
     made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
-        raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
+        raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
     plain: dict[int, nn.Module] = {}
     for name, one in places:
         if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
             raise ValueError(  # noqa: TRY004 - the model is what it should not have
-                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: give a model whose "
+                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: pass a model whose "
                 "modules look up one feature each"
             )
         for table in one.tables:
@@ -104,7 +103,7 @@ class KeyedEmbedding(nn.Module):
     """Rows of a table by raw keys, pooled or not."""
 
     def __init__(self, rows: _KeyedRows, trained: TableModule, feature: str) -> None:
-        """trained: the module that looked the feature up, whose settings this has."""
+        """trained: the module that looked the feature up; its settings are copied."""
         super().__init__()
         self.rows, self.pooling, self.padding = rows, trained.mode_of(feature), trained.padding
         self.max_norm, self.norm_type = trained.max_norm, trained.norm_type
@@ -145,11 +144,11 @@ class _KeyedRows(nn.Module):
         shared = np.flatnonzero(keys == OOV_KEY)
         self._has_shared = bool(shared.size)
         self._default = int(shared[0]) if shared.size else keys.size
-        """The row of all other keys."""
+        """The out-of-vocabulary row of all other keys."""
 
     @classmethod
     def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
-        """Read all rows, or those of keys."""
+        """Read all rows, or the rows of ``keys``."""
         table = next(one for one in store.tables if one.name == name)
         if keys is not None:
             unique = np.unique(np.asarray(keys, dtype=np.int64))
@@ -160,7 +159,7 @@ class _KeyedRows(nn.Module):
         return cls(table, all_keys, vectors, unseen)
 
     def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row for each key, and the rows, of which padding has the last one."""
+        """Return a row for each key, and the rows; the last one is for padding."""
         found = torch.zeros_like(keys, dtype=torch.bool)
         rows = torch.full_like(keys, self._default)
         if self.keys.numel():
@@ -174,15 +173,15 @@ class _KeyedRows(nn.Module):
             return rows, self.weight
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(
-                f"unseen={self._unseen!r} of table {self._table.name!r} looks at the keys, which no trace or exported "
-                "program can: use to_torch(..., unseen='zeros')"
+                f"unseen={self._unseen!r} of table {self._table.name!r} looks at the keys, which a trace or exported "
+                "program cannot do: use to_torch(..., unseen='zeros')"
             )
         return (rows, self.weight) if bool(found.all()) else self._with_unseen(keys, rows, ~found)
 
     def _with_unseen(
         self, keys: torch.Tensor, rows: torch.Tensor, is_unseen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same with vectors for unseen keys: of rows of this lookup alone, one for each key."""
+        """Return the same with vectors for unseen keys: extra rows of this lookup alone, one for each key."""
         unique, number = torch.unique(keys[is_unseen], return_inverse=True)
         vectors = torch.from_numpy(unseen_vectors(self._table, unique.cpu().numpy(), self._unseen))
         last = self.weight.shape[0] - 1

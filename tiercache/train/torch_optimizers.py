@@ -1,4 +1,4 @@
-"""Optimizers of torch in a conversion: the row optimizers that do the same, and anchors in their groups."""
+"""Torch optimizers in a conversion: equivalent row optimizers, and anchors in their groups."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from tiercache.train.table_module import TableModule
 
 OptimizerOfRows = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Optimizer]
-"""How rows step, as `convert` takes it."""
+"""The optimizer of rows, as `convert` takes it."""
 _KNOWN = "SGD, Adagrad, SparseAdam, Adam, AdamW"
 
 
 def as_list(optimizer: object) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of torch among what `convert` was given."""
+    """Return torch's optimizers among the argument of `convert`."""
     every = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     return [one for one in every if isinstance(one, torch.optim.Optimizer)]
 
 
 def as_row_optimizer(optimizer: object, name: str, weight: torch.Tensor) -> Optimizer | None:
-    """Return the optimizer of the rows of a table that has the place of ``weight``; None: none was given.
+    """Return the row optimizer for a table that replaces ``weight``; None: none was given.
 
-    Raises ValueError if no row optimizer does what torch's does.
+    Raises ValueError if no row optimizer is equivalent to torch's.
     """
     if optimizer is None or isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str | bytes | Mapping) or not (found := as_list(optimizer)):
         raise TypeError(
-            f"optimizer= is {optimizer!r}: give one of tc.optim, an optimizer of torch, or a mapping from names of "
-            "modules to those of tc.optim"
+            f"optimizer= is {optimizer!r}: pass one of tc.optim, a torch optimizer, or a mapping from names of "
+            "modules to optimizers of tc.optim"
         )
     for one in found:
         for group in one.param_groups:
@@ -47,31 +47,30 @@ def as_row_optimizer(optimizer: object, name: str, weight: torch.Tensor) -> Opti
     if not weight.requires_grad:
         return None
     raise ValueError(
-        f"{name} is in none of the optimizers that were given: give the one that has it, or freeze it with "
-        "requires_grad_(False)"
+        f"{name} is in none of the given optimizers: pass the one that has it, or freeze it with requires_grad_(False)"
     )
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Optimizer:
-    """Return the row optimizer that does what torch's does with a group of parameters.
+    """Return the row optimizer that is equivalent to a torch optimizer for a group of parameters.
 
-    Warns where torch's also moves rows that a step does not touch: those of dense gradients with momentum or decay.
-    Raises ValueError if there is none.
+    Warns if torch's also moves rows that a step does not touch, as with dense gradients and momentum or decay. Raises
+    ValueError if there is none.
     """
     kind, settings = type(optimizer), dict(group)
 
     def number(key: str) -> float:
         return float(settings[key])
 
-    settings["lr"] = settings.get("initial_lr", settings["lr"])  # a scheduler's
+    settings["lr"] = settings.get("initial_lr", settings["lr"])  # the base rate if a scheduler changed it
 
     adams = torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW
     refused = [key for key in ("maximize", "amsgrad", "lr_decay", "dampening") if settings.get(key)]
     if kind not in (torch.optim.SGD, torch.optim.Adagrad, *adams) or refused:
         what = f"{kind.__name__}({refused[0]}={settings[refused[0]]!r})" if refused else kind.__name__
         raise ValueError(
-            f"{name} is trained by {what}, and no row optimizer does the same: choose one, as in "
-            f"tc.convert(model, optimizer=tc.optim.Adagrad(learning_rate={number('lr'):g})); known are {_KNOWN}"
+            f"{name} is trained by {what}, but no row optimizer does the same: choose one, as in "
+            f"tc.convert(model, optimizer=tc.optim.Adagrad(learning_rate={number('lr'):g})); supported are {_KNOWN}"
         )
     decay, momentum = (float(settings.get(key, 0.0)) for key in ("weight_decay", "momentum"))
     if decay or momentum or kind in adams[1:]:
@@ -99,9 +98,9 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], na
 def replace_parameters(
     optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, tuple[torch.Tensor, list[torch.nn.Parameter]]]
 ) -> None:
-    """Put anchors where optimizers have weights that were replaced.
+    """Put anchors in the place of replaced weights in optimizers.
 
-    replaced: by the id of a weight the weight, and the anchors in its place.
+    replaced: by the id of a weight, the weight and the anchors that replace it.
     """
     for one in optimizers:
         for group in one.param_groups:
@@ -119,7 +118,7 @@ def replace_parameters(
 
 
 def check_unused(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[tuple[torch.Tensor, str]]) -> None:
-    """Raise ValueError for an optimizer that has stepped a weight: its state would become no rows."""
+    """Raise ValueError for an optimizer that has stepped a weight: its state would be lost."""
     for weight, name in weights:
         for one in optimizers:
             state = one.state.get(weight)
@@ -131,17 +130,17 @@ def check_unused(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[
 
 
 def _like_anchor(value: Any, weight: torch.Tensor, anchor: torch.Tensor) -> Any:
-    """Return a value of the state of a weight that was never stepped for its anchor."""
+    """Return state of a weight that was never stepped, reshaped for its anchor."""
     if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.numel():
         return torch.full_like(anchor, float(value.reshape(-1)[0]))
     return value
 
 
 def check_defaults(objects: Iterable[object], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise StateError if rows have the default optimizer, and torch's in a cache would train them otherwise.
+    """Raise StateError if rows have the default optimizer, but torch's in the cache would train them otherwise.
 
     A model that was converted without ``optimizer=`` has the default; the optimizer that has the anchor of a module
-    says how its user means to train it.
+    shows what its user intends.
     """
     modules: list[TableModule] = [one for one in table_modules(objects) if one.has_default_optimizer]
     for one in optimizers:
@@ -160,8 +159,8 @@ def check_defaults(objects: Iterable[object], optimizers: Iterable[torch.optim.O
                     same = False
                 if not same:
                     raise StateError(
-                        f"rows of {name} step with {table.optimizer}, the default of tc.convert, and their model with "
-                        f"{type(one).__name__}(lr={group['lr']}): say how rows step, as in tc.convert(model, "
-                        f"optimizer=tc.optim.Adagrad(learning_rate={float(group['lr']):g})), or give tc.convert the "
-                        "optimizer"
+                        f"rows of {name} step with {table.optimizer}, the default of tc.convert, but their model with "
+                        f"{type(one).__name__}(lr={group['lr']}): choose the optimizer of rows, as in "
+                        f"tc.convert(model, optimizer=tc.optim.Adagrad(learning_rate={float(group['lr']):g})), or pass "
+                        "tc.convert the optimizer"
                     )

@@ -31,7 +31,7 @@ def tables_of(collection: Any) -> list[tuple[Any, Any]]:
 
 
 def feature_names(collection: Any) -> list[str]:
-    """Return the features of a collection in the order of its outputs, one that two tables have twice."""
+    """Return the features of a collection in the order of its outputs; a feature of two tables appears twice."""
     return [name for config, _ in tables_of(collection) for name in config.feature_names]
 
 
@@ -45,21 +45,21 @@ def converted_collection(old: Any, name: str, features: Sequence[str], schema: S
     ]
     if not hasattr(old, "embedding_bags"):
         if old.need_indices():
-            raise ValueError(f"{name} has need_indices=True, and a batch has local ids: make it without")
+            raise ValueError(f"{name} has need_indices=True, but a batch has local ids: create it without")
         return ConvertedRows(schema, features, inputs, outputs)
     pools = [config.pooling.name.lower() for config in configs for _ in config.feature_names]
     weighted = {one.name: one.weights is not None for one in schema.features}
     for feature in features:
         if weighted[feature] != old.is_weighted():
             raise ValueError(
-                f"{name} has is_weighted={old.is_weighted()} and feature {feature!r} has "
+                f"{name} has is_weighted={old.is_weighted()}, but feature {feature!r} has "
                 f"{'' if weighted[feature] else 'no '}weights in the schema: make them agree"
             )
     return ConvertedBags(schema, features, dict(zip(features, pools, strict=True)), inputs, outputs)
 
 
 class ConvertedBags(EmbeddingBagCollection):
-    """Takes the place of torchrec's `EmbeddingBagCollection`: takes a batch, and returns torchrec's `KeyedTensor`."""
+    """Replaces torchrec's `EmbeddingBagCollection`: takes a batch, and returns torchrec's `KeyedTensor`."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class ConvertedBags(EmbeddingBagCollection):
         """The names of each feature and its vectors in torchrec."""
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Look up all features of ``batch``. Raises what `EmbeddingBagCollection` raises."""
+        """Look up all features of ``batch``. Raises the errors of `EmbeddingBagCollection`."""
         return _keyed(self.outputs, self.dims, super().forward(batch, weights))
 
 
 class ConvertedRows(EmbeddingCollection):
-    """Takes the place of torchrec's `EmbeddingCollection`: takes a batch, and returns `JaggedTensor`s by feature."""
+    """Replaces torchrec's `EmbeddingCollection`: takes a batch, and returns `JaggedTensor`s by feature."""
 
     def __init__(self, schema: Schema, features: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__(schema, features)
@@ -87,7 +87,7 @@ class ConvertedRows(EmbeddingCollection):
         """The names of each feature and its vectors in torchrec."""
 
     def forward(self, batch: Batch) -> dict[str, Any]:
-        """Look up all features of ``batch``. Raises what `EmbeddingCollection` raises."""
+        """Look up all features of ``batch``. Raises the errors of `EmbeddingCollection`."""
         found = super().forward(batch)
         return {
             output: _jagged(vectors, batch.features[name].offsets)
@@ -104,7 +104,7 @@ class KeyedCollection(nn.Module):
         self._inputs, self._outputs, self._pools = like.inputs, like.outputs, isinstance(like, ConvertedBags)
 
     def forward(self, features: Any) -> Any:
-        """Return what torchrec's collection returns: a `KeyedTensor`, or `JaggedTensor`s by name."""
+        """Return the same type as torchrec's collection: a `KeyedTensor`, or `JaggedTensor`s by name."""
         by_name = features.to_dict()
         tensors = [by_name[name] for name in self._inputs]
         if not self._pools:
@@ -126,7 +126,7 @@ def _keyed(outputs: Sequence[str], dims: Sequence[int], values: torch.Tensor) ->
 
 
 def _jagged(vectors: torch.Tensor, offsets: Any) -> Any:
-    """Return vectors, of one id or several a sample, as torchrec does: (ids, dim), and how many each sample has."""
+    """Return vectors in torchrec's form: (ids, dim), and the number of each sample's ids."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     flat = vectors.reshape(-1, vectors.shape[-1])

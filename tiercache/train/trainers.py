@@ -1,4 +1,4 @@
-"""Checks of trainers: a setting of theirs that would treat rows otherwise than plain torch does is refused."""
+"""Checks of trainers: refuse settings under which rows would be trained differently than plain torch does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def check_clipping(objects: Iterable[object]) -> None:
     """Raise StateError if Lightning's trainer clips gradients of a registered module by its own rule.
 
-    It would take the norm of the gradients of outputs, in which a row that is looked up twice counts as two.
+    It would take the norm of the gradients of outputs, in which a row that is looked up twice counts twice.
     """
     for one in objects:
         hook = getattr(type(one), "configure_gradient_clipping", None)

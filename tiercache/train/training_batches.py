@@ -1,4 +1,4 @@
-"""TrainingBatches: the batches of all passes as one sized iterable, for trainers that know no passes."""
+"""TrainingBatches: the batches of all passes as one sized iterable, for trainers that do not know passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainingBatches:
         check_epochs(epochs)
         check_size(size)
         _check_steps([one.samples for one in cache.dataset.passes], size, epochs, per_step)
-        for one in cache.dataset.passes:  # a trainer would take a loader of length 0 for one that has ended
+        for one in cache.dataset.passes:  # a trainer would treat a loader of length 0 as finished
             if dataset is not None:
                 _ = one.recorded
             elif not one.has_samples:
@@ -64,8 +64,8 @@ class TrainingBatches:
     def state_dict(self) -> dict[str, Any]:
         """Return the store, its last commit, its pass and sample, and the number of batches that were yielded.
 
-        Rows and registered objects are in the commit, so a checkpoint needs no more. It does not have what was trained
-        since the commit: a training that loads it repeats that.
+        Rows and registered objects are in the commit, so a checkpoint needs no more. Batches trained since the commit
+        are not included: a training that loads the state repeats them.
         """
         (pass_index, sample), current = self._loop.position, self.current_pass
         done = (
@@ -78,17 +78,17 @@ class TrainingBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the next iteration begins at the commit of ``state``, and count its batches in the length.
 
-        You need not call this to resume: an iteration begins at the last commit by itself. To go back to an older
+        You need not call this to resume: an iteration begins at the last commit by itself. To resume from an older
         checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`). Raises StateError if the
-        store has another commit, or if the length was asked for before: a trainer would stop too early.
+        store has another commit, or if the length was requested before: a trainer would stop too early.
         """
         self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
         before = int(state.get("batches", 0))
         if before and self._is_measured:
             raise StateError(
-                f"the checkpoint was made after {before:,} batches, and the trainer asked for the number of batches "
-                "before it loaded that, so it would stop too early: train without the trainer's checkpoint "
-                "(ckpt_path), as the cache resumes from its last commit by itself"
+                f"the checkpoint was made after {before:,} batches, but the trainer requested the number of batches "
+                "before it loaded the checkpoint, so it would stop too early: train without the trainer's checkpoint "
+                "(ckpt_path), because the cache resumes from its last commit by itself"
             )
         self._before = before
 
@@ -102,10 +102,10 @@ class TrainingBatches:
         return made
 
     def _iterate(self) -> Generator[Any, None, None]:
-        """Yield the batches. No name here is a batch's: while the next is made, it is the caller's alone.
+        """Yield the batches. Does not bind them to locals: while the next is made, only the caller holds one.
 
-        Trainers take ``len`` batches and then ask for no more, so the loop over passes ends before the last batch is
-        yielded. Its pass is committed when this iteration ends, or else by ``close``, ``commit`` or another loop.
+        Trainers take ``len`` batches and then stop, so the loop over passes ends before the last batch is yielded. Its
+        pass is committed when this iteration ends, or else by ``close``, ``commit`` or another loop.
         """
         self._total, thread, last = self._before + self._left(), threading.get_ident(), list[Any]()
         try:
@@ -122,7 +122,7 @@ class TrainingBatches:
                 try:
                     yield last.pop()
                 except GeneratorExit:
-                    if threading.get_ident() == thread:  # else a collection on a thread that must not wait
+                    if threading.get_ident() == thread:  # else garbage collection on a thread that must not wait
                         self._loop.leave(current)
                     raise
                 self._loop.finish(current)

@@ -1,4 +1,4 @@
-"""A trial: how fast a small model trains one pass of a dataset, from a store that is thrown away."""
+"""A trial: measures how fast a small model trains one pass of a dataset, with a temporary store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BATCH = 4096
 _WIDTH = 128
 _WARM_BATCHES = 2
-"""Batches at the beginning that do not count."""
+"""Warm-up batches, which are not measured."""
 
 
 class _Net(nn.Module):
@@ -44,8 +44,8 @@ def samples_per_second(
 ) -> float:
     """Train one pass with Adam in a temporary store in ``folder``, and return the samples trained per second.
 
-    Your own model may be slower or faster: give its figure to `tiercache plan --samples-per-second` where you know it.
-    Raises what TierCache raises.
+    Your own model may be slower or faster: if you know its speed, pass it to `tiercache plan --samples-per-second`.
+    Raises the errors of TierCache.
     """
     source = max(data, key=lambda one: one.samples)
     size = max(1, min(batch, source.samples // (2 * _WARM_BATCHES + 4)))
@@ -57,7 +57,7 @@ def samples_per_second(
             host_budget=host_budget, order=[source.index, *(p for p in range(len(data)) if p != source.index)],
             progress=False,
         ) as cache:  # fmt: skip
-            passes = cache.passes(epochs=1)  # held: a pass ends with its loop
+            passes = cache.passes(epochs=1)  # keep the iterator: a pass ends with its loop
             current, begun, warm = next(passes), 0.0, 0
             for number, samples in enumerate(current.batches(size, shuffle=True)):
                 model(samples).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Skip-gram with negative samples, in the layout of a published word2vec: a collate of its own, sparse gradients."""
+"""Skip-gram with negative samples, in the layout of a published word2vec: a custom collate, sparse gradients."""
 
 from __future__ import annotations
 

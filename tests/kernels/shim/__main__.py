@@ -1,4 +1,4 @@
-"""Compiles every kernel source for the CPU, before several processes of the tests want it: nothing without g++."""
+"""Compiles every kernel source for the CPU, before several test processes need it: nothing without g++."""
 
 from __future__ import annotations
 

@@ -40,23 +40,23 @@ _RUNNING = threading.Lock()
 
 
 class KernelError(Exception):
-    """A kernel did what would have been wrong on a GPU: which block and thread, and what."""
+    """A kernel did something that would be wrong on a GPU: the error says which block and thread, and what."""
 
 
 FOLDER = Path(__file__).with_name("__pycache__")
-"""Where libraries lie, under the hash of all that they are made of: compiled once for all processes and sessions."""
+"""The folder of compiled libraries, named by the hash of all inputs: compiled once for all processes and sessions."""
 
 
 @functools.cache
 def _compiler() -> str:
-    """Return what says which compiler it is, and what sources include beside their own text."""
+    """Return the compiler's identity, and the headers that the sources include."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     return "\n".join([version, *FLAGS, *CHECKED, *(path.read_text() for path in sorted(HEADER.parent.glob("*.h")))])
 
 
 @functools.cache
 def compiled(text: str, *, counted: bool = False) -> ctypes.CDLL:
-    """Return the library of a kernel source, compiled when first asked for; counted: its accesses to memory are."""
+    """Return the library of a kernel source, compiled on first use; counted: with memory accesses counted."""
     if shutil.which("g++") is None:
         pytest.skip("g++, which compiles CUDA sources for the CPU, is not installed")
     expanded = subprocess.run(["g++", "-E", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=True)
@@ -92,16 +92,16 @@ class Traffic(NamedTuple):
     read: int
     written: int
     sectors_read: int
-    """Bytes of the distinct 32-byte sectors that were read: those that a cache without a limit moves."""
+    """Bytes of the distinct 32-byte sectors that were read: those that an unlimited cache would load."""
     sectors_written: int
 
 
 class ShimDevice:
     """A Device whose kernels run in this process; its arrays are NumPy arrays made by `place` and `empty`.
 
-    ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled: so errors are
-    planted. ``flush`` takes subnormal numbers for zero. One SM, so that small launches have more work than
-    warps. ``counted`` has ``traffic`` count what launches read and write, by kernel and address of an array.
+    ``order``: how the threads of a block take turns. ``changed`` edits a source before it is compiled, to plant errors.
+    ``flush`` treats subnormal numbers as zero. One SM, so that small launches have more work than warps. ``counted``
+    makes ``traffic`` count the bytes that launches read and write, by kernel and address of an array.
     """
 
     num_sms = 1
@@ -126,11 +126,11 @@ class ShimDevice:
         return self.memory.place(np.ascontiguousarray(array))
 
     def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of rubbish in guarded memory."""
+        """Return an array of garbage in guarded memory."""
         return self.memory.empty((size,), dtype)
 
     def describe(self, array: Any) -> View | None:
-        """Return where an array of NumPy, or a tensor of torch, lies."""
+        """Return the location of an array of NumPy, or a tensor of torch."""
         return describe(array, "__array_interface__")
 
     def put(self, table: NDArray[Any]) -> NDArray[Any]:
@@ -181,15 +181,15 @@ class ShimDevice:
         self.memory.check()
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array of rubbish in guarded memory, of any shape."""
+        """Return an array of garbage in guarded memory, of any shape."""
         return self.memory.empty(shape, dtype)
 
     def large(self, rows: int, width: int) -> NDArray[np.float32]:
-        """Return zeros, of which only what is used takes memory; not guarded."""
+        """Return zeros that take memory only when they are used; not guarded."""
         return reserved(rows, width)
 
     def close(self) -> None:
-        """Give the arrays back."""
+        """Free the arrays."""
         self.memory.close()
 
 
@@ -202,7 +202,7 @@ def _word(argument: Any) -> Any:
 
 
 def device_for(order: str) -> Any:
-    """Return the device that parity is tested on: the shim with an order of threads, or the GPU of `make test-gpu`."""
+    """Return the device of the parity tests: the shim with an order of threads, or the GPU of `make test-gpu`."""
     if not os.environ.get("TIERCACHE_TEST_GPU"):
         return ShimDevice(order)
     from tests.kernels.gpu import GpuDevice
@@ -211,7 +211,7 @@ def device_for(order: str) -> Any:
 
 
 def devices() -> Iterator[Any]:
-    """Give a device for each order of threads, one after another; a GPU has an order of its own."""
+    """Yield a device for each order of threads, one after another; a GPU has its own order."""
     for order in ORDERS[:1] if os.environ.get("TIERCACHE_TEST_GPU") else ORDERS:
         device = device_for(order)
         yield device

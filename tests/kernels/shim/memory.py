@@ -1,4 +1,4 @@
-"""Arrays between pages that nobody may touch, so that an index outside an array is caught."""
+"""Arrays between protected pages, so that an index outside an array is caught."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def reserved(rows: int, width: int) -> NDArray[np.float32]:
-    """Return zeros (rows, width) whose memory comes when they are touched."""
+    """Return zeros (rows, width) whose memory is allocated when it is touched."""
     if not sys.platform.startswith("linux"):
         pytest.skip("reserves address space as Linux does")
     try:
@@ -39,7 +39,7 @@ def reserved(rows: int, width: int) -> NDArray[np.float32]:
 
 
 def repeated(rows: int, width: int) -> NDArray[np.float32]:
-    """Return an array (rows, width) of which every 48 MiB are the same memory: the last write to a place stays."""
+    """Return an array (rows, width) in which every 48 MiB share memory: the last write to a place stays."""
     if not sys.platform.startswith("linux"):
         pytest.skip("maps memory as Linux does")
     whole = reserved(rows, width)
@@ -59,7 +59,7 @@ def repeated(rows: int, width: int) -> NDArray[np.float32]:
 class GuardedMemory:
     """Arrays of one test. Each ends (``at_end``) or begins at a page that cannot be touched.
 
-    The other side is rubbish, and `check` tells whether somebody wrote there. Arrays are numbers after `close` no more.
+    The other side is filled with garbage, and `check` detects writes to it. Arrays are invalid after `close`.
     """
 
     def __init__(self, *, at_end: bool) -> None:
@@ -67,7 +67,7 @@ class GuardedMemory:
         self._blocks: list[tuple[int, int, int, int]] = []  # mapping, its bytes, array, its bytes
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array full of rubbish."""
+        """Return an array full of garbage."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         room = max(1, -(-nbytes // _PAGE)) * _PAGE
@@ -83,7 +83,7 @@ class GuardedMemory:
 
     @property
     def ranges(self) -> NDArray[np.uint64]:
-        """The first address of each array that has elements, and the one after its last, in order: (arrays, 2)."""
+        """The address range of each array that has elements, in order: (arrays, 2)."""
         return np.array(sorted((at, at + size) for _, _, at, size in self._blocks if size), np.uint64).reshape(-1, 2)
 
     def place(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -93,15 +93,15 @@ class GuardedMemory:
         return copy
 
     def check(self) -> None:
-        """Raise AssertionError where somebody wrote beside an array."""
+        """Raise AssertionError if memory next to an array was written to."""
         for mapping, nbytes, address, size in self._blocks:
             first, last = mapping + _PAGE, mapping + nbytes - _PAGE
             for begin, end in ((first, address), (address + size, last)):
-                beside = ctypes.string_at(begin, end - begin)
-                assert beside.count(_RUBBISH) == len(beside), f"a kernel wrote beside an array of {size} bytes."
+                padding = ctypes.string_at(begin, end - begin)
+                assert padding.count(_RUBBISH) == len(padding), f"a kernel wrote next to an array of {size} bytes."
 
     def close(self) -> None:
-        """Give the memory back: arrays of it must not be used again."""
+        """Free the memory: its arrays must not be used again."""
         for mapping, nbytes, _, _ in self._blocks:
             _LIBC.munmap(mapping, nbytes)
         self._blocks.clear()

@@ -1,4 +1,4 @@
-"""CRC32C of many runs of bytes by one call without the GIL, which would cost a training thread 3 us for each page.
+"""CRC32C of many runs of bytes in one call without the GIL, which would cost a training thread 3 us per page.
 
 The kernel needs a CPU with an instruction for CRC32C: call `has_crc32c` first.
 """
@@ -19,7 +19,7 @@ _INT, _LONG = ir.IntType(32), ir.IntType(64)
 _ORIGIN = np.zeros(1, np.uint8)  # the kernel takes all arrays as one, which begins here
 
 Part = tuple[U1, I8]
-"""Bytes, and bounds (R + 1, rising) of runs of them."""
+"""Bytes, and bounds (R + 1, rising) of their runs."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ if has_crc32c():  # other CPUs could not compile it, and `prepare` compiles ever
 def crc32c(parts: Sequence[Part]) -> U4:
     """Return the CRC32C of runs of bytes in any number of arrays: (R,), part after part.
 
-    A part is an array and the bounds of its runs (R_part + 1, rising). Raises ValueError if a bound lies outside the
+    A part is an array and the bounds of its runs (R_part + 1, rising). Raises ValueError if a bound is outside the
     array. Only for CPUs with the instruction.
     """
     if not parts:
@@ -94,7 +94,7 @@ def crc32c(parts: Sequence[Part]) -> U4:
     after, bounds = np.cumsum(lengths), np.concatenate([bounds for _, bounds in parts])
     part_of = np.arange(sizes.size).repeat(lengths)
     runs = np.ones(bounds.size - 1, np.bool_)
-    runs[after[:-1] - 1] = False  # from the end of one part to the begin of the next
+    runs[after[:-1] - 1] = False  # from the end of one part to the start of the next
     wrong = (bounds < 0) | (bounds > sizes[part_of])
     wrong[1:] |= runs & (bounds[1:] < bounds[:-1])
     if wrong.any():

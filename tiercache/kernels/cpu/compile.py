@@ -1,7 +1,7 @@
 """Compilation of kernels: for the types of their annotations, without the GIL, cached on disk.
 
-Any thread may call `serial` kernels; `kernel_threads` says which threads may call `parallel` ones. Kernels that read or
-step rows are compiled again for 16-bit dtypes if a table has such a dtype.
+Any thread may call `serial` kernels; see `kernel_threads` for threads that may call `parallel` ones. Kernels that read
+or step rows are compiled again for 16-bit dtypes if a table has such a dtype.
 """
 
 import functools
@@ -28,7 +28,7 @@ _OPTIONS = {"nogil": True, "error_model": "numpy"}
 _UNCOUNTED = {**_OPTIONS, "_nrt": False}
 
 inlined: Any = _njit(forceinline=True, **_UNCOUNTED)
-"""Decorator of a piece that is merged into its callers, so that constant arguments become constants."""
+"""Decorator of a function that is inlined into its callers, so that constant arguments become constants."""
 worker: Any = _njit(**_UNCOUNTED)
 """Decorator of the body of a parallel kernel's loop: a separate function that allocates nothing."""
 
@@ -50,9 +50,9 @@ def cache_folder() -> Path | None:
     sources = [path.read_bytes() for path in sorted([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("cpu/*.py")])]
     cpu = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), _config.CPU_NAME, _config.CPU_FEATURES
     name = hashlib.sha256(b"\0".join([*sources, repr((cpu, numba.__version__, sys.version)).encode()])).hexdigest()
-    beside, user = _PACKAGE / "cpu" / "__pycache__", Path("~/.cache/tiercache")
-    for parent in [Path(_config.CACHE_DIR)] if _config.CACHE_DIR else [beside, user]:
-        with suppress(OSError, RuntimeError):  # it cannot be written, or there is no home
+    package, user = _PACKAGE / "cpu" / "__pycache__", Path("~/.cache/tiercache")
+    for parent in [Path(_config.CACHE_DIR)] if _config.CACHE_DIR else [package, user]:
+        with suppress(OSError, RuntimeError):  # not writable, or no home folder
             folder = parent.expanduser() / f"kernels-{name[:16]}"
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -90,7 +90,7 @@ class Kernel:
 
 
 def serial(function: _Function, **options: Any) -> _Function:
-    """Compile an entry point that any thread may call; it raises ValueError if an array is not what it takes."""
+    """Compile an entry point that any thread may call; it raises ValueError for an array of another type."""
     kernel = Kernel(function, **options)
     KERNELS.append(kernel)
     compiled, rows = kernel.compiled, kernel.rows

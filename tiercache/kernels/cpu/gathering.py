@@ -1,9 +1,9 @@
 """Lookup without arithmetic: from local ids to slots to rows.
 
-Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim,
-T width of the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1.
-A feature's table starts at `bases[f]` among the L positions; `cols[f]` is its first column in the output.
-Ids are not checked by lookups: call `check_ids` first, for an id outside its table would read another row.
+Legend: S slots, L local positions (the pass's keys of the group), F features, N samples, E entries (ids), D dim, T
+width of the output row. Features are feature-major: entries of feature 0 for all samples, then feature 1. A feature's
+table starts at `bases[f]` among the L positions; `cols[f]` is its first column in the output. Lookups do not check ids:
+call `check_ids` first, because an id outside its table would read another row.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ from tiercache.kernels.step import Vectors
 BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
 GATHER_BLOCK = 1024
 MAP_PART = 1 << 14  # below this a second thread costs more than it saves
-AHEAD = 16  # entries between asking for a row and using it
-STREAM_BYTES = 1 << 22  # outputs this large would only push rows out of the caches
+AHEAD = 16  # entries between prefetching a row and using it
+STREAM_BYTES = 1 << 22  # outputs this large would only evict rows from the caches
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
@@ -33,13 +33,13 @@ def map_entries(ids, first, last, base, slot_of_local, slots):  # type: ignore[n
 
 @inlined
 def first_lanes(at, phase):  # type: ignore[no-untyped-def]
-    """Return how many lanes come before the next cache line; 16 where nothing is streamed (`phase` < 0)."""
+    """Return the number of lanes before the next cache line; 16 if nothing is streamed (`phase` < 0)."""
     return 16 - (at + phase) % 16 if phase >= 0 else 16
 
 
 @inlined
 def write(out, at, value, count, phase):  # type: ignore[no-untyped-def]
-    """Write lanes, past the caches where they are a whole line."""
+    """Write lanes, bypassing the caches for whole lines."""
     if phase >= 0 and count == 16:
         stream(out, at, value)
     else:
@@ -191,7 +191,7 @@ def _check_ids(ids: I4, entry_starts: I8, limits: I8) -> int:
 
 
 def line_phase(out: Matrix[F4]) -> int:
-    """Return how many floats after a cache line `out` begins, or -1 where it is small enough to stay in the caches."""
+    """Return how many floats after a cache line `out` begins, or -1 if it is small enough to stay in the caches."""
     return address_of(out) // 4 % 16 if out.nbytes >= STREAM_BYTES else -1
 
 
@@ -199,17 +199,17 @@ def check_columns(cols: I8, dim: int, width: int) -> None:
     """Raise ValueError if rows of `dim` do not fit an output of `width` columns."""
     if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
         raise ValueError(
-            f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
+            f"cols must be in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
         )
 
 
 def num_parts(num_samples: int) -> int:
-    """Return the number of threads for so many samples."""
+    """Return the number of threads for `num_samples` samples."""
     return max(1, min(threads(), num_samples // BLOCK))
 
 
 def check_ids(ids: I4, entry_starts: I8, limits: I8) -> int:
-    """Return the first entry, feature by feature, whose id is not in [0, limit of its feature); -1 where all are.
+    """Return the first entry, feature by feature, whose id is not in [0, limit of its feature); -1 if there is none.
 
     ids (E,), entry_starts (F + 1,), limits (F,): the number of keys of each feature's table in this pass.
     """
@@ -234,7 +234,7 @@ def pool_one(vectors: Vectors, slot_of_local: I4, ids: I4, bases: I8, cols: I8, 
     """Write each feature's row for each sample to its columns of `out` (N, T), and each entry's slot to `slots`.
 
     vectors (S, D), slot_of_local (L,), ids and slots (F * N,), bases (F,), cols (F,). Other columns of `out` stay. A
-    large output is written past the caches, a line at a time: best where dim, width and columns are multiples of 16.
+    large output is written past the caches, a line at a time: best if dim, width and columns are multiples of 16.
     """
     vectors.check()
     check_columns(cols, vectors.dim, out.shape[1])
@@ -252,16 +252,16 @@ def pool_one(vectors: Vectors, slot_of_local: I4, ids: I4, bases: I8, cols: I8, 
 def can_spread(out: Matrix[F4], cols: I8, dim: int) -> bool:
     """Return True if rows can be written to `out` (N, T) in any order: it is large, and rows share no cache lines.
 
-    dim: that of the rows; cols (F,) as of `pool_one`.
+    dim: of the rows; cols (F,) as in `pool_one`.
     """
     return line_phase(out) == 0 and dim % 16 == 0 and out.shape[1] % 16 == 0 and not (cols % 16).any()
 
 
 def spread_one(vectors: Vectors, pairs: U8, cols: I8, out: Matrix[F4]) -> None:
-    """Write what `pool_one` writes to `out` (N, T), row by row: each is read once, and in the order of memory.
+    """Write the output of `pool_one` to `out` (N, T), row by row: each is read once, and in memory order.
 
-    vectors (S, D); pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` where `can_spread` holds and
-    rows are not in the caches.
+    vectors (S, D); pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` if `can_spread` holds and rows
+    are not in the caches.
     """
     vectors.check()
     check_columns(cols, vectors.dim, out.shape[1])
@@ -279,6 +279,6 @@ def gather(vectors: Vectors, slots: I4, out: Matrix[F4]) -> None:
     """Write the row in each slot (E,) to `out` (E, D)."""
     vectors.check()
     if out.shape != (slots.size, vectors.dim):
-        raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {vectors.dim} elements were asked for.")
+        raise ValueError(f"out has shape {out.shape}: expected {slots.size} rows of {vectors.dim} elements.")
     counter, parts = np.zeros(1, np.int64), max(1, min(threads(), slots.size // GATHER_BLOCK))
     _gather(*vectors, slots, out, line_phase(out), counter, parts)

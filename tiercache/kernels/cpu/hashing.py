@@ -1,6 +1,6 @@
 """The hashes whose bits must not drift: key order and XXH64 (docs/format/bits.md, "Bits").
 
-Owner r of W has the keys whose hash lies in [floor(r * 2^64 / W), floor((r + 1) * 2^64 / W)).
+Owner r of W has the keys with a hash in [floor(r * 2^64 / W), floor((r + 1) * 2^64 / W)).
 All kernels here are serial and run without the GIL, so that the reader thread can call them.
 """
 
@@ -41,7 +41,7 @@ def mix(value: int) -> int:
 
 
 def hash_keys(keys: I8, table_id: int) -> U8:
-    """Return the hash of each key of a table: keys are kept in the order of this number."""
+    """Return the hash of each key of a table, by which keys are ordered."""
     out = np.empty(keys.size, np.uint64)
     _hash_keys(keys, table_id, out)
     return out
@@ -59,10 +59,10 @@ def _hash_runs(keys: I8, table_ids: U8, counts: I8, out: Written[U8]) -> None:
 def hash_runs(keys: I8, table_ids: U8, counts: I8) -> U8:
     """Return the hash of each key (n,): the first `counts[0]` are of the table `table_ids[0]`, and so on.
 
-    Raises ValueError where the counts are not those of the keys.
+    Raises ValueError if the counts do not add up to the number of keys.
     """
     if counts.sum() != keys.size or (counts.size and counts.min() < 0):
-        raise ValueError(f"the runs of keys have {counts.sum()} keys: {keys.size} were given")
+        raise ValueError(f"counts add up to {counts.sum()} keys, but {keys.size} were given")
     out = np.empty(keys.size, np.uint64)
     _hash_runs(keys, table_ids, counts, out)
     return out
@@ -147,14 +147,14 @@ def _hash_words(words: Matrix[U8], seed: Word, out: Written[U8]) -> None:
 
 
 def xxh64_strings(data: U1, offsets: I8, seed: int = 0) -> U8:
-    """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`, whose values are published.
+    """Return XXH64 of each string `data[offsets[i]:offsets[i + 1]]`, with the published values.
 
-    Raises ValueError when the offsets decrease or leave the data.
+    Raises ValueError if the offsets decrease or leave the data.
     """
     if offsets.size == 0:
         raise ValueError("offsets is empty: n strings have n + 1 offsets.")
     if offsets[0] < 0 or offsets[-1] > data.size or np.any(offsets[1:] < offsets[:-1]):
-        raise ValueError(f"offsets must not decrease and must stay within the {data.size} bytes of data.")
+        raise ValueError(f"offsets must not decrease and must be within the {data.size} bytes of data.")
     out = np.empty(offsets.size - 1, np.uint64)
     _hash_spans(data, offsets, seed, out)
     return out
@@ -171,8 +171,8 @@ def xxh64_words(words: Matrix[U8], seed: int = 0) -> U8:
 def _owner(hashed, num_owners):  # type: ignore[no-untyped-def]
     """Return the rank whose range has a hash.
 
-    The high half of the product with W is the rank, or one less where the hash is the first of its range and the
-    range's exact bound no whole number: adding W once more then passes 2^64.
+    The high half of the product with W is the rank, or one less if the hash is the first of its range and the range's
+    exact bound is not a whole number: adding W once more then passes 2^64.
     """
     product = (hashed & _LOW) * num_owners
     high = ((hashed >> _HALF) * num_owners + (product >> _HALF)) >> _HALF
@@ -189,5 +189,5 @@ def key_owners(keys: I8, table_id: int, num_owners: int, owners: I2) -> None:
     """Write the owner of each key (n,) to `owners` (n,). Raises ValueError for too many owners."""
     same_length(keys=keys, owners=owners)
     if not 1 <= num_owners <= MOST_OWNERS:
-        raise ValueError(f"{num_owners} owners: from 1 to {MOST_OWNERS} are possible.")
+        raise ValueError(f"invalid number of owners {num_owners}: expected 1 to {MOST_OWNERS}.")
     _key_owners(keys, table_id, num_owners, owners)

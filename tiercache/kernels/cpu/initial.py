@@ -116,7 +116,7 @@ def initial_rows(keys: I8, table_id: int, seed: int, kind: int, a: float, b: flo
     """Write the initial vector of each key to `out` (n, dim).
 
     `kind` is ZEROS, CONSTANT (a), UNIFORM (low a, high b) or NORMAL (mean a, standard deviation b). A row depends only
-    on table, seed and key. NORMAL is made here alone; the others have the same bits on every device.
+    on table, seed and key. NORMAL is made only here; the others have the same bits on every device.
     """
     same_length(keys=keys, out=out)
     stream = mix((seed ^ table_id) & ((1 << 64) - 1))
@@ -128,4 +128,4 @@ def initial_rows(keys: I8, table_id: int, seed: int, kind: int, a: float, b: flo
     elif kind == NORMAL:
         _normal_rows(keys, stream, a, b, out)
     else:
-        raise ValueError(f"initializer kind {kind} is unknown: 0 zeros, 1 constant, 2 uniform, 3 normal.")
+        raise ValueError(f"unknown initializer kind {kind}: expected 0 zeros, 1 constant, 2 uniform, 3 normal.")

@@ -1,11 +1,11 @@
 """From raw keys to positions: an open-addressing index over the key sets of several tables.
 
-A place has 16 bytes: the key, and table and position in one word, so that one access tells all. A key's search begins
-at the low bits of `mix(key ^ table id)` (key sets come in the order of the high bits, and a rank has one range of them)
-and goes on place by place; a match is one of key and table. INT64_MIN marks an empty place, so the out-of-vocabulary
-row, whose key it is, has its position next to the places, one per table. Nothing is ever removed.
+A place has 16 bytes: the key, and table and position in one word, so one access reads both. The search for a key begins
+at the low bits of `mix(key ^ table id)` (key sets are ordered by the high bits, and a rank has one range of them) and
+continues place by place; a match is one of key and table. INT64_MIN marks an empty place, so the out-of-vocabulary row,
+whose key it is, has its position outside of the places, one per table. Nothing is ever removed.
 
-Capacity is a power of two with at most 0.8 of the places taken: 20 to 40 bytes a key.
+Capacity is a power of two with at most 0.8 of the places taken: 20 to 40 bytes per key.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ EMPTY = -(1 << 63)
 MOST_POSITIONS = (1 << 31) - 1
 _NOWHERE = (1 << 32) - 1
 _EMPTY, _LOW, _HALF = np.int64(EMPTY), np.int64(_NOWHERE), np.int64(32)
-_AHEAD = 8  # keys between asking for memory and using it
+_AHEAD = 8  # keys between prefetching memory and using it
 _PART_KEYS = 4096
 
 
 class KeySet(NamedTuple):
-    """Distinct keys of one table, whose positions run on from `first_position`."""
+    """Distinct keys of one table, with consecutive positions from `first_position`."""
 
     table: int
     keys: Any
@@ -43,7 +43,7 @@ class Missing:
 
     count: int
     first: int
-    """The least such entry; -1 where there is none."""
+    """The least such entry; -1 if there is none."""
 
 
 def capacity_for(num_keys: int) -> int:
@@ -54,33 +54,33 @@ def capacity_for(num_keys: int) -> int:
 
 
 def bytes_for(num_keys: int, num_tables: int) -> int:
-    """Return the bytes of an index for `num_keys` keys of so many tables."""
+    """Return the bytes of an index for `num_keys` keys of `num_tables` tables."""
     return 16 * capacity_for(num_keys) + 8 * num_tables
 
 
 def check_key_sets(key_sets: Sequence[KeySet], num_tables: int, count: int, capacity: int) -> int:
-    """Return how many keys these are. Raises ValueError where an index, which has `count` keys, cannot take them in."""
+    """Return the number of these keys. Raises ValueError if they do not fit an index that has `count` keys."""
     for table, keys, first in key_sets:
         last = first + keys.shape[0] - 1
         _check_table(table, num_tables)
         if first < 0 or last > MOST_POSITIONS:
-            raise ValueError(f"positions {first:,} to {last:,} must lie in [0, {MOST_POSITIONS:,}].")
+            raise ValueError(f"positions {first:,} to {last:,} must be in [0, {MOST_POSITIONS:,}].")
     more = sum(int(key_set.keys.shape[0]) for key_set in key_sets)
     if count + more > capacity * 4 // 5:
         raise ValueError(
-            f"the index has {count:,} keys and room for {capacity * 4 // 5:,}, and {more:,} more were given: "
-            "make one with more room. Nothing was changed."
+            f"the index has {count:,} keys and room for {capacity * 4 // 5:,}, but {more:,} more were given: "
+            "create one with more room. Nothing was changed."
         )
     return more
 
 
 def _check_table(table: int, num_tables: int) -> None:
     if not 0 <= table < num_tables:
-        raise ValueError(f"there is no table {table}: the index has {num_tables}, counted from 0.")
+        raise ValueError(f"unknown table {table}: the index has {num_tables} tables, counted from 0.")
 
 
 def check_entries(num_keys: int, starts: I8, tables: I8, num_tables: int) -> None:
-    """Raise ValueError where entry starts and tables of a batch's features do not fit."""
+    """Raise ValueError if entry starts and tables of a batch's features do not fit."""
     if starts.size != tables.size + 1 or (np.diff(starts) < 0).any() or starts[0] != 0 or starts[-1] != num_keys:
         raise ValueError(f"{tables.size} features and {num_keys} keys do not fit entry starts {starts.tolist()}.")
     for table in (int(tables.min()), int(tables.max())) if tables.size else ():
@@ -179,13 +179,13 @@ class KeyIndex:
         return self._places.nbytes + self._oov.nbytes
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Remove all keys."""
         self._places[:, 0] = EMPTY
         self._oov[:] = _NOWHERE
         self.count = 0
 
     def extend(self, key_sets: Sequence[KeySet]) -> None:
-        """Take in key sets, or stretches of them: no key is in the index yet.
+        """Add key sets, or parts of them: no key is in the index yet.
 
         Raises ValueError before anything is changed.
         """
@@ -197,7 +197,7 @@ class KeyIndex:
         self.count += more
 
     def find(self, keys: I8, entry_starts: I8, tables: I8, positions: I4) -> Missing:
-        """Write the position of each key (E,) to `positions` (E,), -1 where it is missing; return what is missing.
+        """Write the position of each key (E,) to `positions` (E,), -1 if it is missing; return the missing keys.
 
         The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`. On all threads:
         only the training thread may call it.

@@ -39,10 +39,10 @@ def _map_entries(
 def map_entries(
     lows: U4, first_rows: I8, bucket_bits: int, print_bits: int, range_bits: int, entry_bytes: int
 ) -> tuple[U4, U1]:
-    """Return (2 ** bucket_bits,) and (N * entry_bytes,): entries of each bucket, and the bytes of all.
+    """Return (2 ** bucket_bits,) and (N * entry_bytes,): the number of entries of each bucket, and their bytes.
 
-    `lows` (N,) are the last 32 bits of the hashes of rows, of which those from `first_rows[r]` to
-    `first_rows[r + 1]` are of range r. docs/format/store.md has the algorithm.
+    `lows` (N,) are the last 32 bits of the hashes of rows; rows `first_rows[r]` to `first_rows[r + 1]` are of range r.
+    docs/format/store.md has the algorithm.
     """
     counts, out = np.zeros(1 << bucket_bits, np.uint32), np.empty(lows.size * entry_bytes, np.uint8)
     places = np.empty(counts.size, np.uint32)

@@ -1,4 +1,4 @@
-"""When keys are used next, and where they stand: sweeps and searches over key sets in hash order. Serial kernels."""
+"""The next use of keys, and their positions: sweeps and searches over key sets in hash order. Serial kernels."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.simd import prefetch
 
-_AHEAD = 8  # queries between asking for memory and using it
+_AHEAD = 8  # queries between prefetching memory and using it
 
 
 @serial
@@ -52,10 +52,10 @@ def sweep_uses(
 ) -> None:
     """Write the passes to the next use and since the last use of every key of every sub-dataset, for one epoch.
 
-    numbers (K,): which key, below `num_keys`, the sub-datasets' keys one sub-dataset after another; sub-dataset p has
-    entries `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the sub-dataset at each place of the
-    epoch before, of this one and of the one after. A sub-dataset is in each epoch once, so both distances exist and are
-    below 2 P.
+    numbers (K,): the number of each key, below `num_keys`, for one sub-dataset after another; sub-dataset p has entries
+    `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the sub-dataset at each place of the previous
+    epoch, of this one and of the next one. A sub-dataset is in each epoch once, so both distances exist and are below 2
+    P.
     """
     same_length(numbers=numbers, next_distance=next_distance, prev_distance=prev_distance)
     _sweep(numbers, pass_starts, before, order, after, next_distance, prev_distance, np.empty(num_keys, np.int64))
@@ -91,7 +91,7 @@ def _guess(wanted, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def _place(keys, table_id, wanted, size):  # type: ignore[no-untyped-def]
-    """Return the first place whose hash is not below `wanted`, by interpolation: four looks for millions of keys."""
+    """Return the first place whose hash is not below `wanted`, by interpolation: four probes for millions of keys."""
     place = _guess(wanted, size)
     for _ in range(3):
         place = min(max(place, 0), size - 1)
@@ -105,7 +105,7 @@ def _place(keys, table_id, wanted, size):  # type: ignore[no-untyped-def]
     while place < size and steps < 64 and mix_word(np.uint64(keys[place]) ^ table_id) < wanted:
         place += 1
         steps += 1
-    if steps == 64:  # keys were chosen so that their hashes crowd
+    if steps == 64:  # adversarial keys: clustered hashes
         place = _first_at_least(keys, table_id, wanted, np.int64(0), size)
     return place
 

@@ -1,8 +1,8 @@
-"""N-grams of tokens, as numbers that keys are made of.
+"""N-grams of tokens, as numbers from which keys are made.
 
 A token at some distance from the last one of an n-gram is multiplied by the factor of that distance, and the products
-are combined by exclusive or, modulo 2^64. Factors that are powers of two beyond the range of tokens make numbers that
-no two n-grams share; odd ones hash. Legend: N sequences, T tokens of each, K factors, O orders, H heads, U n-grams.
+are combined by exclusive or, modulo 2^64. Factors that are powers of two beyond the range of tokens give each n-gram a
+unique number; odd factors hash. Legend: N sequences, T tokens of each, K factors, O orders, H heads, U n-grams.
 """
 
 from tiercache.kernels.arrays import I8, Matrix, Written
@@ -47,9 +47,9 @@ def spread_ngrams(
     first: int,
     keys: Written[Matrix[I8]],  # (U, columns)
 ) -> None:
-    """Write the keys of n-grams to columns `first` to `first` + H: the rest of a division by a modulus, and an offset.
+    """Write the keys of n-grams to columns `first` to `first` + H: the remainder by a modulus, plus an offset.
 
-    The rest is at least 0, also that of a negative number.
+    The remainder is at least 0, also for a negative number.
     """
     for h in range(moduli.size):
         modulus, offset = moduli[h], offsets[h]

@@ -1,6 +1,6 @@
 """Lookup with pooling: bags of any number of ids, with weights, and the gradient of the weights.
 
-Legend and promises as in `gathering`, which holds the lookups of exactly one id.
+Legend and promises as in `gathering`, which has the lookups of exactly one id.
 """
 
 import numpy as np
@@ -76,7 +76,7 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     num_samples, width = out.shape
     dim, stride = shape_of(vectors)
-    each = np.int64(weights.size > 1 or ids.size == 1)  # a single 1 stands for all
+    each = np.int64(weights.size > 1 or ids.size == 1)  # a single 1 applies to all
     block = atomic_next(counter)
     while block * BLOCK < num_samples:
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, num_samples)
@@ -191,10 +191,10 @@ def pool_bags(
     """Write each bag's pooled row to its feature's columns of `out` (N, T): zeros for an empty bag.
 
     Bag f * N + n has entries `offsets[f * N + n]` to `offsets[f * N + n + 1]`; offsets (F * N + 1,), modes (F,): SUM,
-    MEAN (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1.
-    Written for the step: slots (E,); argmax (N, T), the entry of each max-pooled element, -1 in an empty bag (may be
-    empty where no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as
-    `step.Gradients` has them. Sums go over the entries in order.
+    MEAN (of the ids, after weights) or MAX (the first of equals; takes no weights). weights (E,), or empty: 1. Written
+    for the step: slots (E,); argmax (N, T), the entry of each max-pooled element, -1 in an empty bag (may be empty if
+    no feature is MAX); entry_offset (E,) and entry_scale (E,) (may be empty: then all are 1) as in `step.Gradients`.
+    Sums are in the order of the entries.
     """
     vectors.check()
     check_columns(cols, vectors.dim, out.shape[1])
@@ -232,7 +232,7 @@ def weight_gradient(
     """Write the gradient of each entry's weight to `out` (E,): row times gradient, over the ids of the bag for MEAN.
 
     Call it before the step: `vectors` (S, D) must be as they were in the lookup. gradient (N, T); the rest as in
-    `pool_bags`. Not for MAX features, which take no weights: what is written for them means nothing.
+    `pool_bags`. Not for MAX features, which take no weights: their output is meaningless.
     """
     vectors.check()
     check_columns(cols, vectors.dim, gradient.shape[1])

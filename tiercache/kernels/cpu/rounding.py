@@ -22,9 +22,9 @@ _CHUNK = 1 << 16
 
 
 def set_streams(streams: U8, slots: I4 | None, keys: I8, table_id: int, seed: int) -> None:
-    """Write the streams of rows of one table to their slots (n,); None: that of key i to place i of (n,).
+    """Write the streams of rows of one table to their slots (n,); None: the stream of key i to place i of (n,).
 
-    A few keys (n,) at a time are brought in memory.
+    Keys (n,) are prefetched a few at a time.
     """
     same_length(slots=streams if slots is None else slots, keys=keys)
     table = np.uint64(mix((seed ^ table_id) & ((1 << 64) - 1)))

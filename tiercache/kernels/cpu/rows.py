@@ -14,9 +14,9 @@ from tiercache.kernels.cpu.simd import atomic_next, fence, load, prefetch_span, 
 from tiercache.kernels.pieces import Pieces
 
 _TASK = 512  # rows a thread takes at a time
-_AHEAD = 8  # rows between asking for memory and copying it
-_LOOKUP = 64  # rows of which the piece is known in which the first one stands
-_ORIGIN = aligned_zeros(1, 1)[0]  # places in memory are counted from here, in floats
+_AHEAD = 8  # rows between prefetching memory and copying it
+_LOOKUP = 64  # rows per lookup entry, which has the piece of the first one
+_ORIGIN = aligned_zeros(1, 1)[0]  # memory offsets are counted from here, in floats
 
 
 @inlined
@@ -34,9 +34,9 @@ def _copy(source, start, target, at, width, past_caches):  # type: ignore[no-unt
 
 @worker
 def _move_tasks(values, slots, order, so_far, first, place, before, memory, packing, past_caches, counter):  # type: ignore[no-untyped-def]
-    """Move rows, 512 at a time, so that one large piece is shared by all threads too.
+    """Move rows, 512 at a time, so that all threads also share one large piece.
 
-    Rows of whole cache lines are written past the caches: what is written is not read first, and not soon after.
+    Rows of whole cache lines are written past the caches, because the target is not read first, nor soon after.
     """
     width = values.shape[1]
     asking = packing or not past_caches
@@ -48,7 +48,7 @@ def _move_tasks(values, slots, order, so_far, first, place, before, memory, pack
         while row < last:
             rows_of_piece = so_far[piece + 1] - so_far[piece]
             at = place[piece] + before * rows_of_piece + (row - so_far[piece]) * width
-            here = first[piece] - so_far[piece]  # from rows to places among the slots
+            here = first[piece] - so_far[piece]  # from rows to indices in `slots`
             end = min(so_far[piece + 1], last)
             for r in range(row, end):
                 if asking and r + _AHEAD < end:
@@ -91,7 +91,7 @@ def _move(
 def _scatter_tasks(values, place_of_slot, so_far, piece_of_lookup, place, before, memory, past_caches, counter):  # type: ignore[no-untyped-def]
     """Write the row in each slot to its place, 512 slots at a time.
 
-    Memory is read in its order and written out of it: reads are waited for, and writes are not.
+    Memory is read in order and written out of order: reads are waited for, and writes are not.
     """
     width = values.shape[1]
     task = atomic_next(counter)
@@ -127,7 +127,7 @@ def _scatter(
 
 @serial
 def _place_of_slot(slots: I4, order: I4, out: Written[I4]) -> int:
-    """Write the place of the row in each slot, -1 where none is; return the first place without its own, or -1."""
+    """Write the place of the row in each slot, -1 if there is none; return the first place without its own, or -1."""
     out[:] = -1
     for place in range(order.size):
         if not 0 <= order[place] < slots.size:
@@ -140,7 +140,7 @@ def _place_of_slot(slots: I4, order: I4, out: Written[I4]) -> int:
 
 
 def _table(pieces: Pieces) -> tuple[I8, I8, I8]:
-    """Return rows so far (P + 1), place among the slots (P) and place in memory (P), from `_ORIGIN` on."""
+    """Return rows so far (P + 1), first index in the slots (P) and offset in memory (P), counted from `_ORIGIN`."""
     address, rows, first = pieces.columns()
     so_far = np.zeros(rows.size + 1, np.int64)
     np.cumsum(rows, out=so_far[1:])
@@ -158,8 +158,8 @@ def _move_fields(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: P
         wrong = _place_of_slot(slots, order[: pieces.num_rows], place_of_slot)
         if wrong >= 0:
             raise ValueError(
-                f"the row at place {wrong} has no slot of its own: there are {slots.size} rows in {num_slots} slots, "
-                "each to stand at one place."
+                f"the row at place {wrong} has an invalid or repeated slot: there are {slots.size} rows in "
+                f"{num_slots} slots, each with one place."
             )
         lookup = np.searchsorted(table[0], np.arange(0, pieces.num_rows, _LOOKUP), side="right") - 1
     before, calls = 0, list[tuple[Any, ...]]()
@@ -184,8 +184,8 @@ def pack(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: Pieces) -
     """Write rows to pieces, in an order.
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
-    slots: the slot of each row, no two the same. One launch a field. Raises ValueError for pieces that do not fit, and,
-    if at least half of all slots are packed, for rows and slots that are not so.
+    slots: the slot of each row, no two the same. One launch per field. Raises ValueError for pieces that do not fit
+    and, if at least half of all slots are packed, for repeated rows or slots.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

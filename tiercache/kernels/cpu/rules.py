@@ -1,6 +1,6 @@
 """The arithmetic of the optimizers of `store.optimizer`, sixteen elements of a row at a time.
 
-Branches on a constant `kind` are not in the machine code. A row-wise rule has one number a row after its other states.
+Branches on a constant `kind` are not in the machine code. A row-wise rule has one more number per row.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ FIRST_ROWWISE = ROWWISE_ADAGRAD
 
 @inlined
 def elements_of(kind):  # type: ignore[no-untyped-def]
-    """Return the states of a rule that have a number for each element."""
+    """Return the number of states of a rule that have a number for each element."""
     if kind == ADAM:
         return 2
     return 1 if kind in (MOMENTUM, ADAGRAD, ROWWISE_ADAM) else 0
@@ -53,7 +53,7 @@ def step_elements(kind, rule, rate, g, first, second):  # type: ignore[no-untype
 
 @inlined
 def with_constant(kind, function, arguments):  # type: ignore[no-untyped-def]
-    """Call `function` with a kind that is a constant: with the first that changes elements as `kind` does."""
+    """Call `function` with a constant kind: the first one that changes elements as `kind` does."""
     if kind == SUM:
         return function(SUM, *arguments)
     if kind == MOMENTUM:

@@ -1,7 +1,7 @@
-"""Gathering samples from the mapped arrays of a sub-dataset, and turning numbers into local ids.
+"""Gathering samples from the mapped arrays of a sub-dataset, and replacing numbers by local ids.
 
 All kernels are serial and run without the GIL, so that any thread may call them.
-Legend: n samples asked for, N samples of the sub-dataset, S features with one id, E ids.
+Legend: n requested samples, N samples of the sub-dataset, S features with one id, E ids.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from tiercache.kernels.cpu.compile import inlined, serial
 from tiercache.kernels.cpu.hashing import mix_word
 
 ONES, STEPS, NO_LIMIT = -1, -2, -1
-"""In place of a copy's first word: float32 ones; int64 steps. And the limit of numbers that are not ids."""
+"""Special first words of a copy: float32 ones; int64 steps. And the limit of numbers that are not ids."""
 
 
 @serial
 def gather_samples(
-    words: I4,  # those of a file
+    words: I4,  # of a file
     samples: I8,  # (n,) each below N
     copies: Matrix[I8],  # (C, 5): first word, words of a sample there and here, first word of out, limit of ids
     out: Written[I4],
@@ -55,15 +55,15 @@ def gather_samples(
 
 @serial
 def gather_offsets(
-    longs: I8,  # (N + 1,) where the lists of the sub-dataset begin
+    longs: I8,  # (N + 1,) the start of each list of the sub-dataset
     count: int,  # values of all lists
     samples: I8,  # (n,)
-    begins: Written[I8],  # (n,) where each list begins
+    begins: Written[I8],  # (n,) the start of each list
     offsets: Written[I8],  # (n + 1,) offsets of the gathered lists
 ) -> int:
-    """Read where lists begin and lay them out one after another.
+    """Read the starts of lists and lay the lists out one after another.
 
-    Return the first of the n whose list does not lie within the values, -1 where all do.
+    Return the first of the n whose list is not within the values, or -1.
     """
     offsets[0] = 0
     for i in range(samples.size):
@@ -100,7 +100,7 @@ def permute(numbers: Written[I4], positions: I4) -> None:
 def permute_columns(
     numbers: I4,  # (S * n,) of each feature in turn
     positions: I4,  # positions of all tables, one table after another
-    bases: I8,  # (S,) where the table of each feature begins in positions
+    bases: I8,  # (S,) the start of each feature's table in positions
     ids: Written[Matrix[I4]],  # (n, S)
 ) -> None:
     """Write `positions[bases[s] + number]` for each number of feature s: ids are sample-major."""
@@ -114,7 +114,7 @@ def permute_columns(
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64's state
-_LEAST_BITS = 8  # in fewer, six rounds leave some orders of a few samples far more likely than others
+_LEAST_BITS = 8  # with fewer, six rounds leave some orders of a few samples far more likely than others
 
 
 @inlined
@@ -139,19 +139,19 @@ def _shuffled(state: Word, count: Word, first: Word, out: Written[U8]) -> None:
         keys[j] = mix_word(np.uint64(state) + np.uint64(j + 1) * _STEP)
     for i in range(out.size):
         out[i] = _permuted(first + np.uint64(i), low_bits, high_mask, low_mask, keys)
-    for i in range(out.size):  # a loop of its own: the one above has no branch and runs several samples at once
+    for i in range(out.size):  # a separate loop: the one above has no branch and runs several samples at once
         while out[i] >= count:
             out[i] = _permuted(out[i], low_bits, high_mask, low_mask, keys)
 
 
 def shuffled(state: int, count: int, first: int, last: int) -> I8:
-    """Return the elements [first, last) of the permutation of 0..count-1 that `state` (uint64) decides.
+    """Return the elements [first, last) of the permutation of 0..count-1 given by `state` (uint64).
 
-    Takes time and memory for these elements alone. For shuffling, not for secrets. Raises ValueError unless they are
+    Takes time and memory only for these elements. For shuffling, not for secrets. Raises ValueError unless they are
     within [0, count).
     """
     if not 0 <= first <= last <= count:
-        raise ValueError(f"places {first} to {last} were asked for: they must be within 0 to {count}.")
+        raise ValueError(f"invalid range {first} to {last}: expected it within 0 to {count}.")
     out = np.empty(last - first, np.uint64)
     _shuffled(state, count, first, out)
     return out.view(np.int64)

@@ -1,8 +1,8 @@
-"""Sixteen float32 at a time: a vector type for kernels, so that loops need not hope for the vectorizer.
+"""Sixteen float32 at a time: a vector type for kernels, so that loops do not depend on the vectorizer.
 
 `Lanes` values live in registers. Offsets count elements of the flattened C-contiguous array and are not checked.
-`count` says how many lanes take part (a constant 16 after inlining costs nothing); the others read as zero and are not
-written. LLVM lowers everything to whatever the CPU has. No operation is fused with another.
+`count` is the number of lanes that take part (a constant 16 after inlining costs nothing); the others read as zero and
+are not written. LLVM lowers everything to the instructions of the CPU. No operations are fused.
 """
 
 import functools
@@ -123,7 +123,7 @@ def _mask(builder: Any, count: Any) -> Any:
 
 
 def _all_lanes(builder: Any, count: Any) -> Any:
-    """Return True if no mask is needed: CPUs without mask registers are slow at them, most at stores."""
+    """Return True if no mask is needed: CPUs without mask registers are slow with masks, most for stores."""
     return builder.icmp_signed(">=", count, ir.Constant(count.type, WIDTH))
 
 
@@ -211,7 +211,7 @@ def fence(builder: Any) -> None:
 @emitted(types.void, Elements, types.intp)
 def prefetch(builder: Any, array: Elements, offset: Any) -> None:
     """Prefetch the cache line of the element at `offset` of the flattened array; never faults."""
-    # for reading, into the second-level cache: more of them can be under way than of those into the first
+    # for reading, into the second-level cache: more of these can be in flight than into the first
     inputs = [builder.bitcast(array.address(builder, offset), cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
 

@@ -10,7 +10,7 @@ from tiercache.kernels.cpu.compile import serial
 def stable_order_by_distance(distance_K: I4, limit: int, order_K: Written[I4]) -> I8:
     """Write to `order_K` the positions sorted by `min(distance, limit)`, equal ones in order: a counting sort.
 
-    Returns int64 (limit + 2,): at [d] the first place of distance d, at [limit + 1] the number of positions.
+    Returns int64 (limit + 2,): at [d] the first index of distance d, at [limit + 1] the number of positions.
     """
     starts = np.zeros(limit + 2, np.int64)
     for i in range(distance_K.size):
@@ -44,11 +44,11 @@ def assign_slots(
 
     old_slots (K,): slots of the pass now on the device; old_next_distance (K,): 1 means kept; dump_order (K,): its rows
     by next distance, so that kept ones come first. new_prev_distance (K',): 1 means kept; load_order (K',): the next
-    pass's rows, kept ones first, in the order in which they meet those of dump_order; new_slots (K',) is written. The
-    others take spare slots while there are any, then those of departing rows in dump order: what is loaded first goes
-    where nothing was, or where what stood is dumped first. spare_slots is a stack of slots in no use, filled from
-    index 0; its used length comes in as `spare_slots[-1]` and goes out there; with those that depart there must be one
-    for each row. Returns the number of kept rows, or -1 where the two sides differ.
+    pass's rows, kept ones first, in the same order as in dump_order; new_slots (K',) is written. The other rows take
+    spare slots while there are any, then slots of departing rows in dump order: the first loaded rows go to free slots,
+    or to slots whose rows are dumped first. spare_slots is a stack of unused slots, filled from index 0; its used
+    length is passed in and returned as `spare_slots[-1]`; with the slots of departing rows there must be one for each
+    row. Returns the number of kept rows, or -1 if the two sides differ.
     """
     kept = 0
     while kept < load_order.size and new_prev_distance[load_order[kept]] == 1:

@@ -1,6 +1,6 @@
-"""Bring the entries of a step that touch one row together, in batch order.
+"""Sort the entries of a step so that those of one row are adjacent, in batch order.
 
-A stable radix sort, least significant digit first. Every part counts and scatters its own stretch of the input, so the
+A stable radix sort, least significant digit first. Every part counts and scatters its own range of the input, so the
 result does not depend on the number of threads.
 """
 
@@ -23,7 +23,7 @@ def _digit(pair, shift, mask):  # type: ignore[no-untyped-def]
 
 @worker
 def _count(part, parts, slots, shift, mask, pairs, counts, highest):  # type: ignore[no-untyped-def]
-    """Count the digits of a stretch; the first time, with `slots`, make its pairs and find its highest slot too."""
+    """Count the digits of a range; the first time, with `slots`, make its pairs and find its highest slot too."""
     start, stop = pairs.size * part // parts, pairs.size * (part + 1) // parts
     for digit in range(mask + np.uint64(1)):
         counts[part, digit] = 0

@@ -1,7 +1,7 @@
 """Unique rows of a batch, in order, and the row of every entry: the requests between ranks.
 
-Legend: E entries, U unique slots, K stretches. A slot may be any number that `sort_slots` sorts: here it is the
-position of a key in a pass.
+Legend: E entries, U unique slots, K ranges. A slot may be any number that `sort_slots` sorts: here it is the position
+of a key in a pass.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @worker
 def _number(numbering, part, parts, pairs, counts, unique, inverse):  # type: ignore[no-untyped-def]
-    """Count the slots that begin in a part; or, `numbering`, write them and which of them each entry has."""
+    """Count the slots that begin in a part; or, if `numbering`, write them and each entry's index among them."""
     number = np.int64(-1)
     if numbering:
         for before in range(part):
@@ -39,17 +39,17 @@ def _number(numbering, part, parts, pairs, counts, unique, inverse):  # type: ig
 @parallel
 def _unique(pairs: U8, counts: Written[I8], unique: Written[I4], inverse: Written[I4]) -> None:
     parts = counts.size
-    for step in range(2):  # not two loops in a row: the compiler may merge loops that look independent
+    for step in range(2):  # keep this one loop: numba fuses loops that look independent
         if step == 1 or parts > 1:
             for part in prange(parts):
                 _number(step == 1, part, parts, pairs, counts, unique, inverse)
 
 
 def unique_slots(pairs: U8, unique: I4, inverse: I4) -> int:
-    """Write the slots of `pairs` (from `sort_slots`) once each, and which of them each entry has; return U.
+    """Write the unique slots of `pairs` (from `sort_slots`), and each entry's index among them; return U.
 
-    unique (E,): its first U elements are written, ascending. inverse (E,): entry e has slot `unique[inverse[e]]`.
-    The same for any number of threads.
+    unique (E,): its first U elements are written, ascending. inverse (E,): entry e has slot `unique[inverse[e]]`. The
+    same for any number of threads.
     """
     if not same_length(pairs=pairs, unique=unique, inverse=inverse):
         return 0
@@ -92,7 +92,7 @@ def _unique_positions(
 
 
 def unique_positions(positions: I4, num_positions: int, bits: U8, before: I4, unique: I4, inverse: I4) -> int:
-    """Do what `sort_slots` and `unique_slots` do together, by a bit for each position: U is returned.
+    """Do the work of `sort_slots` and `unique_slots` with a bit for each position; returns U.
 
     positions (E,), each in [0, num_positions). bits: a word for each 64 positions, zero before and after. before: as
     many words of scratch. On one thread; worth it while `num_positions` is at most `BITS_PER_ENTRY` times E.
@@ -102,7 +102,7 @@ def unique_positions(positions: I4, num_positions: int, bits: U8, before: I4, un
         return 0
     if min(bits.size, before.size) < words or not 0 <= int(positions.min()) <= int(positions.max()) < num_positions:
         raise ValueError(
-            f"positions go from {positions.min()} to {positions.max()}, and there are {num_positions} with room for "
+            f"positions range from {positions.min()} to {positions.max()}, but there are {num_positions} with room for "
             f"{64 * min(bits.size, before.size)}."
         )
     return _unique_positions(positions, bits[:words], before[:words], unique, inverse)
@@ -122,26 +122,26 @@ def _lay_out(
 
 
 def lay_out(unique: I4, first: I8, last: I8, shift: I8, wire: I8, slot: I8, addresses: I4, slots: I4) -> None:
-    """Write the addresses of K stretches of `unique` (U,) in the order of the wire, and the slots of their rows.
+    """Write the addresses of K ranges of `unique` (U,) in wire order, and the slots of their rows.
 
-    Stretch k has the rows [first[k], last[k]) of `unique`. Their addresses, `unique + shift[k]`, go to `addresses` from
-    `wire[k]` on; their slots count from `slot[k]` on in `slots` (U,), where it is not negative.
+    Range k has the rows [first[k], last[k]) of `unique`. Their addresses, `unique + shift[k]`, are written to
+    `addresses` from `wire[k]` on; their slots in `slots` (U,) count from `slot[k]` on, if it is not negative.
     """
     same_length(unique=unique, slots=slots)
     if same_length(first=first, last=last, shift=shift, wire=wire, slot=slot) == 0:
         return
     rows = last - first
     if rows.min() < 0 or first.min() < 0 or last.max() > unique.size or wire.min() < 0:
-        raise ValueError(f"stretches must lie in [0, {unique.size}), and none may end before it begins.")
+        raise ValueError(f"ranges must be in [0, {unique.size}), and none may end before it begins.")
     if (wire + rows).max() > addresses.size:
-        raise ValueError(f"stretches reach to {(wire + rows).max()} of {addresses.size} addresses.")
+        raise ValueError(f"ranges reach to {(wire + rows).max()} of {addresses.size} addresses.")
     _lay_out(unique, first, last, shift, wire, slot, addresses, slots)
 
 
 @serial
 def _mark(slots: I4, seen: Written[B1]) -> int:
     count = 0
-    for i in range(slots.size):  # without a branch: whether a slot is new is anybody's guess
+    for i in range(slots.size):  # without a branch, which would be unpredictable
         count += 1 - int(seen[slots[i]])
         seen[slots[i]] = True
     return count
@@ -150,5 +150,5 @@ def _mark(slots: I4, seen: Written[B1]) -> int:
 def mark_slots(slots: I4, seen: B1) -> int:
     """Set `seen` (S,) at every slot (E,), each in [0, S); return how many were not set before."""
     if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < seen.size:
-        raise ValueError(f"slots go from {slots.min()} to {slots.max()}, and there are {seen.size}.")
+        raise ValueError(f"slots range from {slots.min()} to {slots.max()}, but there are {seen.size}.")
     return _mark(slots, seen)

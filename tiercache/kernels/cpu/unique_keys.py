@@ -1,9 +1,9 @@
-"""Unique keys with their counts, in hash order: an open-addressing table that is sorted when all keys are there.
+"""Unique keys with their counts, in hash order: an open-addressing table that is sorted after all keys are added.
 
 The table is cut into parts by the top bits of the hash, so that several threads fill it without locks and each part is
 sorted by itself. A slot is two words: the hash, from which the key is computed back, and the count above the number of
-the key, both in one cache line. Numbers are given in the order of appearance; number n of part p of P is n P + p.
-Legend: n keys given, C slots of a part (a power of two), K unique keys of a part.
+the key, both in one cache line. Numbers are assigned in order of appearance; number n of part p of P is n P + p.
+Legend: n input keys, C slots of a part (a power of two), K unique keys of a part.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from tiercache.kernels.cpu.compile import inlined, serial, worker
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.simd import prefetch
 
-_AHEAD = 24  # keys between asking for a slot and using it
+_AHEAD = 24  # keys between prefetching a slot and using it
 _ONE = np.uint64(1 << 32)
 _NUMBER = np.uint64((1 << 32) - 1)
 _HALF = np.uint64(32)
@@ -32,7 +32,7 @@ _INVERSES = np.array([0x319642B2D24D8EC3, 0x96DE1B173F119089], np.uint64)  # of 
 
 @inlined
 def _slot(hashed, mask):  # type: ignore[no-untyped-def]
-    # the low bits: keys that come in the order of their hashes would fill one end of the table
+    # the low bits: keys in hash order would fill one end of the table
     return np.int64(hashed & np.uint64(mask)) << 1
 
 
@@ -49,9 +49,9 @@ def _add(
 ) -> tuple[int, int]:
     """Return the number of keys processed, and the new K.
 
-    Stops before the keys end where the table is five eighths full, or a count would overflow.
+    Stops early if the table is five eighths full, or a count would overflow.
     """
-    # unsigned places: signed ones are looked at twice, as they might count from the end
+    # unsigned indices: signed ones are checked again, because negative ones count from the end
     one, mask = np.uint64(1), np.uint64(slots.size // 2 - 1)
     room = (slots.size // 2) * 5 // 8
     shift, is_large = np.uint64(64 - part_bits), slots.size > _SMALL
@@ -59,7 +59,7 @@ def _add(
     hashes = np.empty(_BLOCK + _AHEAD, np.uint64)
     for first in range(0, keys.size, _BLOCK):
         size = min(_BLOCK, keys.size - first)
-        for i in range(size):  # apart: this loop is vectorized
+        for i in range(size):  # separate: this loop is vectorized
             hashes[i] = mix_word(np.uint64(keys[first + i]) ^ table_id)
         hashes[size : size + _AHEAD] = hashes[size - 1]
         for i in range(size):
@@ -95,9 +95,9 @@ def _remove(
 ) -> None:  # fmt: skip
     """Remove occurrences of keys that are all in the table; keys numbered `before` or higher leave with their last.
 
-    `times` as of `_add`.
+    `times` as in `_add`.
 
-    The keys after one that leaves move up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
+    Keys after a removed one move up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
     """
     mask, ring = slots.size // 2 - 1, slots.size - 1
     for i in range(keys.size):
@@ -170,7 +170,7 @@ def _bucket(hashed, part_bits, bits, width):  # type: ignore[no-untyped-def]
 
 @worker
 def _place(slots, out, ends, part_bits, bits, width):  # type: ignore[no-untyped-def]
-    # without a branch, as every other slot is empty: those go to one place after all others, again and again
+    # without a branch, since every other slot is empty: those are all written to one place after the others
     one, last = np.uint64(1), np.uint64(ends.size - 1)
     for i in range(0, slots.size, 2):
         ends[_bucket(slots[i], part_bits, bits, width)] += np.int64(slots[i + 1] != 0)
@@ -189,31 +189,31 @@ def _place(slots, out, ends, part_bits, bits, width):  # type: ignore[no-untyped
 
 @serial
 def _spread(
-    slots: U8,  # (2 * n,) those with a second word of 0 are empty
+    slots: U8,  # (2 * n,) a slot whose second word is 0 is empty
     out: Written[U8],  # (2 * (K + 1),)
     ends: Written[I8],  # (2 ** width + 1,) zeros
     part_bits: int,
     width: int,
 ) -> None:
-    """Put slots in order of the first bits of their hashes; `ends`: the end of those of each value."""
+    """Sort slots by the first bits of their hashes; `ends`: the end of the slots with each value."""
     _place(slots, out, ends, part_bits, 0, width)
 
 
 @serial
 def _finish(
     coarse: Written[U8],  # (2 * (K + 1),) by the first bits of their hashes
-    ends: I8,  # where each of these ends
+    ends: I8,  # the end of each of these
     table_id: Word,
     part: int,
     part_bits: int,
     bits: int,
     inverses: U8,  # (2,)
-    first: int,  # keys of the parts before
-    positions: Written[I4],  # (P * (numbers of the largest part),) or (0,): not wanted
+    first: int,  # keys of the previous parts
+    positions: Written[I4],  # (P * (numbers of the largest part),) or (0,): not needed
     keys: Written[I8],  # (K,)
     counts: Written[I8],  # (K,)
 ) -> None:
-    """Sort each stretch, which stays in the cache: by more bits of the hash, then the handful with the same ones."""
+    """Sort each bucket, which stays in the cache: by more bits of the hash, then the few keys with equal bits."""
     fine, fine_ends = np.empty(0, np.uint64), np.zeros(_FINE + 1, np.int64)
     begin = np.int64(0)
     for b in range(ends.size - 1):
@@ -273,11 +273,11 @@ class UniqueKeys:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory."""
         return sum(slots.nbytes for slots in self._slots) + sum(c.nbytes for c in self._carried)
 
     def grown_bytes(self, new: int) -> int:
-        """Return the peak bytes while so many more keys are added, if all are new and of one part."""
+        """Return the peak bytes while adding `new` keys, if all are new and in one part."""
         total = largest = 0
         for slots, count in zip(self._slots, self.counts, strict=True):
             size = slots.nbytes
@@ -305,7 +305,7 @@ class UniqueKeys:
                 self._grow(part)
 
     def keys(self) -> I8:
-        """Return the key of each number; of several parts, numbers that no key has are 0."""
+        """Return the key of each number; with several parts, unused numbers are 0."""
         keys = np.zeros(max(self.counts) << self._bits, np.int64)
         for part, slots in enumerate(self._slots):
             _by_number(slots, self.table_id, part, self._bits, _INVERSES, keys)
@@ -361,5 +361,5 @@ class UniqueKeys:
 
 
 def _slots(pairs: int) -> U8:
-    """Return zeros for so many slots."""
+    """Return zeros for `pairs` slots."""
     return aligned_zeros(4 * pairs, 1).reshape(-1).view(np.uint64)

@@ -46,7 +46,7 @@ def same_row(pairs, i, j):  # type: ignore[no-untyped-def]
 
 @inlined
 def gradient_start(entry, source):  # type: ignore[no-untyped-def]
-    """Return where an entry's gradient begins in the flat gradient; for max pooling, its complement."""
+    """Return the start of an entry's gradient in the flat gradient; for max pooling, its complement."""
     if source.offsets.size:
         return source.offsets[entry]
     feature = np.int64(np.uint32(entry) // np.uint32(source.num_samples))
@@ -55,7 +55,7 @@ def gradient_start(entry, source):  # type: ignore[no-untyped-def]
 
 @inlined
 def _add_four(pairs, first, last, source, scales, each, d, left, sums, at, fresh):  # type: ignore[no-untyped-def]
-    """Add 49 to 64 elements of each entry, in four registers, to zeros or to what is there; `left` are left."""
+    """Add 49 to 64 elements of each entry, in four registers, to zeros or to the sums; `left` elements remain."""
     a = b = c = e = splat(np.float32(0))
     if not fresh:
         a, b = load(sums, at, 16), load(sums, at + 16, 16)
@@ -92,14 +92,14 @@ def _add_two(pairs, first, last, source, scales, each, d, left, sums, at, fresh)
 
 @inlined
 def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: ignore[no-untyped-def]
-    """Add the gradients of entries [first, last), in order, to sums[at:at + dim], or to zeros where that is `fresh`.
+    """Add the gradients of entries [first, last), in order, to sums[at:at + dim], or to zeros if it is `fresh`.
 
     `sums` has room for whole 64s.
     """
-    each = min(source.scales.size, 1)  # without scales a single 1 stands for all: no branch in the loops
+    each = min(source.scales.size, 1)  # without scales a single 1 applies to all: no branch in the loops
     scales = source.scales if each else _ONE
     d = 0
-    while d + 48 < dim:  # no register is loaded that has nothing in it: it would cost as much as a full one, or more
+    while d + 48 < dim:  # an empty register costs as much as a full one, or more
         _add_four(pairs, first, last, source, scales, each, d, dim - d, sums, at + d, fresh)
         d += 64
     if d + 16 < dim:
@@ -117,7 +117,7 @@ def add_entries(pairs, first, last, source, dim, sums, at, fresh):  # type: igno
 
 @inlined
 def add_mixed(pairs, first, last, source, dim, sums, at):  # type: ignore[no-untyped-def]
-    """Add to sums[at:at + dim] where some entries come from max pooling: those count where theirs was the largest."""
+    """Add to sums[at:at + dim] if some entries are max-pooled: an element counts only for its largest entry."""
     for i in range(first, last):
         entry = entry_of(pairs, i)
         begin = gradient_start(entry, source)
@@ -134,10 +134,10 @@ def add_mixed(pairs, first, last, source, dim, sums, at):  # type: ignore[no-unt
 
 
 class RowFields(NamedTuple):
-    """The fields of a group's rows: those of `Vectors`, the states, (0, 0) where there is none, those of `Rounding`.
+    """The fields of a group's rows: those of `Vectors`, the states ((0, 0) if there is none), those of `Rounding`.
 
-    All side by side, as parallel kernels take no tuples in tuples. A thread has room for random bits in `noise`, and
-    `means` are those of `Step`.
+    Flat, because parallel kernels take no nested tuples. A thread has room for random bits in `noise`, and `means` are
+    those of `Step`.
     """
 
     values: Any
@@ -220,13 +220,13 @@ def apply(rule, rows, entry, slot, dim, stride, sums, at, noise_at):  # type: ig
 
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
-_AHEAD = 6  # entries between asking for memory and using it
+_AHEAD = 6  # entries between prefetching memory and using it
 _GROUP = 32  # entries summed in registers at a time
 
 
 @inlined
 def _padded(dim):  # type: ignore[no-untyped-def]
-    """Return the room for a sum: whole registers four at a time, and a cache line apart from the next thread's."""
+    """Return the room for a sum: whole registers four at a time, and a cache line of distance to the next thread's."""
     return (dim + 63) // 64 * 64 + 16
 
 
@@ -296,7 +296,7 @@ def _add_stretches(start, stop, long, dim, padded, sums, at):  # type: ignore[no
 
 @inlined
 def _first_run(pairs, low, high):  # type: ignore[no-untyped-def]
-    """Return where the first run that begins in [low, high) begins, or `high`."""
+    """Return the start of the first run that begins in [low, high), or `high`."""
     while 0 < low < high and same_row(pairs, low, low - 1):
         low += 1
     return low
@@ -418,7 +418,7 @@ class UpdateBuffers:
         self.sums = np.empty(0, np.float32)
         self.noise = np.empty(0, np.uint32)
         self.counter = np.zeros(2, np.int64)
-        """The next task; and 1 if a row was not finite after its step, until it is set to 0."""
+        """The next task; and 1 if a row was not finite after its step, until it is reset to 0."""
 
     def reserve(self, num_entries: int, dim: int, parts: int, *, rounds: bool = False) -> None:
         """Allocate for a step of `num_entries` entries, and for the random bits of rows that are rounded."""

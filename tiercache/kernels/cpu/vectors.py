@@ -2,9 +2,9 @@
 
 Legend: S slots, D dim, P numbers from one row to the next: D, or for 16-bit dtypes D rounded up to an even number.
 
-Kernels have one source, and a specialization for each width. bfloat16 and float16 share one, and a number says which it
-is: the few instructions more hide behind the memory. Whether an array has 16-bit numbers is a constant where code is
-generated: what is not for float32 is not in its kernels.
+Kernels have one source, and a specialization for each width. bfloat16 and float16 share one and are distinguished by a
+number: the few extra instructions are hidden by memory latency. In generated code, "16-bit or not" is a constant:
+float32 kernels have no code for 16 bits.
 """
 
 import functools
@@ -79,7 +79,7 @@ def _half_bits(builder: Any, word: Any, width: int) -> Any:
 
 
 def _round(builder: Any, value: Any, noise: Any, is_half: Any) -> Any:
-    """Return sixteen float32 as 16-bit numbers; ``noise`` (16 random bits each, as words) decides which neighbor."""
+    """Return sixteen float32 as 16-bit numbers; ``noise`` (16 random bits each, as words) selects the neighbor."""
     shared: Any = functools.partial(_constant, WIDTH)
     words = _wide(_WORD, WIDTH)
     bits = builder.bitcast(value, words)
@@ -125,7 +125,7 @@ def _load_one(builder: Any, values: Elements, is_half: Any, offset: Any) -> Any:
 def _store_rounded(
     builder: Any, values: Elements, is_half: Any, offset: Any, value: Any, count: Any, noise: Elements, noise_at: Any
 ) -> None:
-    """Round sixteen float32, each by the 16-bit number of `noise` at its place from `noise_at` on; write `count`."""
+    """Round sixteen float32, each by its 16-bit number of `noise` from `noise_at` on; write `count`."""
     if _is_16_bits(values):
         first = builder.bitcast(noise.address(builder, _LONG(0)), _SHORT.as_pointer())
         address = builder.bitcast(builder.gep(first, [noise_at]), _wide(_SHORT, WIDTH).as_pointer())

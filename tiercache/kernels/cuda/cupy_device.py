@@ -1,7 +1,7 @@
 """The CUDA device: kernels compiled by NVRTC and launched through CuPy. The only module that imports CuPy.
 
-CuPy is imported when a device is opened or a kernel compiled, never before. Its RawModule does not compile: it adds
--ftz=true after the options that it gets, and float32 below 2^-126 would be zero on GPUs alone.
+CuPy is imported only when a device is opened or a kernel compiled. Its RawModule is not used to compile: it adds
+-ftz=true after the given options, and float32 below 2^-126 would be zero only on GPUs.
 """
 
 import functools
@@ -28,7 +28,7 @@ _IN_MEMORY: dict[bytes, bytes] = {}
 def cached_code(folder: Path | None, name: str, inputs: str, make: Callable[[], bytes]) -> bytes:
     """Return the code of `make`: from memory, else from the file `name` in a folder, else made and then stored.
 
-    inputs: all that the code depends on. Without a writable folder, it is cached in memory only.
+    inputs: everything that the code depends on. Without a writable folder, it is cached in memory only.
     """
     key = hashlib.sha256(inputs.encode()).digest()
     if key not in _IN_MEMORY:
@@ -37,7 +37,7 @@ def cached_code(folder: Path | None, name: str, inputs: str, make: Callable[[], 
         if code is None:
             code = make()
             if path is not None:
-                with suppress(OSError):  # read-only, or full: compiled again next time
+                with suppress(OSError):  # read-only, or full: compile again next time
                     _write(path, key, code)
         _IN_MEMORY[key] = code
     return _IN_MEMORY[key]
@@ -77,11 +77,11 @@ _INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA
 
 
 class CudaError(RuntimeError):
-    """A CUDA device cannot be used; the sentence says what was found and what to install."""
+    """A CUDA device cannot be used; the message says what was found and what to install."""
 
 
 class NoGpuError(CudaError):
-    """There is none: no driver, or one that shows no GPU. Any other CudaError is of a machine that may have one."""
+    """There is no GPU: no driver, or it shows none. Any other CudaError is of a machine that may have one."""
 
 
 def sources() -> tuple[str, ...]:
@@ -110,10 +110,10 @@ def _nvrtc() -> Any:
 
 
 def compile_source(name: str, architecture: str) -> bytes:
-    """Compile `name`.cu; needs NVRTC, no driver and no GPU. A device loads what this returns, and nothing else.
+    """Compile `name`.cu; needs NVRTC, but no driver or GPU. A device loads the result, and nothing else.
 
     architecture: such as "sm_90", for machine code, or "compute_90", for PTX, which a driver compiles when it loads it.
-    Raises CudaError when NVRTC is missing, or with the compiler's log.
+    Raises CudaError if NVRTC is missing, or with the compiler's log.
     """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
@@ -134,7 +134,7 @@ def _whole(cubin: bytes) -> bytes:
     if cubin[:4] != b"\x7fELF":
         return cubin
     (begin,), (size, count) = unpack_from("<Q", cubin, 32), unpack_from("<HH", cubin, 54)
-    return cubin + b"\0" if begin + size * count == len(cubin) + 1 else cubin  # program headers are its end
+    return cubin + b"\0" if begin + size * count == len(cubin) + 1 else cubin  # program headers are at its end
 
 
 def compile_all(architecture: str) -> dict[str, bytes]:
@@ -143,9 +143,9 @@ def compile_all(architecture: str) -> dict[str, bytes]:
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
-    """Return what to compile for a GPU: its own architecture, or PTX of the next older one where NVRTC is older.
+    """Return the target for a GPU: its own architecture, or PTX of the next older one if NVRTC is older.
 
-    Raises CudaError where NVRTC is so new that it compiles for newer ones only.
+    Raises CudaError if NVRTC is so new that it compiles only for newer ones.
     """
     nvrtc, (major, minor) = _nvrtc(), capability
     known = sorted(nvrtc.getSupportedArchs())
@@ -155,14 +155,14 @@ def architecture_of(capability: tuple[int, int]) -> str:
     if not older:
         raise CudaError(
             f"NVRTC of CUDA {'.'.join(map(str, nvrtc.getVersion()))} compiles for compute capability {known[0] / 10} "
-            f"and newer, and this GPU has {major}.{minor}: install tiercache[cuda12], or use device='cpu'."
+            f"and newer, but this GPU has {major}.{minor}: install tiercache[cuda12], or use device='cpu'."
         )
     return f"compute_{older[-1]}"
 
 
 @functools.cache
 def _compiler(nvrtc: Any) -> str:
-    """Return what the compiler says of itself, to its build: the head of the PTX of nothing."""
+    """Return the compiler's exact version: the head of the PTX of an empty program."""
     program = nvrtc.createProgram("", "nothing.cu", (), ())
     try:
         nvrtc.compileProgram(program, ())
@@ -187,19 +187,19 @@ class Host(Arrays, Protocol):
     """The functions of the library that owns the arrays, torch, for a device. CuPy allocates nothing."""
 
     def stream(self) -> int:
-        """Return the address of the stream to launch on; asked at every launch, so that kernels follow the model's."""
+        """Return the address of the stream to launch on; called at every launch, so that kernels follow the model's."""
         ...
 
     def within(self) -> AbstractContextManager[Any]:
         """Make the GPU current on the calling thread.
 
-        CuPy's own way returns to the GPU before by `cudaSetDevice`, which since CUDA 12 makes a context there.
+        CuPy's own method returns to the previous GPU by `cudaSetDevice`, which since CUDA 12 creates a context there.
         """
         ...
 
 
 def open_device(index: int, host: Host) -> "CudaDevice":
-    """Return GPU `index`. Raises NoGpuError where there is none, CudaError with what else is missing."""
+    """Return GPU `index`. Raises NoGpuError if there is none, CudaError with what else is missing."""
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
     built_for = runtime.runtimeGetVersion()
@@ -214,12 +214,12 @@ def open_device(index: int, host: Host) -> "CudaDevice":
             ) from error
         if driver // 1000 < built_for // 1000:
             raise CudaError(
-                f"the NVIDIA driver supports CUDA {_dotted(driver)}, and CuPy was built for CUDA {_dotted(built_for)}: "
+                f"the NVIDIA driver supports CUDA {_dotted(driver)}, but CuPy was built for CUDA {_dotted(built_for)}: "
                 f"{_INSTALL}, or update the driver."
             ) from error
         if error.status != _NO_DEVICE:
             raise CudaError(
-                f"the NVIDIA driver, of CUDA {_dotted(driver)}, could not be asked for GPUs ({error}): see nvidia-smi, "
+                f"the NVIDIA driver, of CUDA {_dotted(driver)}, could not list GPUs ({error}): see nvidia-smi, "
                 "or use device='cpu'."
             ) from error
     if count == 0:
@@ -227,7 +227,7 @@ def open_device(index: int, host: Host) -> "CudaDevice":
             "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'."
         )
     if not 0 <= index < count:
-        raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
+        raise CudaError(f"unknown GPU {index}: the driver shows {count}, counted from 0.")
     _nvrtc()
     return CudaDevice(cupy, index, host)
 
@@ -244,11 +244,11 @@ def _dotted(version: int) -> str:
 
 
 _LOADED: dict[tuple[Any, int, bytes], Any] = {}
-"""Modules by GPU and code. They stay: to unload one wants its context on the thread that happens to drop it."""
+"""Modules by GPU and code. Never unloaded: unloading needs the GPU's context on the thread that drops the module."""
 
 
 class _ExternalStream:
-    """A stream that someone else made and destroys."""
+    """A stream that is created and destroyed elsewhere."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
@@ -258,7 +258,7 @@ class _ExternalStream:
 
 
 class CudaDevice:
-    """One GPU; make it with `open_device`. Meant for one thread at a time."""
+    """One GPU; create it with `open_device`. Meant for one thread at a time."""
 
     def __init__(self, cupy: Any, index: int, host: Host) -> None:
         self._cupy, self._device, self._host = cupy, cupy.cuda.Device(index), host
@@ -315,9 +315,9 @@ class CudaDevice:
         return None if getattr(array, "is_cuda", True) is False else describe(array, "__cuda_array_interface__")
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Register pages of host memory, which kernels then read and write at the address they have. Any thread.
+        """Register pages of host memory, which kernels then read and write at their host addresses. Any thread.
 
-        Raises CudaError where the system gives no more locked memory, or the device sees the pages elsewhere.
+        Raises CudaError if the system grants no more locked memory, or the device sees the pages elsewhere.
         """
         runtime = self._cupy.cuda.runtime
         with self._host.within():
@@ -326,7 +326,7 @@ class CudaDevice:
             except runtime.CUDARuntimeError as error:
                 raise CudaError(
                     f"{num_bytes:,} bytes of host memory cannot be pinned for the GPU ({error}): lower host_budget, or "
-                    "raise what the system lets a process lock (ulimit -l)."
+                    "raise the limit of locked memory (ulimit -l)."
                 ) from error
             if runtime.pointerGetAttributes(address).devicePointer != address:
                 runtime.hostUnregister(address)
@@ -360,14 +360,14 @@ class CudaDevice:
 
     def _address(self, array: Any) -> int:
         found = self.describe(array)
-        assert found is not None, f"a kernel is given a {type(array).__name__}"
+        assert found is not None, f"a kernel got a {type(array).__name__}"
         return found.address
 
     def table(self, array: NDArray[Any]) -> Any:
         """Return a read-only copy of a table on the device.
 
-        The tables of one step are those of the step before where arrays lie at the same places, so recent ones are
-        kept. Large ones are those of a switch, and no two switches have the same.
+        The tables of a step equal the previous step's if its arrays have the same addresses, so recent ones are kept.
+        Large ones belong to switches, and no two switches have the same.
         """
         if array.nbytes > _KEPT_BYTES:
             return self.put(array)

@@ -7,7 +7,7 @@
 struct GatherPart {  // one feature
     int64 first_task;  // a task is 32 entries
     const void* vectors;  // (S, dim) float32, or 16-bit numbers
-    const void* ids;  // (entries,); null: slots are there
+    const void* ids;  // (entries,); null: slots are given
     const int* slot_of_id;
     int* slots;  // (entries,), written if there are ids
     float* out;  // (entries, dim), or null

@@ -1,8 +1,8 @@
 """Lookup without arithmetic on a CUDA device: `kernels.cpu.gathering`, with the same meaning of every argument.
 
-Large arrays are on the device; those of a feature each (bases, limits, entry_starts) are NumPy arrays. Ids are int32 or
-int64. Slot -1 means no row and reads as zeros: an id that is not in its table gets it, so that no lookup reads
-foreign memory.
+Large arrays are on the device; arrays with one element per feature (bases, limits, entry_starts) are NumPy arrays. Ids
+are int32 or int64. Slot -1 means no row and reads as zeros: an id that is not in its table gets it, so that no lookup
+reads foreign memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Mapped(NamedTuple):
 class Gathered(NamedTuple):
     """One group's part of `gather`: the row in each slot (E,) is written to `out` (E, D), unless that is None.
 
-    Slots are written first if they are those of `mapped`.
+    Slots are written first if they come from `mapped`.
     """
 
     vectors: Vectors
@@ -58,7 +58,7 @@ def gather(device: Device, groups: Sequence[Gathered]) -> None:
         if group.out is not None:
             out = view(device, "out", group.out, np.float32, ndim=2, written=True)
             if out.shape != (slots.size, dim):
-                raise ValueError(f"out has shape {out.shape}: {slots.size} rows of {dim} elements were asked for.")
+                raise ValueError(f"out has shape {out.shape}: expected {slots.size} rows of {dim} elements.")
             to, (vec, team) = out.address, vectors.access(out.address)
         row, (parts, tasks) = (dim, vec, team, vectors.is_half), launches[vectors.suffix]
         features = [(0, 0, 0, 0, 0, slots.size)] if mapped is None else _features(device, mapped, slots.size)

@@ -1,24 +1,24 @@
-// Where the gradients of a step's entries lie, and adding those of one row up, in order.
+// The locations of the gradients of a step's entries, and the sum of one row's gradients, in order.
 
 #pragma once
 #include "lanes.cuh"
 
 struct Source {  // the gradient of one feature, or of all features of a lookup with bags
     const float* flat;
-    int64 stride;  // elements from the gradient of one entry to that of the next, where `places` is null
-    const int64* places;  // where an entry's gradient begins in `flat`, the complement for max pooling
+    int64 stride;  // elements from one entry's gradient to the next, if `places` is null
+    const int64* places;  // the start of an entry's gradient in `flat`, its complement for max pooling
     const float* scales;  // factors of the entries; null: 1
-    const int* argmax;  // per element of `flat`, the entry that was largest; null where nothing is max-pooled
-    int64 begin;  // the first entry of the group that is of this source
+    const int* argmax;  // per element of `flat`, the largest entry; null if nothing is max-pooled
+    int64 begin;  // the first entry of the group in this source
 };
 
 struct Gradients {
     const Source* sources;  // in the order of entries
     int num_sources;
-    int per_source;  // entries of each; 0 where they differ
-    int is_plain;  // whether no source has places or scales
+    int per_source;  // entries of each; 0 if they differ
+    int is_plain;  // 1 if no source has places or scales
     int has_max;
-    int is_aligned;  // whether every gradient is known to begin at a multiple of 16 bytes
+    int is_aligned;  // 1 if every gradient is known to begin at a multiple of 16 bytes
 };
 
 #define GRADIENTS_IN_FLIGHT 4
@@ -34,7 +34,7 @@ __device__ __forceinline__ const Source& source_of(const Gradients& gradients, u
     return gradients.sources[low];
 }
 
-// Where the gradient of an entry begins, and its factor.
+// The start of an entry's gradient, and its factor.
 struct Place {
     const float* from;
     float scale;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_each(
     }
 }
 
-// The same where some source is max-pooled: an element counts where the entry was the largest.
+// The same if some source is max-pooled: an element counts only for its largest entry.
 template <int VEC>
 __device__ __forceinline__ void add_largest(
     const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<VEC>& sum) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_largest(
     }
 }
 
-// The same for a team that has four lanes at least, each of which looks up an entry for all; nothing is max-pooled.
+// The same for a team of at least four lanes, each of which looks up an entry for all; nothing is max-pooled.
 __device__ __forceinline__ void add_by_team(
     const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<4>& sum, int team) {
     const uint32 mask = team_mask(team);

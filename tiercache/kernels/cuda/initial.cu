@@ -1,4 +1,4 @@
-// Initial rows: a row depends on table, seed and key only, so it is made where it is needed, in any order.
+// Initial rows: a row depends on table, seed and key only, so it can be made on any device, in any order.
 
 #include "lanes.cuh"
 #include "philox.cuh"
@@ -10,8 +10,8 @@
 
 struct NewRows {
     int64 first_task;  // a task is 32 rows
-    const int64* keys;  // (rows,); null where no key is needed
-    const int* slots;  // (rows,), -1 is passed over; or null: row i goes to place i
+    const int64* keys;  // (rows,); null if no key is needed
+    const int* slots;  // (rows,), -1 is skipped; or null: row i goes to place i
     void* out;  // (S, dim) float32, or 16-bit numbers
     int64 rows;
     uint64 stream;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_elements(
     }
 }
 
-// Rounded to the nearest, in words: what is behind the last element of a row is zero.
+// Rounded to the nearest, in words: padding after the last element of a row is zero.
 __device__ __forceinline__ void write_elements(
     const NewRows& part, uint16* to, const Lanes<4>& lanes, int count) {
     uint32 words[2];
@@ -95,7 +95,7 @@ initial_rows_narrow(const NewRows* parts, int64 num_parts, int64 num_tasks) {
     make_rows<uint16>(parts, num_parts, num_tasks);
 }
 
-// What stochastic rounding keeps of a row: its stream, from which the step's kernels draw random bits.
+// The stream of a row, from which the step's kernels draw random bits for stochastic rounding.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 set_streams(uint64* streams, const int* slots, const int64* keys, int64 count, int64 table) {
     const int64 threads = 32 * num_warps();

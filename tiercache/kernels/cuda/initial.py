@@ -1,6 +1,6 @@
-"""Initial rows on a CUDA device, straight into slots too: as `kernels.cpu.initial`.
+"""Initial rows on a CUDA device, optionally straight into slots: as `kernels.cpu.initial`.
 
-Zeros, constants and uniform rows have the CPU's bits. Normal ones, which take logarithms, are made on the CPU alone.
+Zeros, constants and uniform rows have the CPU's bits. Normal ones, which take logarithms, are made only on the CPU.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ def initial_rows(
 ) -> None:
     """Write the initial vector of each key (n,) to `out`; 16-bit dtypes are rounded to the nearest.
 
-    Without `slots`, `out` has n rows; with them it has S, and the vector of key i goes to `out[slots[i]]`: slots
-    (n,) int32, no two the same; -1 is passed over. `kind` is ZEROS, CONSTANT (a) or UNIFORM (low a, high b).
+    Without `slots`, `out` has n rows; with them it has S, and the vector of key i is written to `out[slots[i]]`: slots
+    (n,) int32, no two the same; -1 is skipped. `kind` is ZEROS, CONSTANT (a) or UNIFORM (low a, high b).
     """
     if kind not in (ZEROS, CONSTANT, UNIFORM):
-        raise ValueError(f"initializer kind {kind} is not made on a device: 0 zeros, 1 constant and 2 uniform are.")
+        raise ValueError(f"unsupported initializer kind {kind} on a device: expected 0 zeros, 1 constant or 2 uniform.")
     seen, first, second = view(device, "keys", keys, np.int64), np.float32(a), np.float32(b)
     if kind == UNIFORM:
         second = np.float32(second - first)  # the span, as the CPU rounds it
@@ -41,9 +41,9 @@ def fill_rows(device: Device, value: float, field: Any, slots: Any) -> None:
 
 
 def set_streams(device: Device, streams: Any, slots: Any, keys: Any, table_id: int, seed: int) -> None:
-    """Write the streams of rows of one table to their slots: slots (n,) int32, -1 is passed over; keys (n,) int64.
+    """Write the streams of rows of one table to their slots: slots (n,) int32, -1 is skipped; keys (n,) int64.
 
-    Slots None: that of key i goes to place i of `streams` (n,). As `kernels.cpu.rounding.set_streams`.
+    Slots None: the stream of key i is written to place i of `streams` (n,). As `kernels.cpu.rounding.set_streams`.
     """
     to = view(device, "streams", streams, np.uint64, written=True)
     seen = view(device, "keys", keys, np.int64)

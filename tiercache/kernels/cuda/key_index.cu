@@ -1,8 +1,8 @@
-// From raw keys to positions: an open-addressing index. What a place holds is told in key_index.py.
+// From raw keys to positions: an open-addressing index. See key_index.py for the layout of a place.
 //
-// Places stand in buckets of four, 64 bytes: what memory gives in one access. A key's search begins with the first place
+// Places are in buckets of four, 64 bytes: one memory access. A key's search begins with the first place
 // of its bucket and ends at the first empty place. A thread takes a place by one compare-and-swap of its key; as keys
-// are never removed, whoever fails goes on to the next place. Which thread took which place changes no answer.
+// are never removed, a thread that fails continues with the next place. The order of threads changes no answer.
 
 #include "hash.cuh"
 #include "lanes.cuh"
@@ -15,7 +15,7 @@
 struct InsertPart {
     int64 first_task;  // a task is 256 keys
     const int64* keys;  // (n,)
-    int64 first_position;  // of the first key; the others run on from it
+    int64 first_position;  // of the first key; the others follow
     int64 size;
     int64 table;
     uint64 table_id;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void take_place(
     }
 }
 
-// Take a place for every key; no key is given twice.
+// Insert every key; keys must be unique.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) insert(
     const __grid_constant__ Parts<InsertPart> parts, uint64* places, int64 capacity, uint64* apart) {
     for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {

@@ -1,4 +1,4 @@
-"""From raw keys to positions on a CUDA device: `key_index`, with the same answers and the same bytes a key."""
+"""From raw keys to positions on a CUDA device: `key_index`, with the same answers and the same bytes per key."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _TASK = 256  # keys
 
 
 def bytes_for(num_keys: int, num_tables: int) -> int:
-    """Return the bytes of an index for `num_keys` keys of so many tables: one word more than on a CPU."""
+    """Return the bytes of an index for `num_keys` keys of `num_tables` tables: one word more than on a CPU."""
     return 16 * capacity_for(num_keys) + 8 + 8 * max(1, num_tables)
 
 
@@ -31,7 +31,7 @@ class MissingKeys:
         self._device.launch("key_index.forget_missing", 1, (self.address,))
 
     def read(self) -> Missing:
-        """Wait for the searches and return what was missing."""
+        """Wait for the searches and return the missing keys."""
         count, first = self._device.read(self._words).view(np.int64).tolist()
         return Missing(count, first)
 
@@ -49,7 +49,7 @@ class KeyIndex:
         self.capacity = capacity_for(num_keys)
         self.count = 0
         """Keys in the index."""
-        # a word more, so that places can begin at a multiple of 16 bytes wherever the memory does
+        # one more word, so that places can begin at a multiple of 16 bytes whatever the memory's alignment
         self._memory = device.empty(2 * self.capacity + 1, np.uint64)
         address = view(device, "places", self._memory, np.uint64, written=True).address
         self._places = (address + 15) // 16 * 16
@@ -63,14 +63,14 @@ class KeyIndex:
         return int(self._memory.nbytes) + int(self._oov_memory.nbytes)
 
     def clear(self) -> None:
-        """Forget all keys."""
+        """Remove all keys."""
         threads = max(self.capacity, len(self._table_ids))
         arguments = (self._places, self.capacity, self._oov, len(self._table_ids))
         self._device.launch("key_index.clear", blocks_for(self._device, -(-threads // 32)), arguments)
         self.count = 0
 
     def extend(self, key_sets: Sequence[KeySet]) -> None:
-        """Take in key sets, or stretches of them, with keys on the device, in one launch: no key is in the index yet.
+        """Add key sets, or parts of them, with keys on the device, in one launch: no key is in the index yet.
 
         Raises ValueError before anything is changed.
         """
@@ -86,7 +86,7 @@ class KeyIndex:
         self.count += more
 
     def find(self, keys: Any, entry_starts: I8, tables: I8, positions: Any, missing: MissingKeys | None = None) -> None:
-        """Write the position of each key (E,) to `positions` (E,), -1 where it is missing, and add those to `missing`.
+        """Write the position of each key (E,) to `positions` (E,), -1 if it is missing, and add those to `missing`.
 
         The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`, NumPy arrays.
         """

@@ -1,15 +1,15 @@
-// What all kernels share: types, the part of a launch a warp works at, rows in accesses of 16 bytes, sums over lanes.
+// Shared by all kernels: types, the part of a launch a warp works at, rows in accesses of 16 bytes, sums over lanes.
 //
 // A launch does the work of several tables, which may have different dims: an array of parts describes them. Work is
-// cut into tasks of one warp; part p has the tasks from parts[p].first_task to that of the next. The lanes of a warp
+// cut into tasks of one warp; part p has the tasks from parts[p].first_task up to the next part's. The lanes of a warp
 // work in teams: a team is a power of two of lanes, enough to hold one row or all 32, and takes one row at a time.
-// A lane of a team holds VEC neighboring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
+// A lane of a team holds VEC neighboring elements: 4, in one access of 16 bytes, if dim and addresses allow it, or 1.
 //
 // Parts that change from step to step are an argument of the launch: constant memory, which no store can have changed.
-// Other tables of parts lie in global memory.
+// Other tables of parts are in global memory.
 //
 // Kernels take int64, float, pointers and `Parts` only, and use no library. They are compiled without fused
-// multiply-add, so that their bits are those of the CPU's kernels wherever the order of additions is the same.
+// multiply-add, so that their bits equal those of the CPU's kernels if the order of additions is the same.
 
 #pragma once
 
@@ -43,7 +43,7 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_constant(const flo
     return lanes;
 }
 
-// For what the model lays out, columns of an output or a gradient: four elements in one access only if they lie so.
+// For columns of an output or a gradient, which the model lays out: four elements in one access only if aligned.
 template <int VEC> __device__ __forceinline__ Lanes<VEC> load_anywhere(const float* from) {
     if constexpr (VEC == 4) {
         if (reinterpret_cast<uint64>(from) % 16 != 0) {
@@ -56,8 +56,8 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_anywhere(const flo
     return load_constant<VEC>(from);
 }
 
-// For rows that this kernel writes: they are used once, so the first-level cache is passed over. (What a part points to
-// is a generic address for the compiler; these say that it is global memory.)
+// For rows that this kernel writes: they are used once, so the first-level cache is bypassed. (Pointers of a part are
+// generic addresses for the compiler; these say that they are global memory.)
 template <int VEC> __device__ __forceinline__ Lanes<VEC> load_lanes(const float* from) {
     Lanes<VEC> lanes;
     if constexpr (VEC == 4) {
@@ -89,7 +89,7 @@ template <int VEC> __device__ __forceinline__ void store_anywhere(float* to, con
     store_lanes<VEC>(to, lanes);
 }
 
-// Bring what will be loaded soon to the second-level cache.
+// Prefetch to the second-level cache.
 __device__ __forceinline__ void prefetch(const float* from) {
 #ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -130,7 +130,7 @@ __device__ __forceinline__ uint32 team_mask(int team) {
     return team == 32 ? ALL_LANES : ((1u << team) - 1u) << (lane_id() / team * team);
 }
 
-// The last part whose first task is not behind `task`; parts without tasks are passed over.
+// The last part whose first task is not after `task`; parts without tasks are skipped.
 template <class PART> __device__ __forceinline__ const PART& part_of(const PART* parts, int64 num_parts, int64 task) {
     int64 low = 0, high = num_parts;
     while (high - low > 1) {

@@ -21,7 +21,7 @@ BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
 _BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last ones end together
 
-_PART_BYTES = 4000  # of parts that are an argument of a launch: as in lanes.cuh
+_PART_BYTES = 4000  # of parts in a launch argument, as in lanes.cuh
 
 Argument = int | float | NDArray[Any]
 """An argument of a kernel: addresses and integers are passed as int64, floats as float32, a table as the address of
@@ -38,7 +38,7 @@ class Arrays(Protocol):
         ...
 
     def put(self, table: NDArray[Any]) -> Any:
-        """Return a copy of a table, which nobody may write to."""
+        """Return a copy of a table, which must not be written to."""
         ...
 
     def read(self, array: Any) -> NDArray[Any]:
@@ -46,7 +46,7 @@ class Arrays(Protocol):
         ...
 
     def sort(self, keys: Any) -> tuple[Any, Any]:
-        """Return int32 keys in ascending order, and where each was (int64); equal keys keep their order."""
+        """Return int32 keys in ascending order, and the original index of each (int64); equal keys keep their order."""
         ...
 
 
@@ -54,14 +54,14 @@ class Device(Arrays, Protocol):
     """A device that runs kernels."""
 
     num_sms: int
-    """SMs: how many blocks there are depends on it, and no bit of a result does."""
+    """Number of SMs: the number of blocks depends on it, but no bit of a result does."""
 
     def describe(self, array: Any) -> View | None:
         """Return the view of an array on this device; None for anything else."""
         ...
 
     def table(self, array: NDArray[Any]) -> Any:
-        """Do as `put` for what the next steps will want again: recent copies are kept."""
+        """Like `put`, for tables that the next steps may need again: recent copies are kept."""
         ...
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
@@ -74,9 +74,9 @@ _DTYPES: dict[Any, "np.dtype[Any]"] = {}
 
 
 def describe(array: Any, interface: str) -> View | None:
-    """Return where a tensor of torch, or an array with an array interface of that name, lies; None for anything else.
+    """Return the view of a torch tensor, or of an array with an array interface of that name; None for anything else.
 
-    What a tensor tells by its methods costs a tenth of its `__cuda_array_interface__`.
+    Reading a tensor through its methods costs a tenth of its `__cuda_array_interface__`.
     """
     if hasattr(array, "data_ptr"):
         dtype = _DTYPES.get(array.dtype)
@@ -154,7 +154,7 @@ _C_TYPES = {"int64": "i8", "uint64": "u8", "int": "i4", "uint32": "u4", "float":
 
 @functools.cache
 def struct(name: str, of: str) -> "np.dtype[Any]":
-    """Return the dtype of a struct as `of`.cu defines it: a launch gives the kernel a table of them.
+    """Return the dtype of a struct as `of`.cu defines it: a launch passes the kernel a table of them.
 
     The fields of a nested struct replace it.
     """
@@ -172,7 +172,7 @@ def struct(name: str, of: str) -> "np.dtype[Any]":
 
 
 def blocks_for(device: Device, warps: int, blocks_per_sm: int = _BLOCKS_PER_SM) -> int:
-    """Return how many blocks share out the work of `warps` warps; kernels loop where these are fewer."""
+    """Return the number of blocks that share the work of `warps` warps; if there are fewer, kernels loop."""
     return max(1, min(-(-warps * 32 // BLOCK_THREADS), device.num_sms * blocks_per_sm))
 
 
@@ -181,7 +181,7 @@ def launch_table(
 ) -> None:
     """Launch a kernel over the tasks of any number of parts, in a table on the device.
 
-    dtype: of a part's struct, which begins with its first task; parts come without, it is filled in here.
+    dtype: of a part's struct, which begins with its first task; parts are passed without it, it is filled in here.
     """
     *firsts, num_tasks = accumulate(tasks, initial=0)
     if num_tasks:
@@ -190,7 +190,7 @@ def launch_table(
 
 
 def most_parts(dtype: "np.dtype[Any]") -> int:
-    """Return how many parts of a struct are an argument of one launch."""
+    """Return the number of parts of a struct that fit in the argument of one launch."""
     return _PART_BYTES // dtype.itemsize
 
 
@@ -245,7 +245,7 @@ def launch_parts(
 ) -> None:
     """Launch a kernel over the tasks of a few parts, which are an argument of the launch: nothing is copied.
 
-    dtype, parts and tasks as for `launch_table`. If the parts are more than fit, there are several launches.
+    dtype, parts and tasks as in `launch_table`. If not all parts fit, there are several launches.
     """
     most = most_parts(dtype)
     for begin in range(0, len(parts), most):

@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) and what is made of its words: as initial.py, operation by operation,
-// which is where the bits are defined (docs/format.md, "Bits").
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011) and numbers made of its words: as initial.py, operation by operation,
+// which defines the bits (docs/format.md, "Bits").
 
 #pragma once
 #include "lanes.cuh"

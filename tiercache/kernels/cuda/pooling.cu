@@ -1,6 +1,6 @@
 // Lookup with pooling: a warp takes 32 samples of one feature, of one id each or with a bag of any number of ids.
 //
-// Sums go over the entries of a bag in order, so that bits are those of the CPU's kernels.
+// Sums are in the order of a bag's entries, so the bits equal those of the CPU's kernels.
 
 #include "ids.cuh"
 #include "lanes.cuh"
@@ -13,7 +13,7 @@
 struct PoolFeature {  // one feature of a plan
     const void* vectors;  // (S, dim) float32, or 16-bit numbers
     const int* slot_of_local;  // (L,)
-    int64 base;  // where the feature's table begins among the local positions
+    int64 base;  // the first local position of the feature's table
     int64 limit;  // its number of keys
     int64 col;
     int group;  // of its ids in the batch
@@ -28,10 +28,10 @@ struct PoolFeature {  // one feature of a plan
 struct PoolBatch {  // the ids of one group
     const void* ids;  // (E,)
     int* slots;  // (E,), written
-    const int64* offsets;  // (features * num_samples + 1,): where bags begin; null where each sample has one id
+    const int64* offsets;  // (features * num_samples + 1,): starts of bags; null if each sample has one id
     const float* weights;  // (E,), or null: 1
-    int* argmax;  // (num_samples, width), or null where no feature is MAX
-    int64* entry_offset;  // (E,), or null where each sample has one id
+    int* argmax;  // (num_samples, width), or null if no feature is MAX
+    int64* entry_offset;  // (E,), or null if each sample has one id
     float* entry_scale;  // (E,), or null: all are 1
     int64 wide;  // ids are int64
 };
@@ -50,7 +50,7 @@ __device__ __forceinline__ int slot_of(const PoolPart& part, int64 entry) {
 
 #define ENTRIES_IN_FLIGHT 4
 
-// Where the feature's bags begin.
+// The starts of the feature's bags.
 __device__ __forceinline__ const int64* bags_of(const PoolPart& part) {
     return part.batch.offsets + part.of.number * part.num_samples;
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ float weight_of(const PoolPart& part, int64 entry) {
     return part.batch.weights ? __ldg(part.batch.weights + entry) : 1.0f;
 }
 
-// Elements [d, d + VEC) of the rows of entries [first, last), as many as are in flight at a time; zeros behind.
+// Elements [d, d + VEC) of the rows of entries [first, last), as many as are in flight at a time; then zeros.
 template <class T, int VEC>
 __device__ __forceinline__ void load_entries(
     const PoolPart& part, int64 first, int64 last, int d, Packed<T, VEC> (&rows)[ENTRIES_IN_FLIGHT]) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ Lanes<VEC> max_bag(const PoolPart& part, int64 first,
     return largest;
 }
 
-// Say for the step where the gradients of a bag's entries lie, and their factors.
+// Write the location and the factor of each gradient of a bag's entries, for the step.
 __device__ __forceinline__ void describe(const PoolPart& part, int64 first, int64 last, int64 place) {
     const float share = part.of.mode == MEAN ? static_cast<float>(last - first) : 1.0f;
     for (int64 e = first + lane_id() % part.of.team; e < last; e += part.of.team) {
@@ -198,8 +198,8 @@ __device__ __forceinline__ void weigh_bags(
     }
 }
 
-// A task is 32 samples of one feature; `chunks` tasks make a feature. To weigh, `out` is the gradient, which is read,
-// and the batch's `entry_scale` that of the weights, which is written.
+// A task is 32 samples of one feature; `chunks` tasks make a feature. For weight gradients, `out` is the gradient, which
+// is read, and the batch's `entry_scale` receives the gradient of the weights.
 template <class T, bool WEIGHS>
 __device__ __forceinline__ void do_features(
     const PoolFeature* features, int64 num_features, int64 chunks, const Parts<PoolBatch>& batch, float* out,

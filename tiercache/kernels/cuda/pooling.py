@@ -1,7 +1,7 @@
-"""Lookup with pooling on a CUDA device: the bits of `kernels.cpu.pooling`, as sums go over the entries in order.
+"""Lookup with pooling on a CUDA device, with the bits of `kernels.cpu.pooling`: sums are in the order of entries.
 
-Legend: S slots, L local positions, E entries of a group, F features, N samples, T width of the output, D dim.
-A plan has what the batches of a module share; each batch adds the addresses of its own arrays.
+Legend: S slots, L local positions, E entries of a group, F features, N samples, T width of the output, D dim. A plan
+has what the batches of a module share; each batch adds the addresses of its arrays.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ _MOST_GROUPS = most_parts(_BATCH)
 
 
 class Features(NamedTuple):
-    """The features of a group that a module looks up. Arrays of an element a feature are NumPy arrays.
+    """The features of a group that a module looks up. Arrays with one element per feature are NumPy arrays.
 
-    slot_of_local: (L,) int32, on the device as vectors are.
+    slot_of_local: (L,) int32, on the device like vectors.
     """
 
     vectors: Vectors
@@ -37,9 +37,9 @@ class Features(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """The ids of a group in one batch, on the device, and what the lookup writes. An id that is bad reads as zeros.
+    """The ids of a group in one batch, on the device, and the outputs of the lookup. A bad id reads as zeros.
 
-    ids (E,) int32 or int64; slots (E,) int32, written. offsets (F * N + 1,) int64, where each bag begins, are not
+    ids (E,) int32 or int64; slots (E,) int32, written. offsets (F * N + 1,) int64, the start of each bag, are not
     checked; None: each sample has one id of each feature, and nothing else is written. weights (E,); argmax (N, T)
     int32 for MAX; entry_offset (E,) int64; entry_scale (E,), needed for weights and MEAN.
     """
@@ -60,9 +60,9 @@ class _Group(NamedTuple):
 
 
 class PoolPlan:
-    """Pools groups, which may have different dims, into their columns of an output (N, T): one launch a batch.
+    """Pools groups, which may have different dims, into their columns of an output (N, T): one launch per batch.
 
-    One for each width of vectors. A plan holds addresses, not arrays: it is for the memory that it was made for.
+    One for each width of vectors. A plan holds addresses, not arrays: it is valid only for the memory it was made for.
     """
 
     def __init__(self, device: Device, groups: Sequence[Features], width: int) -> None:
@@ -104,7 +104,7 @@ class PoolPlan:
     def weight_gradient(self, slots: Any, offsets: Any, gradient: Any, out: Any) -> None:
         """Write the gradient of each entry's weight to `out` (E,), for a plan of one group: row times gradient.
 
-        Over the ids of the bag for MEAN. Call it before the step. What is written for MAX means nothing.
+        Over the ids of the bag for MEAN. Call it before the step. The output for MAX is meaningless.
         """
         (group,), device = self._groups, self._device
         taken, to = view(device, "slots", slots, np.int32), view(device, "out", out, np.float32, written=True)
@@ -144,7 +144,7 @@ class PoolPlan:
         """out: the output, or its gradient."""
         num_samples, width = out.shape
         if width != self._width:
-            raise ValueError(f"the output has {width} columns, and the plan was made for {self._width}.")
+            raise ValueError(f"the output has {width} columns, but the plan was made for {self._width}.")
         chunks = -(-num_samples // _SAMPLES_OF_TASK)
         if not chunks:
             return

@@ -1,4 +1,4 @@
-// Rows between slots and pieces: what a pass switch copies. A piece is field-major: all its vectors, then all of each
+// Copies of rows between slots and pieces at a pass switch. A piece is field-major: all its vectors, then all of each
 // state, at a plain address: device memory, or pinned host memory that the device sees. Rows move as words of 4 bytes:
 // vectors of 16 bits are not looked at.
 
@@ -9,7 +9,7 @@ struct Piece {
     int64 first_task;  // a task is 32 rows of one field
     float* data;
     int64 rows;
-    int64 first;  // where its rows begin in the order of moving
+    int64 first;  // the place of its first row in moving order
 };
 
 struct Field {
@@ -18,7 +18,7 @@ struct Field {
     int64 before;  // floats of a row before this field
 };
 
-// Copy up to 32 rows that stand side by side to their slots: lane i holds the slot of row i.
+// Copy up to 32 adjacent rows to their slots: lane i holds the slot of row i.
 template <int VEC>
 __device__ __forceinline__ void scatter_rows(const float* from, int slot, int count, int width, int team, float* values) {
     const int teams = 32 / team, own = lane_id() % team, first = lane_id() / team;

@@ -1,7 +1,7 @@
 """Rows between slots and pieces on a CUDA device: `kernels.cpu.rows`, with the same meaning of every argument.
 
 One launch moves all fields of all pieces. Slots are found on the CPU, ahead of time, by `switch`: they depend on plans,
-not on rows, and travel as 4 bytes a row.
+not on rows, and are copied as 4 bytes per row.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from tiercache.kernels.pieces import Pieces
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2
-"""For each SM, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
-that an access takes. The rest is for rows that move the other way, and for other kernels."""
+"""Per SM, a quarter of its capacity: some MB in flight, although a link of 64 GB/s has only 0.1 MB in the 2 us that an
+access takes. The rest is for rows that move the other way, and for other kernels."""
 
 
 def _move(
@@ -52,7 +52,7 @@ def pack(
 
     over_link: the pieces are in host memory, and few blocks keep the link busy.
 
-    fields: (S, W) each, in the order of a row's fields; of Vectors, their words. order (R,): the row at each place of
+    fields: (S, W) each, in the order of a row's fields; for Vectors, their words. order (R,): the row at each place of
     the pieces; slots: the slot of each row; -1 is packed as zeros.
     """
     _move("rows.pack", device, fields, slots, order, pieces, over_link)
@@ -61,6 +61,6 @@ def pack(
 def unpack(device: Device, fields: Sequence[Any], slots: Any, pieces: Pieces, *, over_link: bool = False) -> None:
     """Write the rows of pieces to their slots. slots (R,): the slot of the row at each place, no two the same.
 
-    A row whose slot is -1 is passed over. over_link: as of `pack`.
+    A row whose slot is -1 is skipped. over_link: as in `pack`.
     """
     _move("rows.unpack", device, fields, slots, None, pieces, over_link)

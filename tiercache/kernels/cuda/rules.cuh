@@ -29,7 +29,7 @@ struct Rule {  // as kernels/step.py
     float b;
 };
 
-// The states of a rule that have a number for each element. A row-wise rule has one number a row after these.
+// The states of a rule that have a number for each element. A row-wise rule has one more number per row.
 __device__ constexpr int elements_of(int kind) {
     return kind == ADAM ? 2 : kind == MOMENTUM || kind == ADAGRAD || kind == ROWWISE_ADAM ? 1 : 0;
 }
@@ -42,7 +42,7 @@ template <int KIND> __device__ __forceinline__ float step_number(const Rule& rul
     return number + (mean - number) * rule.b;
 }
 
-// What is subtracted from an element with the gradient g; its states change.
+// The amount subtracted from an element with the gradient g; its states change.
 template <int KIND>
 __device__ __forceinline__ float step_element(const Rule& rule, float rate, float g, float& first, float& second) {
     if constexpr (KIND == MOMENTUM) {

@@ -1,27 +1,27 @@
-// The order of a step's entries: by slot, those of one slot in batch order, and where the run of each slot begins.
+// Sorts a step's entries by slot, in batch order within a slot, and finds the start of each slot's run.
 //
 // A library sorts the keys of all groups in one call. The keys of a group are its slots, counted from the group's base,
 // and `base + num_slots` for entries without a row, which come last in their group. Then warps count the runs that
-// begin in their tile of the sorted keys, and each writes its own behind those of the tiles before.
+// begin in their tile of the sorted keys, and each writes its own after the runs of the previous tiles.
 
 #include "lanes.cuh"
 
 #define ENTRIES_OF_TASK 256
 #define STRETCH 64  // as in update.cu
 
-struct KeyPart {  // entries of a group whose slots lie together
+struct KeyPart {  // entries of a group whose slots are contiguous
     int64 first_task;
     const int* slots;  // (size,)
     int64 size;
-    int64 first;  // of these entries among those of all groups
+    int64 first;  // of these entries within all groups
     int64 base;
     int64 num_slots;
 };
 
 struct RunPart {  // one group
     int64 first_task;
-    uint32* entries;  // (size,): which entry stands at each place of the order
-    uint64* runs;  // (size + 1,): slot << 32 | first place of each run; behind the last one, the number of places
+    uint32* entries;  // (size,): the entry at each place of the order
+    uint64* runs;  // (size + 1,): slot << 32 | first place of each run; after the last one, the number of places
     uint32* counts;  // (tasks,): the runs that begin in each tile
     uint32* run_at;  // (stretches + 1,): the run of the first place of each stretch; at its end the number of runs
     int64 size;
@@ -44,7 +44,7 @@ make_keys(const __grid_constant__ Parts<KeyPart> parts, int* keys) {
     }
 }
 
-// Of the 32 places from `from` on, those where a run begins.
+// A mask of the 32 places from `from` on: 1 if a run begins there.
 __device__ __forceinline__ uint32 begins_among(const RunPart& part, const int* keys, int64 from) {
     const int64 own = from + lane_id();
     const int* key = keys + part.first + own;

@@ -1,4 +1,4 @@
-"""Bring the entries of a step that touch one row together, in batch order, on a CUDA device, for all groups at once."""
+"""Sort the entries of a step by row, in batch order within a row, on a CUDA device, for all groups at once."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -10,22 +10,22 @@ from tiercache.kernels.arrays import I8
 from tiercache.kernels.cuda.launch import Device, Part, argument_of, blocks_for, most_parts, struct, view
 
 STRETCH = 64
-"""Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
+"""Length of a stretch of places: a row's gradients are summed by stretches, so its bits depend on it."""
 
 _KEYS, _RUNS = struct("KeyPart", "sorting"), struct("RunPart", "sorting")
 _ADDRESSES = {"slots", "entries", "runs", "counts", "run_at"}  # fields of the structs
 _TASK = 256  # entries
 _TILE, _MOST_TILES = 1024, 4096
 _MOST = (1 << 31) - 1
-_MOST_ENTRIES = _MOST - 4096  # kernels count in int32, by tasks, beyond the last one
+_MOST_ENTRIES = _MOST - 4096  # kernels count in int32, by tasks, past the last one
 
 
 class Runs(NamedTuple):
-    """The entries of a group in the order of their slots, those of one slot in batch order; a run has one slot.
+    """The entries of a group in slot order, and in batch order within a slot; a run has one slot.
 
-    At ``address``: (E + 1,) uint64, slot << 32 | the first place of each run, after the last one E, then garbage;
-    (E,) uint32, the entry at each place; (stretches + 1,) uint32, the run of each `STRETCH`-th place and, at the end,
-    the number of runs.
+    At ``address``: (E + 1,) uint64, slot << 32 | the first place of each run, after the last one E, then garbage; (E,)
+    uint32, the entry at each place; (stretches + 1,) uint32, the run of each `STRETCH`-th place and, at the end, the
+    number of runs.
     """
 
     memory: Any
@@ -53,7 +53,7 @@ class Runs(NamedTuple):
 
 
 class LookupPositions(NamedTuple):
-    """The ids of some features: those of feature f are ids [starts[f], starts[f + 1]), below ``limits[f]``.
+    """The ids of some features: feature f has ids [starts[f], starts[f + 1]), below ``limits[f]``.
 
     Their positions begin at ``bases[f]``. The ids (E,) int32 begin at byte ``begin`` of a block on the device.
     """
@@ -65,14 +65,14 @@ class LookupPositions(NamedTuple):
 
 
 _Group = tuple[list[tuple[int, int, int, int]], int]
-"""Contiguous numbers, by address and count, with a base and a limit: keys are base + number, and base + limit from that
-on. And the key of slot 0."""
+"""Contiguous numbers, by address and count, with a base and a limit: keys are base + number, and base + limit from the
+limit on. And the key of slot 0."""
 
 
 class SortPlan:
     """The launches of one sort, or of several if one has too few int32 keys. Any thread.
 
-    Addresses count from a block of ids and from the memory of runs, so a plan serves all batches of one layout.
+    Addresses are relative to a block of ids and to the memory of runs, so a plan serves all batches of one layout.
     """
 
     def __init__(self, groups: Iterable[tuple[int, list[tuple[int, int, int, int]]]]) -> None:
@@ -93,9 +93,9 @@ class SortPlan:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[LookupPositions]]) -> "SortPlan":
-        """Return the plan of a sort by position, whose rows a step finds by `Runs.slot_of`.
+        """Return the plan of a sort by position; a step finds the rows by `Runs.slot_of`.
 
-        A group has the entries of its lookups, one after another. One that is no id is no error here.
+        A group has the entries of its lookups, one after another. An invalid id is not an error here.
         """
         made = []
         for lookups in groups:
@@ -188,8 +188,8 @@ def _launch(device: Device, kernel: str, launches: _Launches, *addresses: int) -
 def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:
     """Return the runs of each group: of its slots (E,), which may be several arrays one after another.
 
-    With the arrays of each group goes the number of its slots; a group has fewer than 2^31 - 4096 entries. Nothing
-    waits for the device, so a slot that is not in [0, num_slots) is not an error: its entries come last, as of slot
+    The arrays of each group come with the number of its slots; a group has fewer than 2^31 - 4096 entries. Does not
+    wait for the device, so a slot that is not in [0, num_slots) is not an error: its entries come last, as of slot
     `num_slots`, and updates skip them. One sort serves all groups that have fewer than 2^31 slots together.
     """
     made = []
@@ -202,5 +202,5 @@ def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> 
 
 
 def _tile(size: int) -> int:
-    """Return the places of a tile; each looks at the counts of all before, so there are not too many."""
+    """Return the places of a tile; each reads the counts of all previous ones, so there are not too many."""
     return _TILE * max(1, -(-size // (_TILE * _MOST_TILES)))

@@ -1,12 +1,12 @@
 // One optimizer step of the rows of a batch: each row's gradients are summed in batch order, then the row changes once.
 //
 // A run is the entries of one row. The sum of a run of more than STRETCH entries is the sum, in order, of the sums of
-// its stretches of STRETCH: so that many warps can share a hot row, and the bits depend on the batch alone, never on
+// its stretches of STRETCH, so that many warps can share a hot row, and the bits depend on the batch alone, never on
 // slots or on the number of blocks. (The CPU's kernels do so above 8192 entries: up to STRETCH the bits are theirs.)
 //
-// Stretches of long runs are summed first, by sum_stretches, to a row of `sums` each: that with number 2c for one that
-// begins among the c-th STRETCH places and goes on with its run, 2c + 1 for the first of its run. No two stretches share
-// a number: among STRETCH places at most one long run begins, and at most one goes on.
+// Stretches of long runs are summed first, by sum_stretches, to a row of `sums` each: number 2c for a stretch that
+// begins among the c-th STRETCH places and continues its run, 2c + 1 for the first of its run. No two stretches share
+// a number: among STRETCH places at most one long run begins, and at most one continues.
 
 #include "gradients.cuh"
 #include "lanes.cuh"
@@ -17,7 +17,7 @@
 #define RUNS_OF_TASK 8  // for each team of a warp
 #define SUMS_IN_FLIGHT 4
 
-// Of each kernel the most blocks of an SM that spill no register; the compiler takes more of them for newer GPUs.
+// The most blocks per SM of each kernel without register spills; the compiler uses more registers for newer GPUs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define BLOCKS_OF_SM(COUNT) (COUNT / 2)
 #else
@@ -32,7 +32,7 @@ struct UpdatePart {  // one group
     const uint32* entries;  // as sorting.cu writes them; slots from num_slots on have no row
     const uint64* runs;
     const uint32* run_at;
-    const int* slot_of;  // the slot of each position, where runs are of positions; else null
+    const int* slot_of;  // the slot of each position, if runs are of positions; else null
     float* sums;  // (2 * stretches of `size`, padded)
     const float* means;  // of each entry, of a row-wise rule for slices of rows: else null
     Gradients gradients;
@@ -79,16 +79,16 @@ __device__ __forceinline__ void sum_stretch(
 // Sum the stretches of long runs that begin among STRETCH places; a team does it.
 template <int VEC, bool ANY>
 __device__ __forceinline__ void sum_among(const UpdatePart& part, int64 number, int team) {
-    const int64 first = number * STRETCH, behind = first + STRETCH;
+    const int64 first = number * STRETCH, end = first + STRETCH;
     if (first >= part.size) return;
     const Run before = run_of(part, __ldg(part.run_at + number));
     if (before.start < first && is_long(part, before)) {
         const int64 start = before.start + (first - before.start + STRETCH - 1) / STRETCH * STRETCH;
         if (start < before.stop) sum_stretch<VEC, ANY>(part, before, start, 2 * number, team);
     }
-    if (behind >= part.size) return;
+    if (end >= part.size) return;
     const Run last = run_of(part, __ldg(part.run_at + number + 1));
-    if (last.start >= first && last.start < behind && is_long(part, last)) {
+    if (last.start >= first && last.start < end && is_long(part, last)) {
         sum_stretch<VEC, ANY>(part, last, last.start, 2 * number + 1, team);
     }
 }
@@ -153,8 +153,7 @@ template <class T, int VEC> struct Held {
     Lanes<VEC> first, second, g;
 };
 
-// The row is asked for before the gradients are summed, and its states are brought near, so that they are under way
-// meanwhile.
+// The row is loaded before the gradients are summed, and its states are prefetched, so that the accesses overlap.
 template <class T, int VEC, int KIND, bool ANY>
 __device__ __forceinline__ void prepare(
     const UpdatePart& part, const Run& run, int d, Held<T, VEC>& held, int team) {
@@ -189,7 +188,7 @@ __device__ __forceinline__ void apply(
     store_rounded<VEC>(to, values, d, stream, part.rounding.step, part.is_half);
 }
 
-// Change the row of a run; a team does it. Lanes behind the last element follow the first ones and write nothing.
+// Change the row of a run; a team does it. Lanes past the last element follow the first ones and write nothing.
 template <class T, int VEC, int KIND, bool ANY>
 __device__ __forceinline__ void update_row(const UpdatePart& part, const Run& run, int team) {
     const int own = lane_id() % team * VEC, dim = part.dim;
@@ -218,7 +217,7 @@ __device__ __forceinline__ void update_row(const UpdatePart& part, const Run& ru
         number = __shfl_sync(mask, number, 0, team);
         rate = part.rule.rate / (sqrtf(number) + part.rule.eps);
     }
-    const bool prepared = is_row_wise(KIND) && dim <= team * VEC;  // else the sums are made again, part by part
+    const bool prepared = is_row_wise(KIND) && dim <= team * VEC;  // else the sums are computed again, part by part
     for (int turn = 0; turn < dim; turn += team * VEC) {
         const int d = turn + own;
         if (!prepared) prepare<T, VEC, KIND, ANY>(part, run, d < dim ? d : 0, held, team);

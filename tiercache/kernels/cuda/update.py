@@ -1,8 +1,8 @@
 """One optimizer step of the rows of a batch on a CUDA device: as `kernels.cpu.update`.
 
-Each row's gradients are summed in batch order; above 64 entries the sum is that of the sums of stretches of 64, in
-order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 64 entries a row they are
-those of the CPU's kernels.
+Each row's gradients are summed in batch order; above 64 entries the sum is the sum, in order, of the sums of stretches
+of 64, so that many blocks share a hot row. The bits depend on the batch alone, and up to 64 entries per row they equal
+the bits of the CPU's kernels.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from tiercache.kernels.step import Gradients, Step, check_entries, check_rows
 
 _PART, _SOURCE = struct("UpdatePart", "update"), struct("Source", "update")
 _RUNS_OF_TASK = 8
-_TEAM = 4  # lanes at least of a team that looks its entries up together
+_TEAM = 4  # minimum lanes of a team that looks its entries up together
 
 
 class _Sources(NamedTuple):
@@ -28,7 +28,7 @@ class _Sources(NamedTuple):
     rows: list[Part]
     """A `Source` each."""
     per_source: int
-    """Entries of each; 0 where they differ."""
+    """Number of entries of each; 0 if they differ."""
     is_plain: bool
     has_max: bool
     is_aligned: bool
@@ -36,7 +36,7 @@ class _Sources(NamedTuple):
 
 
 class RowsPlan(NamedTuple):
-    """The rows of a group as launches have them, checked once for all steps. It holds addresses, not arrays."""
+    """The rows of a group in the form of launches, checked once for all steps. It holds addresses, not arrays."""
 
     rows: RowsAt
     states: tuple[int, int]
@@ -46,7 +46,7 @@ class RowsPlan(NamedTuple):
 
 
 def plan_rows(device: Device, step: Step) -> RowsPlan:
-    """Plan steps of the rows of one. Raises ValueError if its arrays do not fit together."""
+    """Plan steps of the rows of one group. Raises ValueError if its arrays do not fit together."""
     check_rows(step)
     states = [address_of(device, "a state", state, np.float32, written=True) for state in step.states]
     return RowsPlan(
@@ -109,11 +109,11 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
 
 
 def update_many(device: Device, steps: Sequence[Step], plans: Sequence[RowsPlan] | None = None) -> None:
-    """Step the rows of several groups, which may have different dims. Slots that no row has are left out.
+    """Step the rows of several groups, which may have different dims. Slots without a row are skipped.
 
-    `Step.pairs` are `Runs`, and `Step.gradients` those of one lookup or of several, one after another. One launch for
-    each optimizer, and one before it that sums the stretches of hot rows; more where vectors have 16 bits, or rows and
-    gradients do not lie so that four elements are one access. Raises ValueError where something does not fit, before
+    `Step.pairs` are `Runs`, and `Step.gradients` those of one or several lookups, one after another. One launch for
+    each optimizer, and one before it that sums the stretches of hot rows; more if vectors have 16 bits, or if rows and
+    gradients are not aligned for access to four elements at once. Raises ValueError if something does not fit, before
     anything is launched. plans: of the rows of each step, by `plan_rows`.
     """
     groups = list[_Group]()

@@ -1,9 +1,9 @@
 // Vectors of float32 or of 16-bit numbers, which kernels see as float32: vectors.py and rounding.py, bit for bit
 // (docs/format.md, "Row dtypes").
 //
-// Kernels that read vectors are templates on T, float or uint16, and have an instantiation for each: what is not for
-// float32 is not in its machine code. bfloat16 and float16 share one, and `is_half` says which it is: the few
-// instructions more hide behind the memory. Rows of 16 bits begin at words, so they stand an even number apart. A lane
+// Kernels that read vectors are templates on T, float or uint16, and have an instantiation for each: float32 has no
+// machine code for 16 bits. bfloat16 and float16 share one, and `is_half` says which it is: the few extra
+// instructions are hidden by memory latency. Rows of 16 bits begin at words, an even number of elements apart. A lane
 // takes 4 numbers in 8 bytes, as one access to outputs, gradients and states has 4: with 8 numbers, the stores of a warp
 // would leave gaps, and pooling would take more registers than let four blocks share an SM.
 
@@ -13,7 +13,7 @@
 
 typedef unsigned short uint16;
 
-// Numbers as they lie in memory.
+// Numbers in memory format.
 template <class T, int VEC> struct Packed;
 
 template <int VEC> struct Packed<float, VEC> {
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32 round_by(float value, uint32 noise, int is_hal
     return finish(bits, (size + noise) >> 16, is_small ? small : half, is_half);
 }
 
-// What decides the random bits of a step.
+// The source of the random bits of a step.
 struct Rounding {
     const uint64* streams;  // (S,): of the row in each slot; null for float32
     uint64 step;  // the generator's key: mix(step)

@@ -34,10 +34,10 @@ class RowsAt(NamedTuple):
 
 
 def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written: bool = False) -> RowsAt:
-    """Return where vectors lie. Raises ValueError as `launch.view` and `Vectors.check` do."""
+    """Return the location of vectors. Raises ValueError like `launch.view` and `Vectors.check`."""
     seen = view(device, name, vectors.values, np.float32, np.uint16, ndim=2, written=written)
     vectors.check()
     if seen.address % 4:
-        raise ValueError(f"{name} begin at address {seen.address:#x}: rows begin at multiples of 4.")
+        raise ValueError(f"{name} begin at address {seen.address:#x}: expected a multiple of 4.")
     suffix = "_narrow" if seen.dtype == np.uint16 else ""
     return RowsAt(seen.address, seen.shape[0], vectors.dim, vectors.is_half, suffix)

@@ -55,7 +55,7 @@ class RowArrays(NamedTuple):
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in a stream's work."""
 
     def wait(self) -> None:
         """Wait, on any thread, until the stream has reached it."""
@@ -69,7 +69,7 @@ class CompleteEvent:
 
 
 class Streams:
-    """The order of work on the device: rows are dumped, loaded and exchanged while training goes on.
+    """The order of work on the device: rows are dumped, loaded and exchanged during training.
 
     Training is the work on torch's current stream of the training thread. This class is for a CPU, which has no
     streams: work is done when a call returns. `CudaRuntime` has the streams of a GPU.
@@ -83,7 +83,7 @@ class Streams:
         return nullcontext()
 
     def dumped(self) -> Event:
-        """Return the present end of the dumps."""
+        """Record an event after all dumps queued so far."""
         return CompleteEvent()
 
     def loading(self, *, ahead: bool = False) -> AbstractContextManager[None]:
@@ -94,14 +94,14 @@ class Streams:
         return nullcontext()
 
     def wait_event(self, dumped: Event) -> None:
-        """Have later loads wait for an event of the dumps."""
+        """Make later loads wait for an event of the dumps."""
 
     def loaded(self) -> Event:
-        """Return the present end of the loads."""
+        """Record an event after all loads queued so far."""
         return CompleteEvent()
 
     def trained(self) -> Event:
-        """Return the present end of the training: until it has passed, the device has steps to do."""
+        """Record an event after the training so far: until it has passed, the device has steps to do."""
         return CompleteEvent()
 
     def exchanging(self) -> AbstractContextManager[None]:
@@ -112,14 +112,14 @@ class Streams:
         return nullcontext()
 
     def exchanged(self) -> Any:
-        """Return the present end of the exchanges, for `receive`."""
+        """Record an event after all exchanges queued so far, for `receive`."""
         return None
 
     def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the training wait for ``exchanged`` and take over ``tensors``, which were made there."""
+        """Make the training wait for ``exchanged`` and take over ``tensors``, which were made there."""
 
     def synchronize(self) -> None:
-        """Wait until the device does not use host memory any more."""
+        """Wait until the device no longer uses host memory."""
 
     def enter_thread(self) -> None:
         """Make the device current on the calling thread. Every thread that we start calls it first."""
@@ -130,15 +130,15 @@ class BatchUpload(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device; 0 on a CPU, whose scratch has them."""
+        """Bytes on the device; 0 on a CPU, where scratch includes them."""
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory to read samples into, once."""
 
     def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> Sequence[Any] | None:
-        """Bring the first bytes to the device, and return the runs of ``sort``; None if sorting now is not faster.
+        """Copy the first bytes to the device, and return the runs of ``sort``; None if sorting now is not faster.
 
-        Columns have memory of their own, as users keep labels.
+        Columns get separate memory, because users keep labels.
         """
 
     def array(self, begin: int, count: int, dtype: DTypeLike) -> Array:
@@ -176,15 +176,15 @@ class KeyIndex(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Places: another pass fits if `kernels.cpu.key_index.capacity_for` its keys is no larger."""
+        """Number of places: another pass fits if `kernels.cpu.key_index.capacity_for` its keys is not larger."""
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
-        """Replace all keys by those of a pass, in host memory or mapped files."""
+        """Replace all keys by the keys of a pass, in host memory or mapped files."""
 
     def find(self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]) -> Found:
         """Search for the keys of some features, in host memory; does not wait for steps of a GPU.
 
-        Those of feature f are entries ``starts[f]`` to ``starts[f + 1]``, of table ``tables[f]``.
+        Feature f has entries ``starts[f]`` to ``starts[f + 1]``, of table ``tables[f]``.
         """
 
 
@@ -206,17 +206,17 @@ class Backend(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that it keeps on the device from batch to batch, which no budget counts."""
+        """Bytes that it keeps on the device between batches, outside of budgets."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory of batches, which no budget counts; 0 on a CPU."""
+        """Bytes of pinned memory of batches, outside of budgets; 0 on a CPU."""
 
     def prepare(self, tables: Sequence[Table]) -> None:
-        """Compile what training these tables needs."""
+        """Compile the kernels for training these tables."""
 
     def drop_scratch(self) -> None:
-        """Free the memory that is kept from step to step; the next step allocates it again."""
+        """Free the memory that is kept between steps; the next step allocates it again."""
 
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the device's random generator; None for a CPU, whose generators are in every commit."""
@@ -242,10 +242,10 @@ class Backend(Protocol):
         """Concatenate host arrays, and return the result in host memory and on the device."""
 
     def concat(self, arrays: Sequence[Array]) -> Array:
-        """Concatenate arrays of the device; the only one is returned as it is."""
+        """Concatenate arrays of the device; a single one is returned as it is."""
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
+        """Return (size,) float32: 1, except in [first, last) the values of each part, which may be a host array."""
 
     def upload(self) -> BatchUpload:
         """Return the upload of one batch, for any thread."""
@@ -256,10 +256,10 @@ class Backend(Protocol):
         """Pool the ids of several groups into their columns of ``out`` (N, T)."""
 
     def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
-        """Return each feature's vectors (ids, dim), in memory of its own if ``apart``, and each group's result."""
+        """Return each feature's vectors (ids, dim), in separate memory if ``apart``, and each group's result."""
 
     def find(self, requests: Sequence[RowRequest]) -> None:
-        """Write slots and vectors of rows by their positions. On one thread at a time, not always the same."""
+        """Write slots and vectors of rows by their positions. On one thread at a time, but it may change."""
 
     def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Return a mask (num_slots,) of the slots that are among ``slots``, in host memory; None if all are."""
@@ -280,10 +280,10 @@ class Backend(Protocol):
         """Return True if a step since the last call left a row that is not finite; None: unknown without reading."""
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
-        """Return the bytes of an index of so many raw keys on the device."""
+        """Return the device bytes of an index of ``num_keys`` raw keys."""
 
     def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> KeyIndex | None:
-        """Return an index with capacity for so many raw keys; None if the device has too little memory."""
+        """Return an index for ``num_keys`` raw keys; None if the device has too little memory."""
 
     # -- moving rows ---------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Backend(Protocol):
         """Return host memory for indices, from which `place` is fast. Any thread."""
 
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Return indices on the device, in the first elements of ``into`` if the device has memory of its own.
+        """Return indices on the device, in the first elements of ``into`` if the device has separate memory.
 
         They must not change until an event after this call has passed.
         """
@@ -339,7 +339,7 @@ class Backend(Protocol):
         """Write the streams of the rows of keys (n,) to their slots (n,), see `generate`."""
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
-        """Write ``value`` to all numbers of rows; ``slots`` None: of all rows."""
+        """Set all numbers of rows to ``value``; ``slots`` None: of all rows."""
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
         """Call ``fill(words, part)`` to write the words of ``rows``, in one or several parts, in order."""

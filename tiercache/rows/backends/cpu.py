@@ -42,7 +42,7 @@ _FROM_0 = np.zeros(1, dtype=np.int64)
 
 
 class HostUpload:
-    """The upload to a CPU: arrays are there when they are made."""
+    """The upload to a CPU: arrays are usable when they are made."""
 
     device_bytes = 0  # the pool counts them
 
@@ -64,14 +64,14 @@ class HostUpload:
         return memory[begin : begin + count * np.dtype(dtype).itemsize].view(dtype)
 
     def receive(self) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: all data is in place."""
 
 
 class HostFound:
     """Local ids that were found on the host."""
 
     def __init__(self, host: NDArray[np.int32], device_ids: Array, missing: Missing | None = None) -> None:
-        """device_ids: the same on the device. missing: None: to be counted."""
+        """device_ids: the same on the device. missing: None: not counted yet."""
         self._host, self.device_ids, self._missing = host, device_ids, missing
 
     def missing(self) -> Missing:
@@ -115,7 +115,7 @@ class CpuBackend:
 
     name = ""
     device = torch.device("cpu")
-    ahead = 0  # another thread would take the cores of the kernels
+    ahead = 0  # another thread would take cores from the kernels
     queues = False
     pinned_bytes = 0
 
@@ -132,15 +132,15 @@ class CpuBackend:
         """Do nothing: `kernels.cpu.compile.prepare` compiles the kernels, whatever the device."""
 
     def drop_scratch(self) -> None:
-        """Start with empty buffers; those of the pool belong to all trainings."""
+        """Drop this backend's buffers; the pool belongs to all trainings."""
         self._sorting, self._updates, self._has_overflow = SortBuffers(), UpdateBuffers(), False
 
     def random_state(self) -> torch.Tensor | None:
-        """Return None: a commit has the CPU's generators anyway."""
+        """Return None: a commit includes the CPU's generators anyway."""
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Do nothing: there is no other generator."""
+        """Do nothing: the CPU has only the global generators."""
 
     # -- arrays --------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class CpuBackend:
         return out
 
     def upload(self) -> HostUpload:
-        """Return one that has nothing to do."""
+        """Return an upload that copies nothing."""
         return HostUpload()
 
     # -- lookups and steps ---------------------------------------------------------------------------------
@@ -266,9 +266,9 @@ class CpuBackend:
         return found
 
     def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
-        """Return the sorted slots of all ids, those of the lookup if it sorted them."""
+        """Return the sorted slots of all ids, or the lookup's if it sorted them."""
         pairs = saved.pairs
-        if pairs is None or (pairs.size and int(pairs[-1]) >> 32 >= num_slots):  # the sort says which slot is wrong
+        if pairs is None or (pairs.size and int(pairs[-1]) >> 32 >= num_slots):  # the sort names the wrong slot
             return sort_slots(saved.slots, num_slots, self._sorting)
         return np.asarray(pairs)
 

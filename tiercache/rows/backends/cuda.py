@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _Plan = TypeVar("_Plan")
 _ALIGNED_BYTES = 128  # a cache line
-_CORES = 8  # from which on two more threads cost nothing
+_CORES = 8  # with at least so many, two more threads cost nothing
 _MOST_PLANS = 64
 _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
 
@@ -55,7 +55,7 @@ _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
 class CudaBackend:
     """Looks up and steps rows by CUDA kernels on torch's current stream, in few launches for any number of groups."""
 
-    ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
+    ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # one thread per batch: a read may outlast several steps
     queues = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -81,7 +81,7 @@ class CudaBackend:
         self._runtime.prepare()
 
     def drop_scratch(self) -> None:
-        """Forget the plans of lookups and steps, and free the blocks of batches."""
+        """Drop the plans of lookups and steps, and free the blocks of batches."""
         self._plans.clear()
         self._ring.resize(0)
 
@@ -118,20 +118,20 @@ class CudaBackend:
         return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Fill device memory, with parts that are there or not."""
+        """Fill device memory, with parts from the host or the device."""
         out = self._runtime.tensor((size,), torch.float32).fill_(1.0)
         for first, last, values in parts:
             out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
         return out
 
     def upload(self) -> PinnedUpload:
-        """Return one by way of the ring."""
+        """Return an upload through the ring."""
         return PinnedUpload(self._runtime, self._ring)
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
     def pool(self, parts: LookupParts, out: Array) -> list[LookedUp]:
-        """Pool all groups in one launch, by a plan that is made once for a module and the rows of a pass."""
+        """Pool all groups in one launch, by a plan that is made once per module and rows of a pass."""
         batch, found = [], []
         for _, e in parts:
             size = int(e.starts[-1])
@@ -154,7 +154,7 @@ class CudaBackend:
         return self._kept(key, lambda: PoolPlan(self._runtime.kernels, features, width))
 
     def _kept(self, key: Any, make: Callable[[], _Plan]) -> _Plan:
-        """Return the plan of a key, for this stream; it has no references to arrays, so that they can be freed."""
+        """Return the plan of a key, for this stream; it holds no references to arrays, so that they can be freed."""
         key = self._runtime.stream(), key
         if key not in self._plans:
             self._plans[key] = make()
@@ -165,7 +165,7 @@ class CudaBackend:
         return plan
 
     def gather(self, parts: LookupParts, *, apart: bool = False) -> tuple[list[Array], list[LookedUp]]:
-        """Map the ids of all groups and gather their rows in one launch, a group's to one allocation."""
+        """Map the ids of all groups and gather their rows in one launch, one allocation per group."""
         gathered, found, outs = list[Gathered](), list[LookedUp](), list[torch.Tensor]()
         for rows, e in parts:
             dim, starts = rows.vectors.dim, e.starts.tolist()
@@ -180,7 +180,7 @@ class CudaBackend:
             out = self.empty((starts[-1], dim), np.float32)
             mapped = Mapped(e.ids, e.bases, e.starts, rows.slot_of_local)
             gathered.append(Gathered(rows.vectors, slots, out, mapped))
-            with torch._C._AutoDispatchBelowADInplaceOrView():  # no views to autograd: each may be changed in place
+            with torch._C._AutoDispatchBelowADInplaceOrView():  # no views in autograd: each may be changed in place
                 outs += torch.split(out, [last - first for first, last in pairwise(starts)])
         gather(self._runtime.kernels, gathered)
         return outs, found
@@ -234,11 +234,11 @@ class CudaBackend:
         update_many(kernels, steps, plans)
 
     def take_overflow(self) -> None:
-        """Return None: to read a flag would wait for the GPU."""
+        """Return None: reading a flag would wait for the GPU."""
         return None  # noqa: RET501 - the protocol's answer
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
-        """Return those of places and of a slice of keys."""
+        """Return the bytes of places and of a slice of keys."""
         return index_bytes(num_keys, num_tables)
 
     def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> CudaKeyIndex | None:
@@ -265,14 +265,14 @@ class CudaBackend:
         total, at = self.bytes_of(layouts), 0
         memory = self._allocate(total)
         if memory is None:
-            gc.collect()  # garbage in reference cycles may hold memory
+            gc.collect()  # reference cycles may hold memory
             memory = self._allocate(total)
         if memory is None:
             free, whole = self._runtime.memory_info()
             raise BudgetError(
                 f"{what} need {format_bytes(total)} on the {self._runtime.name}, which has {format_bytes(free)} of "
-                f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what "
-                "the dense model and its batches need"
+                f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, minus the "
+                "needs of the dense model and its batches"
             )
 
         def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -285,14 +285,14 @@ class CudaBackend:
         def cut_all(n: Layout) -> RowArrays:
             fields = tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths)
             slots, load_slots = (cut(n.positions, 1, torch.int32) for _ in range(2))
-            keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made when all others were dumped
+            keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made after all others were dumped
             streams = cut(n.rows if n.rounded else 0, 1, torch.uint64)
             return RowArrays(fields, slots, load_slots, keys, keys.view(torch.int32), streams)
 
         return [cut_all(n) for n in layouts]
 
     def _allocate(self, num_bytes: int) -> torch.Tensor | None:
-        """Return so many bytes, None if the device does not have them."""
+        """Return ``num_bytes`` bytes, or None if the device does not have them."""
         if num_bytes > self._runtime.memory_info()[0]:
             return None
         try:
@@ -315,7 +315,7 @@ class CudaBackend:
         return self._copy(indices, into, lasting=True)
 
     def pieces(self, row_floats: int) -> Pieces:
-        """Return none yet; pieces are in pinned host memory, which kernels access over the link."""
+        """Return an empty collection; pieces are in pinned host memory, which kernels access over the link."""
         return Pieces(row_floats, self._pinned_memory)
 
     def _pinned_memory(self, data: NDArray[np.float32]) -> View:
@@ -330,7 +330,7 @@ class CudaBackend:
         cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
 
     def generates(self, table: Table) -> bool:
-        """Whether the kernel has the CPU's bits: not for normal numbers, which take logarithms, or column slices."""
+        """True if the kernel has the CPU's bits: not for normal numbers, which take logarithms, or column slices."""
         return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
@@ -354,7 +354,7 @@ class CudaBackend:
             fill_rows(self._runtime.kernels, value, field, slots)
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
-        """Have them written to pinned memory, 16 MiB at a time."""
+        """Let ``fill`` write to pinned memory, 16 MiB at a time."""
         count, width = rows.shape
         step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
         buffer = self._runtime.pinned((min(step, count), width), torch.float32)
@@ -393,7 +393,7 @@ def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None
 
 
 def _sorted_runs(step: OptimizerStep) -> Runs | None:
-    """Return the order of the entries of a step if they are those that were sorted together."""
+    """Return the order of the entries of a step if exactly these were sorted together."""
     first: FeatureRuns | None = step.saved[0].pairs
     if first is None or len(step.saved) != first.num_parts:
         return None

@@ -1,4 +1,4 @@
-"""One GPU by way of torch: memory from its caching allocator, pinned host memory, streams, uploads and key indexes."""
+"""One GPU through torch: memory from its caching allocator, pinned host memory, streams, uploads, key indexes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # blocking: else the thread that waits polls, and takes a core
+        # blocking: else the waiting thread polls and occupies a core
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
@@ -41,7 +41,7 @@ class _CudaEvent:
 
 
 class CudaRuntime(Streams):
-    """Memory and streams of one GPU. Make it with `open_runtime`.
+    """Memory and streams of one GPU. Create it with `open_runtime`.
 
     A thread starts on GPU 0. Returning there would create a context on it, of several hundred megabytes, which a
     training on another GPU does not need. So our own threads enter this GPU when they start. On the user's threads, all
@@ -64,7 +64,7 @@ class CudaRuntime(Streams):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in pinned host memory, which torch reuses only after pending copies."""
-        with torch.cuda.device(self.device):  # pinned memory has no device of its own
+        with torch.cuda.device(self.device):  # pinned memory belongs to no device
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class CudaRuntime(Streams):
                 current.wait_stream(self._dumps)
 
     def wait_event(self, dumped: Event) -> None:
-        """Have the stream of loads wait."""
+        """Make the stream of loads wait."""
         assert isinstance(dumped, _CudaEvent)
         self._loads.wait_event(dumped.event)
 
@@ -160,7 +160,7 @@ class CudaRuntime(Streams):
             yield
 
     def uploaded(self) -> Any:
-        """Return the present end of the uploads, for `receive`. Any thread."""
+        """Record an event after all uploads queued so far, for `receive`. Any thread."""
         return _CudaEvent(self._uploads).event
 
     def wait_uploaded(self, sent: torch.cuda.Event) -> None:
@@ -168,7 +168,7 @@ class CudaRuntime(Streams):
         sent.synchronize()  # synchronize!
 
     def receive(self, sent: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the current stream wait for ``sent``, and keep the memory of the tensors until it is done with them."""
+        """Make the current stream wait for ``sent``, and keep the tensors' memory until it is done with them."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(sent)
         for tensor in tensors:
@@ -192,7 +192,7 @@ class CudaRuntime(Streams):
             stream.synchronize()  # synchronize!
 
     def enter_thread(self) -> None:
-        """Make it torch's current device on this thread."""
+        """Make the GPU torch's current device on this thread."""
         torch.cuda.set_device(self.device)
 
     def random_state(self) -> torch.Tensor:
@@ -214,7 +214,7 @@ class TorchHost:
         self._device, self._index = torch.device("cuda", index), index
 
     def stream(self) -> int:
-        """Return the address of torch's current stream, ten times as fast as by a `Stream`."""
+        """Return the address of torch's current stream, ten times as fast as through a `Stream`."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def within(self) -> AbstractContextManager[Any]:
@@ -226,9 +226,9 @@ class TorchHost:
         return torch.empty(size, dtype=TORCH_DTYPES[np.dtype(dtype)], device=self._device)
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
-        """Copy the bytes of a table by way of pinned memory, without waiting."""
+        """Copy the bytes of a table through pinned memory, without waiting."""
         data = torch.from_numpy(table.reshape(-1).view(np.uint8))
-        with torch.cuda.device(self._device):  # pinned memory has no device of its own
+        with torch.cuda.device(self._device):  # pinned memory belongs to no device
             return data.pin_memory().to(self._device, non_blocking=True)
 
     def read(self, array: torch.Tensor) -> NDArray[Any]:
@@ -249,9 +249,9 @@ class _Block:
 
 
 class PinnedRing:
-    """Pinned blocks of one size, which batches are read into in turn. Any thread.
+    """Pinned blocks of one size that batches are read into in turn. Any thread.
 
-    A block is used again once no array refers to it and it was copied. If a batch is larger, all are replaced.
+    A block is reused once no array refers to it and it was copied. If a batch is larger, all are replaced.
     """
 
     def __init__(self, runtime: CudaRuntime) -> None:
@@ -260,7 +260,7 @@ class PinnedRing:
         """Bytes of all blocks, as torch allocates them."""
 
     def take(self, num_bytes: int) -> tuple[NDArray[np.uint8], _Block]:
-        """Return memory of a block, and the block, which is in use while there is an array over the memory."""
+        """Return memory of a block, and the block, which stays in use while an array refers to the memory."""
         with self._lock:
             if num_bytes > self._size:
                 self.resize(1 << (num_bytes - 1).bit_length())  # torch would round it up to that
@@ -270,19 +270,19 @@ class PinnedRing:
             block = _Block(self._runtime.pinned((size,), torch.uint8))
         elif block.sent is not None:
             self._runtime.wait_uploaded(block.sent)
-        memory = np.frombuffer(memoryview(block.bytes.data), np.uint8, num_bytes)  # an array object of our own
+        memory = np.frombuffer(memoryview(block.bytes.data), np.uint8, num_bytes)  # a separate array object
         weakref.finalize(memory, self._reclaim, block).atexit = False
         return memory, block
 
     def resize(self, num_bytes: int) -> None:
-        """Have blocks of another size from now on, 0 for none: those in use are freed with their batches."""
+        """Change the size of blocks, 0 for none: those in use are freed with their batches."""
         with self._lock:
             self._size = num_bytes
             self.num_bytes -= sum(block.bytes.size for block in self._free)
             self._free.clear()
 
     def _reclaim(self, block: _Block) -> None:
-        with self._lock:  # a garbage collection may call this on a thread that is in another method
+        with self._lock:  # garbage collection may call this on a thread that is in another method
             if block.bytes.size == self._size and len(self._free) < MAX_KEPT:
                 self._free.append(block)
             else:
@@ -312,9 +312,9 @@ class PinnedUpload:
         return memory
 
     def send(self, column_bytes: int, num_bytes: int, sort: SortPlan | None) -> Sequence[Runs] | None:
-        """Copy the first bytes, and sort there."""
+        """Copy the first bytes, and sort on the device."""
         runtime, runs, pinned = self._runtime, None, self._block.pinned
-        end = _aligned(num_bytes) - column_bytes  # of the ids
+        end = _aligned(num_bytes) - column_bytes  # the end of the ids
         with runtime.uploading():
             there = runtime.tensor((end + _aligned(0 if sort is None else sort.num_bytes),), torch.uint8)
             columns = runtime.tensor((column_bytes,), torch.uint8) if column_bytes else there[:0]
@@ -336,7 +336,7 @@ class PinnedUpload:
         return memory[first : first + count * dtype.itemsize].view(TORCH_DTYPES[dtype])
 
     def receive(self) -> None:
-        """Have the current stream wait, and keep the memory of the tensors until it is done with them."""
+        """Make the current stream wait, and keep the memory of the tensors until it is done with them."""
         self._runtime.receive(self._block.sent, self._tensors)
 
 
@@ -345,7 +345,7 @@ SLICE_KEYS = 1 << 20
 
 
 def index_bytes(num_keys: int, num_tables: int) -> int:
-    """Return the bytes of an index for so many keys, including the buffer that they are copied through."""
+    """Return the bytes of an index for ``num_keys`` keys, including the buffer that they are copied through."""
     return cuda_key_index.bytes_for(num_keys, num_tables) + 8 * _slice_of(num_keys)
 
 
@@ -357,12 +357,12 @@ class CudaFound:
         self._host: NDArray[np.int32] | None = None
 
     def missing(self) -> Missing:
-        """Wait for the search alone, and read 16 bytes."""
+        """Wait only for the search, and read 16 bytes."""
         with self._runtime.searching():
             return self._missing.read()
 
     def host(self) -> NDArray[np.int32]:
-        """Wait for the search alone, and copy them once."""
+        """Wait only for the search, and copy them once."""
         if self._host is None:
             with self._runtime.searching():
                 self._host = self._runtime.download(self.device_ids)
@@ -383,7 +383,7 @@ class CudaKeyIndex:
         self.num_bytes = self._index.nbytes + 8 * self._buffer.shape[0]
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
-        """Copy keys a slice at a time, by way of one slice of pinned memory; waits for each copy."""
+        """Copy keys a slice at a time, through one slice of pinned memory; waits for each copy."""
         step = self._buffer.shape[0]
         pinned = self._runtime.pinned((step,), torch.int64)
         with self._runtime.searching():
@@ -417,7 +417,7 @@ def _slice_of(num_keys: int) -> int:
 def open_runtime(index: int | None) -> CudaRuntime:
     """Return the runtime of a GPU by its number; None: torch's current one.
 
-    Raises CudaError with what is missing: CuPy, a driver, a GPU, a torch built for CUDA.
+    Raises CudaError that names what is missing: CuPy, a driver, a GPU, or a torch built for CUDA.
     """
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0

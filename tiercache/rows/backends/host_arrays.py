@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 LINE_BYTES = 64
-MAX_KEPT = 8  # buffers of one size class kept for later: more than one step has in flight
+MAX_KEPT = 8  # buffers of one size class kept for reuse: more than one step is in flight
 
 
 class BufferPool:
@@ -25,7 +25,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._lock = threading.RLock()  # a lease may end, on the same thread, while another begins
+        self._lock = threading.RLock()  # garbage collection may end a lease on a thread that is beginning another
         self.num_bytes = 0
         """Bytes of all buffers, in use and kept: the memory of batches, which no budget counts."""
 
@@ -42,7 +42,7 @@ class BufferPool:
             memory = np.empty(size + LINE_BYTES, dtype=np.uint8)
             skip = -memory.ctypes.data % LINE_BYTES  # kernels stream whole cache lines
             block = memory[skip : skip + size]
-        # frombuffer makes an array object of our own: the finalizer runs when it and all its views are gone
+        # frombuffer makes a separate array object: the finalizer runs when it and all its views are gone
         lease = np.frombuffer(memoryview(block.data), dtype=dtype, count=count)
         weakref.finalize(lease, self._reclaim, block)
         return lease.reshape(shape)

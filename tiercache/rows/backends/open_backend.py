@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def device_name(device: str | torch.device | Backend) -> str | Backend:
-    """Return "cpu", "cuda" or "cuda:1" for a device of torch, and a name or backend as it is.
+    """Return "cpu", "cuda" or "cuda:1" for a torch.device; a name or a backend is returned as it is.
 
     Raises TypeError for anything else.
     """
@@ -29,9 +29,9 @@ def device_name(device: str | torch.device | Backend) -> str | Backend:
 
 
 def open_backend(device: str | torch.device | Backend, tables: Sequence[Table]) -> Backend:
-    """Return the backend of ``device``, "cpu", "cuda" or "cuda:1", ready to train ``tables``; or the backend given.
+    """Return the backend of ``device``, "cpu", "cuda" or "cuda:1", ready to train ``tables``; or the given backend.
 
-    CUDA is imported only for a GPU. Raises CudaError where a GPU cannot be used, ValueError for another device.
+    CUDA is imported only for a GPU. Raises CudaError if a GPU cannot be used, ValueError for another device.
     """
     device = device_name(device)
     backend: Backend

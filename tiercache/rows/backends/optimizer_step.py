@@ -1,4 +1,4 @@
-"""The step of a group's rows, and values that kernels take."""
+"""The step of a group's rows, and the values that kernels take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def kernel_gradients(saved: Sequence[SavedGradient]) -> list[Gradients]:
-    """Return gradients as kernels take them."""
+    """Return gradients in the form that kernels take."""
     found = list[Gradients]()
     for one in saved:
         if one.starts is None:
@@ -40,7 +40,7 @@ class OptimizerStep:
 
     group: Group
     optimizer: Optimizer
-    """The group's, with the settings of now but for the learning rate."""
+    """The group's optimizer, with its current settings except the learning rate."""
     rows: GroupRows
     saved: Sequence[SavedGradient]
     """At least one, in the order of the backward calls."""
@@ -48,7 +48,7 @@ class OptimizerStep:
     number: int
     """The steps of the tables of ``saved``, including this one: for the rules of Adam and for rounding."""
     means: Array = field(default_factory=lambda: NONE_F4)
-    """Of column slices, as `Step.means`."""
+    """For column slices, as `Step.means`."""
 
     @property
     def rule(self) -> Rule:
@@ -56,7 +56,7 @@ class OptimizerStep:
         return rule_of(self.optimizer, self.group.dim, self.learning_rate, self.number)
 
     def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
-        """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
+        """Return the step in the form that kernels take: with the gradients of ``saved`` and their sorted slots."""
         rows, rule, rounding = self.rows, self.rule, NO_ROUNDING
         if rows.streams.shape[0]:
             rounding = make_rounding(rows.streams, self.number)

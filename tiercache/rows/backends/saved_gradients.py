@@ -38,7 +38,7 @@ def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> Save
     if (first, last) == (0, saved.slots.shape[0]):
         return saved
     argmax = saved.argmax
-    if argmax.shape[0]:  # it names entries by their numbers
+    if argmax.shape[0]:  # it refers to entries by their numbers
         argmax = backend.array(backend.tensor(argmax) - first)
     cols = saved.cols
     if saved.places is None:
@@ -51,7 +51,7 @@ def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> Save
 
 
 def places_of(backend: Backend, saved: SavedGradient) -> Array:
-    """Return where each entry's gradient begins, (E,) int64, computed if ``saved`` has columns only."""
+    """Return the start of each entry's gradient, (E,) int64, computed if ``saved`` has only columns."""
     if saved.places is not None:
         return saved.places
     samples = torch.arange(saved.num_samples, device=backend.device) * saved.width
@@ -60,7 +60,7 @@ def places_of(backend: Backend, saved: SavedGradient) -> Array:
 
 
 def merged(backend: Backend, saved: Sequence[SavedGradient]) -> SavedGradient:
-    """Return the gradients of several lookups of one group as those of one; the only one is returned as it is."""
+    """Merge the gradients of several lookups of one group into one; a single one is returned as it is."""
     saved = [part for one in saved for part in one.by_feature()]
     if len(saved) == 1:
         return saved[0]
