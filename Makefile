@@ -1,5 +1,6 @@
 # make demo: the main job on real data.  make test: what CI runs.  make test-gpu: on a CUDA GPU; its dry form without.
-# All set up .venv themselves.
+# make test-lowest: the lower bounds of pyproject.toml.  make release-check: both archives, installed and run.
+# All set up their environments themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,23 +8,26 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraint
 # Compile imported modules once and keep the bytecode: faster than compiling all packages, or in every process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test test-long test-gpu test-stacks test-torchrec lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
+.PHONY: demo docs test test-long test-lowest test-gpu test-stacks test-torchrec release-check lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
 
 install: $(VENV)/.dev
 
-$(VENV)/.created:
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) "setuptools>=65" wheel
+# pip installs groups of pyproject.toml from 25.1 on: the one that Python brings may be older. "tiercache" was our name
+# before, and is that of another project, whose files would be among ours.
+$(VENV)/.tools: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade "pip>=25.1" "setuptools>=77" wheel
+	$(BIN)/python -m pip uninstall -qq --yes tiercache
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.demo: $(VENV)/.tools pyproject.toml setup.py
 	@echo "installing tiercache and the demo's packages into $(VENV) ..."
-	$(PIP) --no-build-isolation --editable ".[plots,examples]"
+	$(PIP) --no-build-isolation --editable . --group examples
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/.tools pyproject.toml setup.py
 	@echo "installing tiercache and the tools of its tests into $(VENV) ..."
-	$(PIP) --no-build-isolation --editable ".[plots,examples,dev]"
+	$(PIP) --no-build-isolation --editable . --group dev
 	touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
@@ -66,9 +70,27 @@ test: checked
 test-long: checked
 	$(BIN)/python -m pytest --durations=25
 
+# The oldest release of every requirement. Tests of optional packages are left out, or skip themselves.
+LOWEST := .venv-lowest
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -n 2 -m "not long" tests/cli tests/data tests/io tests/planning tests/store tests/train
+
+$(LOWEST)/.installed: pyproject.toml setup.py tests/lowest.py
+	rm -rf $(LOWEST) && $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1" "packaging>=24"
+	$(LOWEST)/bin/python -m tests.lowest > $(LOWEST)/lowest.txt
+	@echo "installing the lowest versions into $(LOWEST) ..."
+	$(LOWEST)/bin/python -m pip install --quiet --no-compile --constraint $(LOWEST)/lowest.txt --editable . --group test-package
+	touch $@
+
+# Builds both archives, and installs and runs each in an environment of its own, outside the checkout.
+release-check: $(VENV)/.dev
+	$(PIP) --group release
+	$(BIN)/python -m tests.release $(RELEASE)
+
 test-stacks: $(VENV)/.dev
 	@echo "installing Lightning, Accelerate and Transformers into $(VENV) ..."
-	$(PIP) --no-build-isolation --editable ".[stacks]"
+	$(PIP) --group stacks
 	$(BIN)/python -m pytest tests/stacks
 
 # Without dependencies: torchrec requires fbgemm-gpu even if fbgemm-gpu-cpu is installed.
@@ -82,4 +104,4 @@ test-gpu: $(VENV)/.dev
 	$(BIN)/python -m tests.gpu
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo tiercache/kernels/cpu/__pycache__
+	rm -rf $(VENV) $(LOWEST) build dist *.egg-info demo tiercache/kernels/cpu/__pycache__

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.machine import middle, say
+from tiercache.errors import CudaError
 from tiercache.kernels.arrays import aligned_zeros
-from tiercache.kernels.cuda.cupy_device import CudaError
 from tiercache.rows.backends.cuda_runtime import open_runtime
 
 if TYPE_CHECKING:

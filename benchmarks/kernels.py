@@ -43,6 +43,7 @@ from benchmarks.embedding_contenders import Shape, TorchBags
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
 from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
+from tiercache.errors import CudaError
 from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.step import Step, Vectors
@@ -200,7 +201,7 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
             cubins = cuda.compile_all(architecture)
             record[f"compiled_{architecture}"] = len(cubins)
             console.print(f"{architecture}: {len(cubins)} sources compiled, {sum(map(len, cubins.values())):,} bytes")
-    except cuda.CudaError as error:
+    except CudaError as error:
         record["compiled"] = "no"
         console.print(f"nothing was compiled for a GPU: {error}", markup=False)
     machine = ShimMachine()

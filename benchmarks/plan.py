@@ -31,8 +31,8 @@ from torch import nn
 import tiercache as tc
 from benchmarks.machine import Goal, called, console, middle, options_of
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
-from examples import flights_data
-from examples.flights_training import SCHEMA
+from examples.flights import data as flights_data
+from examples.flights.training import SCHEMA
 from tiercache.cli.dataset_info import reuse_of
 from tiercache.planning.capacity import Capacity
 from tiercache.planning.plan_file import TrainingPlan

@@ -29,7 +29,7 @@ import tiercache as tc
 from benchmarks.disk_raw import BareDisk, Replay, Span
 from benchmarks.machine import drop_cache, middle, process_bytes_read
 from tiercache.data.pass_builder import RowBudget
-from tiercache.kernels.cuda.cupy_device import CudaError
+from tiercache.errors import CudaError
 from tiercache.planning.budgets import HostBudget, paged
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.backends.cuda_runtime import open_runtime

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from rich.console import Console
 from torch import nn
 
 import tiercache as tc
-from examples.scores import score
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +34,7 @@ def schema() -> tc.Schema:
     return tc.Schema(features=features, tables=tables, label="clicked", dense=())
 
 
-def clicks(day: int, samples: int) -> RawBatch:
+def clicks(day: int, samples: int) -> dict[str, NDArray[Any]]:
     """Return the clicks of a day: a window of users and items that moves, and tastes that drift."""
     chance = np.random.default_rng((1, day))
     users, items = (
@@ -48,7 +45,7 @@ def clicks(day: int, samples: int) -> RawBatch:
     drifting = np.cos(turn) * tastes[1, items] + np.sin(turn) * tastes[2, items]
     taste = drifting + 0.5 * tastes[3, users] + tastes[0, users] * drifting
     label = (taste + chance.normal(size=samples) * 0.5 > 0).astype(np.float32)
-    return RawBatch.of(schema(), {"user": users, "item": items}, label=label)
+    return {"user": users, "item": items, "clicked": label}
 
 
 class Model(nn.Module):
@@ -63,6 +60,17 @@ class Model(nn.Module):
         """Return logits (N,)."""
         user, item = self.embeddings.split(self.embeddings(batch))
         return self.top(torch.cat([user, item, user * item], dim=1)).squeeze(1)
+
+
+def area_under_curve(cache: tc.TierCache, model: Model, data: tc.PassDataset) -> float:
+    """Return the chance that a sample with label 1 scores above one with label 0."""
+    model.eval()
+    with torch.no_grad():
+        found = [(model(batch), batch.label) for piece in cache.evaluate(data) for batch in piece.batches(4096)]
+    model.train()
+    scores, labels = (torch.cat(one).double() for one in zip(*found, strict=True))
+    ranks, ones = scores.argsort().argsort() + 1.0, labels.sum()
+    return float((ranks[labels > 0].sum() - ones * (ones + 1) / 2) / (ones * (len(labels) - ones)))
 
 
 class Server:
@@ -93,7 +101,9 @@ def run(folder: Path, days: int, samples: int) -> int:
     torch.manual_seed(0)
     with tc.Store.open(folder / "model.tc", tables=schema().tables, retention=2) as store:
         for day in range(days):
-            data = write_dataset(folder / f"day-{day}", schema(), [clicks(day, samples)])
+            data = tc.extract(
+                [clicks(day, samples)], schema(), folder / f"day-{day}", device_budget="8MiB", progress=False
+            )
             model = Model()
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             with tc.TierCache(
@@ -102,7 +112,7 @@ def run(folder: Path, days: int, samples: int) -> int:
                 optimizer = cache.optimizer
                 if day:
                     cache.restore()
-                    scores.append(score(cache, model, data, 4096))
+                    scores.append(area_under_curve(cache, model, data))
                 for p in cache.passes(epochs=1):
                     for batch in p.batches(BATCH, shuffle=True):
                         nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
@@ -127,9 +137,9 @@ def run(folder: Path, days: int, samples: int) -> int:
 
 def draw(path: Path, scores: list[float], shares: list[float]) -> None:
     """Draw scores and shares, where matplotlib is installed."""
-    from tiercache.reporting.figures import new_figure
+    from matplotlib.figure import Figure
 
-    figure = new_figure(9, 3.5)
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(range(1, len(scores) + 1), scores, marker="o", color="#3b6fb6")
     left.set_title("area under the curve on the next day", fontsize=10)

@@ -1,20 +1,19 @@
-"""Train DLRM: python -m examples.dlrm [--quick] [--data FILE --test FILE | --synthetic tiny] [--folder DIR].
+"""Train DLRM: python -m examples.dlrm [--quick] [--data FILE --test FILE] [--folder DIR].
 
 The published model (Naumov et al. 2019): a bottom MLP for 13 dense features, a vector for each of 26 categories, dot
 products of all pairs, and a top MLP. The files are those of Criteo, tab-separated, with a label; without ``--data``
 they are made: categories follow power laws as in Merlin's synthetic models, and labels depend on hidden effects of
 both kinds of features. The rows are out of core: the device holds one pass. It prints samples per second and, for a
-day that was not trained, the area under the ROC curve. ``--synthetic`` trains one of Merlin's models instead, as large
-as it is published, on batches that are drawn afresh, without a test: their labels are drawn too.
+day that was not trained, the area under the ROC curve. ``python -m benchmarks.out_of_core`` trains Merlin's models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +26,11 @@ from rich.console import Console
 from torch import nn
 
 import tiercache as tc
-from benchmarks.synthetic_case import FULL, MODELS, QUICK, Data, Net, dataset
-from benchmarks.window import Budgets
-from examples.scores import score
-from tiercache.reporting.figures import draw_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DENSE, CATEGORIES = 13, 26
-SYNTHETIC = replace(FULL, passes=6)
 SCHEMA = """
 [source]
 format = "criteo"
@@ -108,20 +102,22 @@ def extract(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDataset, tc.
     return DLRM(train.schema, *widths), train, test
 
 
-def draw_synthetic(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDataset, None]:
-    """Return one of Merlin's models and its passes."""
-    size, name = QUICK if options.quick else SYNTHETIC, options.synthetic
-    train = dataset(options.folder, Data(name, size))
-    options.batch = size.batch
-    options.device_budget, options.host_budget = (one := Budgets.least(train)).device, one.host
-    return Net(train, MODELS[name].layers), train, None
+def area_under_curve(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch: int) -> float:
+    """Return the chance that a sample with label 1 scores above one with label 0."""
+    model.eval()
+    with torch.no_grad():
+        found = [(model(one), one.label) for piece in cache.evaluate(test) for one in piece.batches(batch)]
+    model.train()
+    scores, labels = (torch.cat(one).double() for one in zip(*found, strict=True))
+    ranks, ones = scores.argsort().argsort() + 1.0, labels.sum()
+    return float((ranks[labels > 0].sum() - ones * (ones + 1) / 2) / (ones * (len(labels) - ones)))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Extract, train and score; return the figures."""
     folder, begun = options.folder, time.perf_counter()
     torch.manual_seed(0)
-    model, train, test = draw_synthetic(options) if options.synthetic else extract(options)
+    model, train, test = extract(options)
     rows = sum(np.unique(np.concatenate([p.keys(t.name) for p in train.passes])).size for t in train.tables)
     seconds = time.perf_counter() - begun
     console.print(f"{train.samples:,} samples in {len(train)} passes, {rows:,} rows, extracted in {seconds:.1f} s")
@@ -141,17 +137,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 p.log_loss(loss.item())
                 done += len(batch)
         seconds = time.perf_counter() - begun
-        area = score(cache, model, test, options.batch) if test else None
+        area = area_under_curve(cache, model, test, options.batch)
         cache.write_report(folder / "run.jsonl")
         if cache.reports:
-            console.print(f"figure: {draw_passes(cache.reports, folder / 'dlrm.png', title='DLRM over three tiers')}")
+            page = folder / "dlrm.html"
+            report = [sys.executable, "-m", "tiercache.cli", "report", str(folder / "run.jsonl"), "--out", str(page)]
+            subprocess.run([*report, "--title", "DLRM over three tiers", "--quiet"], check=True)
+            console.print(f"page with figures: {page}")
         figures = {
-            "model": options.synthetic or "dlrm", "samples": train.samples, "rows": rows, "passes": len(train),
+            "model": "dlrm", "samples": train.samples, "rows": rows, "passes": len(train),
             "epochs": options.epochs, "samples_per_s": done / seconds if done else 0.0, "auc": area,
             "rows_on_device_share": max(sum(p.rows(t.name) for t in train.tables) for p in train.passes) / rows,
         }  # fmt: skip
-    scored = f"; area under the curve {area:.4f}" if area else ""
-    console.print(f"{figures['samples_per_s']:,.0f} samples/s{scored}")
+    console.print(f"{figures['samples_per_s']:,.0f} samples/s; area under the curve {area:.4f}")
     return figures
 
 
@@ -162,7 +160,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few samples, narrow layers")
     parser.add_argument("--data", type=Path, help="a file of Criteo's to train")
     parser.add_argument("--test", type=Path, help="another one to score")
-    parser.add_argument("--synthetic", choices=sorted(MODELS), help="one of Merlin's models")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--device-budget", default=None)
     parser.add_argument("--host-budget", default="512MiB")

@@ -226,9 +226,9 @@ def run(graph: Graph, options: argparse.Namespace) -> dict[str, Any]:
 
 def draw(path: Path, losses: list[float], found: NDArray[np.float64]) -> None:
     """Draw the losses and how many ranks are how good."""
-    from tiercache.reporting.figures import new_figure
+    from matplotlib.figure import Figure
 
-    figure = new_figure(9, 3.5)
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(losses, color="#3b6fb6")
     left.set_xlabel("pass")

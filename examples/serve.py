@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,15 +21,56 @@ from rich.console import Console
 from torch import nn
 
 import tiercache as tc
-from examples.continual import BATCH, Model, clicks, schema
-from tiercache.data.dataset_writer import write_dataset
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+DIM, DAYS, BATCH = 8, 8, 128
 console = Console(highlight=False)
+
+
+def schema() -> tc.Schema:
+    """Users and items."""
+    rule, begin = tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-0.05, high=0.05)
+    tables = tuple(tc.Table(name=name, dim=DIM, optimizer=rule, initializer=begin) for name in ("user", "item"))
+    return tc.Schema(features=tuple(tc.Feature(name=one.name) for one in tables), tables=tables, label="clicked")
+
+
+class Clicks:
+    """Days of clicks, drawn afresh whenever they are read; users and items come and go."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
+        for day in range(DAYS):
+            chance = np.random.default_rng((1, day))
+            user, item = (40 * day + chance.integers(0, size, self.samples) for size in (4000, 1500))
+            yield {"user": user, "item": item, "clicked": ((user + item) % 3 == 0).astype(np.float32)}
+
+
+class Model(nn.Module):
+    """A product of two vectors, and a layer that reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = tc.EmbeddingBagCollection(schema())
+        self.top = nn.Sequential(nn.Linear(3 * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return logits (N,)."""
+        user, item = self.embeddings.split(self.embeddings(batch))
+        return self.top(torch.cat([user, item, user * item], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 def train(folder: Path, epochs: int, samples: int) -> None:
     """Train eight days as passes, for some epochs; each pass is a commit."""
-    data = write_dataset(folder / "days", schema(), [clicks(day, samples) for day in range(8)])
+    data = tc.extract(
+        Clicks(samples), schema(), folder / "days", device_budget="8MiB", split_by=f"rows={samples}",
+        batch_multiple=samples, progress=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())

@@ -183,9 +183,9 @@ def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict
 
 def draw(path: Path, losses: list[float], vectors: NDArray[np.float32], words: list[str]) -> None:
     """Draw the loss, and the most frequent words in the plane of their two largest components."""
-    from tiercache.reporting.figures import new_figure
+    from matplotlib.figure import Figure
 
-    figure = new_figure(10, 4.5)
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(losses, color="#3b6fb6", linewidth=0.6)
     left.set_title("loss of each batch", fontsize=10)

@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tiercache.kernels.cuda.cupy_device import CudaError, NoGpuError
+from tiercache.errors import CudaError, NoGpuError
 from tiercache.rows.backends.cuda_runtime import open_runtime
 
 ROOT = Path(__file__).parents[1]

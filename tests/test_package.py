@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import email
 import hashlib
 import importlib
-import os
+import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -17,63 +17,20 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.data.dataset_writer import write_dataset
-from tiercache.data.raw_batch import RawBatch
+from tests.release import TINY_TRAINING, copy_sources, outside, run
+from tiercache.distribution import DISTRIBUTION
 from tiercache.kernels.cpu.compile import cache_folder
+from tiercache.version import __version__
 
 pytestmark = pytest.mark.disk
 
 ROOT = Path(__file__).parent.parent
 
-TINY_TRAINING = """
-import sys
-import numpy as np, torch
-import tiercache as tc
-from tiercache.FROM_ARRAYS import write_dataset
-from tiercache.KEYBATCH import RawBatch
-
-assert "site-packages" in tc.__file__, tc.__file__
-initializer = tc.init.Uniform(low=-1.0, high=1.0)
-table = tc.Table(name="t", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1), initializer=initializer)
-schema = tc.Schema(label="label", features=(tc.Feature(name="f", table="t"),), tables=(table,))
-rng = np.random.default_rng(0)
-batches = [RawBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]
-passes = write_dataset(sys.argv[1] + "/passes", schema, batches)
-with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
-    with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
-        bag = tc.EmbeddingBagCollection(cache.schema)
-        cache.register(model=bag)
-        for p in cache.passes(epochs=2):
-            for batch in p.batches(8):
-                bag(batch).sum().backward()
-                cache.optimizer.step()
-        assert all(report.planned_equals_measured for report in cache.reports)
-    assert store.commit.cursor.pass_index == 6
-print("trained")
-"""
-
-
-def run(*command: str, **options: object) -> str:
-    """Run a command and return its output; its errors fail the test."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stdout + done.stderr
-    return str(done.stdout)
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build sdist and wheel once, from a copy of the files that git tracks, so that build leftovers do not count."""
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
-    listed = run("git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z").split("\0")
-    for name in filter(None, listed):
-        source, target = ROOT / name, copy / name
-        if not (source.exists() or source.is_symlink()):
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(source.readlink())
-        else:
-            target.write_bytes(source.read_bytes())
+    """Build sdist and wheel once, from a copy without leftovers of builds."""
+    copy, out = copy_sources(tmp_path_factory.mktemp("copy")), tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy))
     return out
 
@@ -91,12 +48,9 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
         copy = shutil.copytree(compiled, kernels / "__pycache__" / compiled.name)
         for folder in copy.glob("cpu_*"):  # numba names it by the folder of the sources
             folder.rename(copy / f"cpu_{hashlib.sha1(str(kernels).encode()).hexdigest()}")
-    script = TINY_TRAINING.replace("tiercache.FROM_ARRAYS", write_dataset.__module__)
-    script = script.replace("tiercache.KEYBATCH", RawBatch.__module__)
     program = tmp_path / "tiny.py"
-    program.write_text(script)
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name a checkout
-    printed = run(str(home / "bin" / "python"), str(program), str(tmp_path), cwd=tmp_path, env=outside)
+    program.write_text(TINY_TRAINING)
+    printed = run(str(home / "bin" / "python"), str(program), str(tmp_path), cwd=tmp_path, env=outside())
     assert printed.strip().endswith("trained")
 
 
@@ -105,15 +59,44 @@ def test_wheel_and_sdist_hold_the_linked_folders(built: Path) -> None:
     names = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
     assert "tiercache/kernels/cpu/update.py" in names
     assert "tiercache/store/store.py" in names
-    assert not [name for name in names if not name.startswith("tiercache")], "nothing else may be installed"
+    assert not [name for name in names if not name.startswith(("tiercache/", "tiercache_embeddings-"))]
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         members = sdist.getnames()
     assert any(name.endswith("tiercache/kernels/cpu/update.py") for name in members)
     assert any(name.endswith("tiercache/store/store.py") for name in members)
-    sources = {f"tiercache/kernels/cuda/{path.name}" for path in (ROOT / "kernels" / "cuda").glob("*.cu*")}
+    sources = {
+        f"tiercache/kernels/cuda/{path.name}" for path in (ROOT / "tiercache" / "kernels" / "cuda").glob("*.cu*")
+    }
     assert len(sources) > 2
     assert sources <= set(names), "a CUDA source is compiled on the user's machine"
     assert all(any(member.endswith(source) for member in members) for source in sources)
+
+
+def test_the_sdist_holds_what_builds_tests_and_documents_it(built: Path) -> None:
+    """Every file that git tracks, but for the links at the top level and what is for git alone."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        members = {name.partition("/")[2] for name in sdist.getnames()}
+    sources = copy_sources(built / "sources")
+    tracked = {path.relative_to(sources).as_posix() for path in sources.rglob("*") if path.is_file()}
+    left_out = {one for one in tracked - members if not one.startswith(("store/", "kernels/"))}
+    assert left_out <= {".gitignore"}
+    assert "tests/digests" in members
+    assert not [name for name in members if "__pycache__" in name]
+
+
+def test_the_metadata_of_the_wheel_are_those_of_an_index(built: Path) -> None:
+    """A license expression, classifiers, and a description without links that lead nowhere."""
+    wheel = zipfile.ZipFile(next(built.glob("*.whl")))
+    name = next(one for one in wheel.namelist() if one.endswith(".dist-info/METADATA"))
+    found = email.message_from_bytes(wheel.read(name))
+    assert (found["Name"], found["Version"]) == (DISTRIBUTION, __version__)
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "Operating System :: POSIX :: Linux" in (found.get_all("Classifier") or ())
+    description = str(found.get_payload())
+    links = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert len(links) > 10
+    assert not [link for link in links if not link.startswith("https://")]
 
 
 @pytest.mark.parametrize("module", ["tiercache", "tiercache.store", "tiercache.kernels"])
@@ -134,7 +117,12 @@ EVERY_NAME = "[getattr(m, name) for name in m.__all__]"
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import tiercache", "torch cupy zarr lmdb"),
+        ("import tiercache", "torch numpy cupy zarr lmdb importlib.metadata"),
+        (
+            "import sys, contextlib, tiercache.cli; sys.argv = ['tiercache', '--help']\n"
+            "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None): tiercache.cli.main()\n",
+            "torch numba zarr pyarrow numpy pydantic lmdb cupy fsspec psutil yaml rich.console rich.markdown",
+        ),
         (f"import tiercache as m; {EVERY_NAME}", "cupy zarr tiercache.rows.backends.cuda"),
         ("import tiercache.store as m; m.Table, m.Store", "torch numba pyarrow lmdb zarr cupy"),
         (f"import tiercache.store as m; {EVERY_NAME}", "torch numba pyarrow"),
@@ -147,7 +135,7 @@ EVERY_NAME = "[getattr(m, name) for name in m.__all__]"
 def test_what_is_not_asked_for_is_not_imported(code: str, absent: str) -> None:
     """Names are lazy: neither torch nor an engine, a GPU's libraries nor the tools of tests before they are used."""
     said = run(
-        sys.executable, "-c", f"import sys; {code}; print(sorted(set({absent.split()}) & set(sys.modules)))", cwd=ROOT
+        sys.executable, "-c", f"import sys; {code}\nprint(sorted(set({absent.split()}) & set(sys.modules)))", cwd=ROOT
     )
     assert said.strip() == "[]"
 

@@ -6,8 +6,10 @@ Public names are loaded on first use.
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.distribution import warn_of_foreign_files
 from tiercache.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -135,6 +137,9 @@ __all__ = [
     "to_torch",
     "write_key_sets",
 ]
+
+
+warn_of_foreign_files(Path(__file__).parents[1])
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ ImportExportWarning: files or state that an export or import leaves out. StoreEr
 `tiercache.store.store_errors`.
 """
 
-from tiercache.kernels.cuda.cupy_device import CudaError, NoGpuError
+from tiercache.kernels.cuda.cuda_errors import CudaError, NoGpuError
 from tiercache.store.store_errors import (
     CheckpointError,
     CorruptBlockError,

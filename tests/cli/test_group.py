@@ -17,7 +17,6 @@ from tests.data.cases import plain_schema, reference, write_parquet
 from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
-from tiercache.data.extraction_progress import ProgressReporter
 from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:
@@ -309,13 +308,6 @@ def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest
     assert "kernels are compiled: " in done.stdout
     monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: True)
     assert "it must be 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
-
-
-def test_an_extraction_without_a_terminal_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error; none if output is off."""
-    for shown, said in ((True, "compiling kernels (first run, about half a minute) ...\n"), (False, "")):
-        ProgressReporter(shown, 1).begin("compile")
-        assert capsys.readouterr().err == said
 
 
 def test_the_command_extracts(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_what_takes_long_says_how_far_it_is(
         assert (shown, unit) == (False, "rows")
         yield lambda *call: calls.append(call)
 
-    monkeypatch.setattr("tiercache.cli.output.progress_bars", shown)
+    monkeypatch.setattr("tiercache.reporting.progress.progress_bars", shown)
     name, key = next(iter(past[3].rows))
     for command, stages in (
         (("lookup", path, name, "--missing", "zeros", "--", key, 9999), ["keys", "rows"]),

@@ -263,6 +263,6 @@ def test_a_missing_dask_is_named_with_what_to_install(tmp_path: Path, monkeypatc
     """Before any file is written."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     paths = write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 50])
-    with pytest.raises(ExtractionError, match=r"Dask is not installed: pip install '\.\[dask\]'"):
+    with pytest.raises(ExtractionError, match=r"Dask is not installed: pip install 'tiercache-embeddings\[dask\]'"):
         tc.extract(paths, plain_schema(), tmp_path / "out", device_budget="1MiB", dask="tcp://127.0.0.1:9")
     assert not (tmp_path / "out").exists()

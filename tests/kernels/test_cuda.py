@@ -68,7 +68,7 @@ def test_a_source_that_does_not_compile_is_told_with_the_compilers_log(monkeypat
 def test_without_cupy_a_device_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening a device is the first step that needs CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
+    with pytest.raises(cuda.CudaError, match=r"CuPy cannot be imported .*pip install 'tiercache-embeddings\[cuda13\]'"):
         cuda.open_device(0, HOST)
     with pytest.raises(cuda.CudaError, match="CuPy cannot be imported"):
         cuda.compile_source("gathering", "sm_90")

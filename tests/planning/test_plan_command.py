@@ -104,7 +104,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     """Before anything is printed."""
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     data = CASE.cut(tmp_path / "d")
-    assert "pip install '.[plots]'" in error_of("info", data.path, "--plot", tmp_path / "plot.png")
+    assert "pip install 'tiercache-embeddings[plots]'" in error_of("info", data.path, "--plot", tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize(

@@ -48,5 +48,5 @@ def test_no_trained_pass_is_an_error(tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the extra."""
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[plots\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tiercache-embeddings\[plots\]'"):
         draw_passes([report(0)], tmp_path / "run.png")

@@ -95,7 +95,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_is_written(
         with pytest.raises(ValueError, match="device is 'gpu': it must be 'cpu', 'cuda'"):
             tiered(store, passes, device="gpu")
         monkeypatch.setitem(sys.modules, "cupy", None)
-        with pytest.raises(CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
+        with pytest.raises(CudaError, match=r"CuPy cannot be imported .*pip install 'tiercache-embeddings\[cuda13\]'"):
             tiered(store, passes, device="cuda")
         assert store.commit is None
     with pytest.raises(BudgetError, match=r"InMemoryCache holds all rows .* need"):

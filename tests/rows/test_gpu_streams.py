@@ -13,7 +13,8 @@ import torch
 
 from tests.train.cases import SPECS, Case, Kept, open_store, table, tiered, train
 from tests.train.shim_gpu import ShimRuntime
-from tiercache.kernels.cuda.cupy_device import CudaDevice, CudaError
+from tiercache.errors import CudaError
+from tiercache.kernels.cuda.cupy_device import CudaDevice
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import CudaRuntime

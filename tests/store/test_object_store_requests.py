@@ -241,6 +241,8 @@ def test_without_obstore_a_url_says_what_to_install(monkeypatch: pytest.MonkeyPa
         return import_(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(StoreError, match=r"needs obstore .*: run `pip install 'tiercache\[obstore\]'`") as caught:
+    with pytest.raises(
+        StoreError, match=r"needs obstore .*: run `pip install 'tiercache-embeddings\[obstore\]'`"
+    ) as caught:
         object_store("s3://bucket/model.tc")
     assert_sentence(caught.value)

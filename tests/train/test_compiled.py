@@ -66,6 +66,8 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
     """Rows, their optimizers' state and dense weights; an unused feature gets no gradient."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        pytest.skip("torch before 2.9 splits the graph at operators whose output shapes depend on data")
     (found, logits), (wanted, others) = train(passes, device, compiled=True), train(passes, device, compiled=False)
     assert_same_bits(found, wanted)
     for mine, other in zip(logits, others, strict=True):

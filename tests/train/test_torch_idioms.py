@@ -36,7 +36,7 @@ def optimizers() -> list[str]:
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     ]
-    assert {"SGD", "Adam", "Muon", "LBFGS", "SparseAdam"} <= {*found}
+    assert {"SGD", "Adam", "LBFGS", "SparseAdam"} <= {*found}
     return sorted({*found} - {"LBFGS", "Muon", "SparseAdam"})
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath, open_store
 from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def alter(
@@ -82,8 +85,10 @@ def forget(
     output.result(record, "\n".join(lines))
 
 
-def _keys_in(path: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _keys_in(path: Path) -> NDArray[np.int64]:
     """Return the keys of a file. Raises ValueError for something else."""
+    import numpy as np
+
     if path.suffix == ".npy":
         from tiercache.io.numpy_format import map_array
 

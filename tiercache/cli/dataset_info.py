@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.cli.output import new_table
+from tiercache.distribution import install_command
 from tiercache.errors import DatasetError, TierCacheError
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _draw(record: dict[str, Any], points: Sequence[Point], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise TierCacheError("a plot needs matplotlib: pip install '.[plots]' in the project's folder") from error
+        raise TierCacheError(f"a plot needs matplotlib: {install_command('plots')}") from error
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     ((rows, recurring), (distances, curve)) = figure.subplots(2, 2)

@@ -22,7 +22,7 @@ def extract(
         Path | None, typer.Option(help="A TOML file that describes the columns; not needed with --format criteo.")
     ] = None,
     format: Annotated[  # noqa: A002 - what users call it
-        str | None, typer.Option(help="The format of every file, whatever its suffix: \\[source] format in the schema.")
+        str | None, typer.Option(help="The format of every file, whatever its suffix: [source] format in the schema.")
     ] = None,
     devices: Annotated[int, typer.Option(help="Devices with that budget that train a pass together.")] = 1,
     split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",

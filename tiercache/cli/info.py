@@ -23,7 +23,7 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
     console.print(found["path"], style="bold", soft_wrap=True)
     lines = [
         ("commit", _position(found)),
-        ("rows", f"{found['rows']:,} live rows, {format_bytes(found['row_bytes'])}"),
+        ("rows", f"{found['rows']:,}, {format_bytes(found['row_bytes'])}"),
         ("files", _files(found)),
     ]
     if is_sharded:
@@ -53,9 +53,9 @@ def verified(report: dict[str, Any]) -> str:
     if not report.get("deep", True):
         return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
     return (
-        f"{report['path']} is whole: {ranks}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
-        f"segments, and {report['pages']:,} pages of {report['rows']:,} rows, live and dead "
-        f"({format_bytes(report['bytes'])}), are what was written"
+        f"{report['path']} is whole: {report['rows']:,} rows in {ranks}{commits} commit{'s' if commits != 1 else ''}; "
+        f"the checksums of all {report['pages']:,} pages ({format_bytes(report['bytes'])}) in {report['segments']} "
+        "segments match"
     )
 
 
@@ -79,11 +79,9 @@ def _files(found: dict[str, Any]) -> str:
 
 
 def _segments_line(found: dict[str, Any]) -> str:
-    rows, live = (sum(segment[name] for segment in found["segments"]) for name in ("rows", "live_rows"))
     return (
-        f"{len(found['segments'])} of {rows:,} rows: {live:,} live, {found['stale_rows']:,} stale and "
-        f"{rows - live - found['stale_rows']:,} dead; {found['live_ranges']:,} live and {found['dead_ranges']:,} dead "
-        "ranges (--segments shows each)"
+        f"{len(found['segments'])}, with {found['live_ranges']:,} live and {found['dead_ranges']:,} dead ranges "
+        "(--segments shows each)"
     )
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tiercache.reporting.progress import progress_bars
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -49,6 +47,8 @@ class Output:
     @contextmanager
     def working(self, unit: str = "rows") -> Iterator[Callable[[str, int, int | None], None]]:
         """Yield ``progress(stage, done, total)``; then print each distinct warning on standard error."""
+        from tiercache.reporting.progress import progress_bars
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with progress_bars(shown=self.is_text, unit=unit) as progress:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath, new_table, open_store
@@ -16,6 +15,7 @@ from tiercache.cli.output import Json, Output, Quiet, StorePath, new_table, open
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from rich.console import Console
 
@@ -150,6 +150,8 @@ def lookup(
     quiet: Quiet = False,
 ) -> None:
     """Show the rows of keys: the vector and every optimizer state."""
+    import numpy as np
+
     from tiercache.store import KeyMissingError
 
     if string and cross:
@@ -241,6 +243,8 @@ def _keys(
     texts: Sequence[str], num_buckets: int | None, *, string: bool, cross: bool
 ) -> tuple[list[str], NDArray[np.int64]]:
     """Return the labels of rows, and their keys."""
+    import numpy as np
+
     from tiercache.data.encode import key_of
 
     if cross:
@@ -270,6 +274,8 @@ def _cross_value(text: str) -> str | int:
 
 
 def _read_keys(path: Path) -> NDArray[np.int64]:
+    import numpy as np
+
     from tiercache.io.numpy_format import map_array
 
     keys: Any = map_array(path)

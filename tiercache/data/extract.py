@@ -27,7 +27,6 @@ from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
 from tiercache.data.stages import Job
 from tiercache.errors import ExtractionError
-from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import is_url, local_path
@@ -166,9 +165,6 @@ def extract(
     ):
         state = ExtractionState.read(work.path) or begin
         state.check_same(options, records, out)
-        if not is_cached():
-            reporter.begin("compile")
-            prepare()
         run = _Extraction(source, SampleLayout(schema), work, memory, reporter, pool)
         rare_filter = None
         if min_count > 1:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STAGES = {
-    "compile": "compiling kernels (first run)",
     "count": "counting keys",
     "number": "extracting",
     "close": "closing a pass",
@@ -22,7 +21,7 @@ _STAGES = {
 class ExtractionProgress:
     """Progress of an extraction."""
 
-    stage: Literal["compile", "count", "number", "close", "done"]
+    stage: Literal["count", "number", "close", "done"]
     samples: int
     """Samples read since this process began, in this stage."""
     passes: int
@@ -37,9 +36,8 @@ class ExtractionProgress:
 class ProgressReporter:
     """Reports the progress of an extraction to the user, or to a function of the user.
 
-    progress: True shows a bar on a terminal, with samples per second, time left and passes so far; elsewhere a line on
-    standard error when kernels are compiled, and a closing one. False shows nothing. A function is called with each
-    ExtractionProgress.
+    progress: True shows a bar on a terminal, with samples per second, time left and passes so far, and elsewhere a
+    closing line on standard error. False shows nothing. A function is called with each ExtractionProgress.
     """
 
     def __init__(self, progress: bool | Callable[[ExtractionProgress], None], total_bytes: int) -> None:
@@ -57,11 +55,9 @@ class ProgressReporter:
             self._task = self._bar.add_task("reading", total=total_bytes, rate="", passes=0)
             self._bar.start()
 
-    def begin(self, stage: Literal["compile", "count", "number"]) -> None:
+    def begin(self, stage: Literal["count", "number"]) -> None:
         """Start the clock of a stage."""
         self._stage, self._stage_began, self.samples = stage, time.monotonic(), 0
-        if stage == "compile" and self._is_shown and self._bar is None:
-            print("compiling kernels (first run, about half a minute) ...", file=sys.stderr)  # noqa: T201 - progress
         self.update(0)
 
     def update(self, done_bytes: int, stage: Literal["close"] | None = None) -> None:

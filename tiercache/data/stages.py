@@ -32,6 +32,7 @@ from tiercache.data.raw_batch import RawBatch, join
 from tiercache.data.resume import ExtractionState, WorkFolder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import BadRows, Source
+from tiercache.distribution import install_command
 from tiercache.errors import BudgetError, ExtractionError, SourceError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import publish
@@ -414,7 +415,7 @@ def _connected(dask: Any) -> Iterator[Any]:
     try:
         import distributed
     except ImportError:
-        raise ExtractionError("Dask is not installed: pip install '.[dask]' in the project's folder") from None
+        raise ExtractionError(f"Dask is not installed: {install_command('dask')}") from None
     try:
         connect: Any = distributed.Client
         client = connect(dask, set_as_default=False) if isinstance(dask, str) else nullcontext(dask)

@@ -79,7 +79,7 @@ class Communicator:
         c10d._set_pg_timeout(AGREEMENT_TIMEOUT, host)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(self._like)
+        ranks = dist.get_process_group_ranks(self._like or dist.group.WORLD)
         with self._reaching("making process groups"):
             made: dist.ProcessGroup = dist.new_group(
                 ranks, _timeout_of(self._like), backend, use_local_synchronization=self._is_part

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from tiercache.distribution import install_command
 from tiercache.errors import ImportExportError
 from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, TableReader, parsing, tensor_values
 from tiercache.store.bits import ITEM_BYTES
@@ -51,9 +52,7 @@ def _read(folder: Path, name: str, table: Table) -> TableReader:
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ImportExportError(
-            "safetensors is not installed: pip install '.[safetensors]' in the project's folder"
-        ) from None
+        raise ImportExportError(f"safetensors is not installed: {install_command('safetensors')}") from None
     path = folder / f"{name}.safetensors"
     with parsing(path, "safetensors file"):
         file: Any = safe_open(path, framework="pt")

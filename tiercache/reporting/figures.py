@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.distribution import install_command
 from tiercache.reporting.report import PassReport
 from tiercache.sizes import format_bytes
 from tiercache.store.files import local_path
@@ -79,9 +80,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the figure needs matplotlib: pip install '.[plots]' in the project's folder"
-        ) from error
+        raise ModuleNotFoundError(f"the figure needs matplotlib: {install_command('plots')}") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

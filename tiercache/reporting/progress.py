@@ -32,8 +32,11 @@ def progress_bars(*, shown: bool = True, unit: str = "rows") -> Iterator[Callabl
     ``done`` and ``total`` (None: not known) are counted in ``unit``; "bytes" are shown as KiB, MiB and so on.
     """
     console, rate = Console(stderr=True), TextColumn("{task.fields[rate]}")
+    if not (shown and console.is_terminal):  # a disabled bar prints an empty line in older releases of rich
+        yield lambda *_: None
+        return
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rate, TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         tasks: dict[str, tuple[TaskID, float]] = {}
 
         def tell(stage: str, done: int, total: int | None) -> None:

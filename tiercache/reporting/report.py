@@ -9,17 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tiercache.planning.pass_plan import PassPlan
-
-
-_MIB = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,15 +129,6 @@ class PassReport:
         begun, ended = self.spans.get("train", (0.0, 0.0))
         return ended - begun + self.waited + self.switched
 
-    def rate(self, activity: str) -> float:
-        """Return the bytes per second of ``load``, ``read`` or ``write``; 0 if nothing moved."""
-        if activity == "load":
-            seconds = self.load_seconds or self.work_seconds.get("unpack", 0.0)
-            return self.bytes_loaded / seconds if seconds else 0.0
-        begun, ended = self.spans.get(activity, (0.0, 0.0))
-        num_bytes = self.bytes_read if activity == "read" else self.bytes_written
-        return num_bytes / (ended - begun) if ended > begun and num_bytes > 0 else 0.0
-
     def record(self) -> dict[str, object]:
         """Return it as plain values: one JSON line."""
         names = [name for name in self.__dataclass_fields__ if name != "durable"]
@@ -201,30 +186,3 @@ def write_scalars(reports: Sequence[PassReport], writer: Any) -> None:
             for part, number in parts.items():
                 if isinstance(number, int | float):  # spans are times, and a bound is a word
                     writer.add_scalar(f"tiercache/{name}{part and '/'}{part}", number, report.pass_index)
-
-
-def pass_table(reports: Sequence[PassReport]) -> Table:
-    """Return a table for a terminal: one line a pass, 126 columns wide, and 20 more with predicted seconds.
-
-    ``load`` is from host and store to the device; ``read`` and ``written`` are the store's.
-    """
-    table = Table(
-        title="passes: rows and bytes per tier, planned = measured", title_justify="left",
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    predicted = ("s", "predicted", "bound") if any(r.seconds_predicted is not None for r in reports) else ()
-    for name in ("pass", "data", "rows", "kept", "new", "host", "load", "MiB", "GB/s", "read", "MiB", "GB/s",
-                 "written", "MiB", "GB/s", "switch ms", "wait ms", "plan", *predicted):  # fmt: skip
-        table.add_column(name, justify="right")
-    for r in reports:
-        table.add_row(
-            f"{r.pass_index}", f"{r.sub_dataset}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
-            f"{r.rows_from_host:,}", f"{r.rows - r.rows_kept:,}", f"{r.bytes_loaded / _MIB:,.2f}",
-            f"{r.rate('load') / 1e9:.2f}", f"{r.rows_read:,}", f"{r.bytes_read / _MIB:,.2f}",
-            f"{r.rate('read') / 1e9:.2f}",
-            f"{r.rows_written:,}", f"{max(0, r.bytes_written) / _MIB:,.2f}", f"{r.rate('write') / 1e9:.2f}",
-            f"{r.switched * 1e3:.0f}", f"{r.waited * 1e3:.0f}",
-            "exact" if r.planned_equals_measured else "OFF",
-            *(f"{r.seconds:.2f}", f"{r.seconds_predicted or 0:.2f}", f"{r.bound_predicted}")[: len(predicted)],
-        )  # fmt: skip
-    return table

@@ -51,7 +51,7 @@ class Verification:
         self.store = store
         self.problems: dict[str, dict[int, None]] = {}
         """Messages, with the commits that each problem affects."""
-        self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
+        self.counts = {"segments": 0, "blocks": 0, "pages": 0, "stored_rows": 0, "bytes": 0}
         self._stores, self.bytes_before = _at_commits(store) if stores is None else stores, 0
         self._commits = [one.commit.id for one in self._stores if one.commit is not None]
         self._local = threading.local()
@@ -75,6 +75,7 @@ class Verification:
             self._report([sentence], [id_])
         return {
             **self.counts,
+            "rows": sum(self.store.live_rows(table.name) for table in self.store.tables),
             "commit": self._commits[-1] if self._commits else None,
             "commits": self._commits,
             "deep": deep,
@@ -149,7 +150,7 @@ class Verification:
         first, last = layout.pages_of_block(block)
         self.counts["blocks"] += 1
         self.counts["pages"] += last - first
-        self.counts["rows"] += size // layout.row_bytes
+        self.counts["stored_rows"] += size // layout.row_bytes
         self.counts["bytes"] += size
         _say(kind="progress", done=self.bytes_before + self.counts["bytes"], total=self.total)
 
@@ -189,6 +190,7 @@ def verify_store(store: Store, *, deep: bool = True) -> tuple[dict[str, Any], di
                 problems.setdefault(sentence, {})[at.commit.id] = None
     report = {name: reports[0][name] for name in ("commit", "commits", "deep")} | {"ranks": len(parts)}
     report |= {name: sum(one[name] for one in reports) for name in (*parts[0].counts, "seconds")}
+    report["rows"] = sum(store.live_rows(table.name) for table in store.tables)
     return report | {"shards": reports, "problems": problem_sentences(problems, reports[0]["commits"])}, problems
 
 

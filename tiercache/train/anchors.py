@@ -20,6 +20,7 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
+from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -95,7 +96,7 @@ class Anchor:
 
         parameter: the anchor as the lookup had it: FSDP replaces modules' parameters.
         """
-        task = int(torch._C._current_graph_task_id())
+        task = current_backward()
         if parameter is not self._hooked:
             self._follow(parameter)
         if task != self._task:
@@ -109,7 +110,7 @@ class Anchor:
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task = task
-            _after_backward(partial(self._end, task, weakref.ref(parameter)))
+            after_backward(partial(self._end, task, weakref.ref(parameter)))
         found = Arrival(self, [None if one is None else self._anchors.own(one) for one in gradients], tables, task)
         self.arrived.append(found)
         self._in_task[task] = self._in_task.get(task, 0) + 1
@@ -122,7 +123,7 @@ class Anchor:
 
         def note(_: torch.Tensor) -> None:
             if (found := anchor()) is not None:
-                found._accumulated.add(int(torch._C._current_graph_task_id()))
+                found._accumulated.add(current_backward())
 
         self._hooked = parameter
         self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
@@ -143,7 +144,7 @@ class Anchor:
                 if not is_kept:
                     one.end()
         self._note(used)
-        _after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
+        after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
         """Record the anchor's gradient at the end of backward."""
@@ -422,11 +423,6 @@ class Anchors:
 def unit_of(anchor: torch.Tensor) -> float:
     """Return the gradient that one lookup adds to an anchor."""
     return _HALF_UNIT if anchor.dtype == torch.float16 else _UNIT
-
-
-def _after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass, after callbacks queued earlier."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _forget(anchors: weakref.ref[Anchors], number: int) -> Callable[[object], None]:

@@ -129,7 +129,6 @@ class CacheParts:
                 tensor_sizes(source.tables)
             with ranks.raise_on_all("opening the device"):
                 self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
-                prepare_kernels(source.tables)
                 share_threads()
             with ranks.raise_on_all("checking the model"):
                 check_modules(self.objects, data)
@@ -138,6 +137,8 @@ class CacheParts:
             self.rows: RankRows | ResidentRows
             free_bytes = None
             if budgets is None:
+                with ranks.raise_on_all("compiling the kernels"):
+                    prepare_kernels(source.tables)
                 self._clone_ranks()
                 self.rows = ResidentRows(source, self.backend, rule)
             else:
@@ -176,6 +177,8 @@ class CacheParts:
             )
         with ranks.raise_on_all("planning the budgets"):  # before the store is created or rewritten
             budgets = check_device(budgets, source, self.backend)
+        with ranks.raise_on_all("compiling the kernels"):  # for a minute; the checks of other budgets call them
+            prepare_kernels(source.tables)
         first = partial(weight_rows, weights=weights) if weights else None
         try:
             self.store = self.training_store.open(source, budgets, first=first, progress=progress)

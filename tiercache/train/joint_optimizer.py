@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tiercache.errors import StateError
 from tiercache.train.table_module import table_modules
 from tiercache.train.torch_optimizers import check_defaults
+from tiercache.values.torch_internals import is_profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -254,7 +255,7 @@ class JointOptimizer(torch.optim.Optimizer):
         Raises StateError for LBFGS, which evaluates its closure several times in a step.
         """
         has_hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _HOOKS[0] or _HOOKS[1]
-        if has_hooks or torch._C._autograd._profiler_enabled():
+        if has_hooks or is_profiled():
             return _step_as_torch(self, closure)
         return self._step(closure)
 

@@ -25,6 +25,7 @@ from tiercache.train.row_view import make_batch
 from tiercache.train.table_module import poolings
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
+from tiercache.values.torch_internals import overflow_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -458,7 +459,7 @@ class RankExchange:
         def agreed(optimizer: torch.optim.Optimizer) -> None:
             unscale(optimizer)
             if (found := agree()) is not None and scaler.is_enabled():
-                for flag in scaler._found_inf_per_device(optimizer).values():
+                for flag in overflow_flags(scaler, optimizer):
                     found(flag)
 
         scaler.unscale_ = agreed  # type: ignore[method-assign]

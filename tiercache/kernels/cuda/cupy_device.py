@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.distribution import install_command
 from tiercache.kernels.arrays import View
+from tiercache.kernels.cuda.cuda_errors import CudaError, NoGpuError
 from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, Arrays, describe, source
 
 _DIGEST = hashlib.sha256().digest_size
@@ -73,15 +75,7 @@ _OLDEST = (8, 0)
 _KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
 _NO_DEVICE = 100  # cudaErrorNoDevice
-_INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
-
-
-class CudaError(RuntimeError):
-    """A CUDA device cannot be used; the message says what was found and what to install."""
-
-
-class NoGpuError(CudaError):
-    """There is no GPU: no driver, or it shows none. Any other CudaError is of a machine that may have one."""
+_INSTALL = f"run `{install_command('cuda13')}`, or `{install_command('cuda12')}` for a driver of CUDA 12"
 
 
 def sources() -> tuple[str, ...]:
@@ -155,7 +149,7 @@ def architecture_of(capability: tuple[int, int]) -> str:
     if not older:
         raise CudaError(
             f"NVRTC of CUDA {'.'.join(map(str, nvrtc.getVersion()))} compiles for compute capability {known[0] / 10} "
-            f"and newer, but this GPU has {major}.{minor}: install tiercache[cuda12], or use device='cpu'."
+            f"and newer, but this GPU has {major}.{minor}: run `{install_command('cuda12')}`, or use device='cpu'."
         )
     return f"compute_{older[-1]}"
 

@@ -29,6 +29,7 @@ from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
 from tiercache.values.lookups import LookedUp, SortedSlots
+from tiercache.values.torch_internals import below_autograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,7 +181,7 @@ class CudaBackend:
             out = self.empty((starts[-1], dim), np.float32)
             mapped = Mapped(e.ids, e.bases, e.starts, rows.slot_of_local)
             gathered.append(Gathered(rows.vectors, slots, out, mapped))
-            with torch._C._AutoDispatchBelowADInplaceOrView():  # no views in autograd: each may be changed in place
+            with below_autograd():  # no views to autograd: each may be changed in place
                 outs += torch.split(out, [last - first for first, last in pairwise(starts)])
         gather(self._runtime.kernels, gathered)
         return outs, found

@@ -13,9 +13,11 @@ import torch
 
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cuda import key_index as cuda_key_index
-from tiercache.kernels.cuda.cupy_device import CudaError, open_device
+from tiercache.kernels.cuda.cuda_errors import CudaError
+from tiercache.kernels.cuda.cupy_device import open_device
 from tiercache.rows.backends.base import Streams
 from tiercache.rows.backends.host_arrays import MAX_KEPT
+from tiercache.values.torch_internals import current_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -214,8 +216,8 @@ class TorchHost:
         self._device, self._index = torch.device("cuda", index), index
 
     def stream(self) -> int:
-        """Return the address of torch's current stream, ten times as fast as through a `Stream`."""
-        return int(torch._C._cuda_getCurrentRawStream(self._index))
+        """Return the address of torch's current stream."""
+        return current_stream(self._index)
 
     def within(self) -> AbstractContextManager[Any]:
         """Make the GPU torch's current one; afterwards return to the previous one if it has a context."""

@@ -22,6 +22,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
+from tiercache.distribution import install_command
 from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
@@ -48,7 +49,7 @@ _UNSIZED = -1
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 
-class UrlStore(ObjectStore[Any]):
+class UrlStore(ObjectStore[Any] if TYPE_CHECKING else ObjectStore):  # type: ignore[misc] # a plain class in zarr 3.0
     """An object store named by its URL in messages."""
 
     url = ""
@@ -71,9 +72,7 @@ def object_store(url: str) -> Store:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
-        raise StoreError(
-            f"{url!r} needs obstore ({error}): run `pip install 'tiercache[obstore]'`, {instead}"
-        ) from error
+        raise StoreError(f"{url!r} needs obstore ({error}): run `{install_command('obstore')}`, {instead}") from error
     try:
         store = UrlStore(from_url(url))
         store.url = url

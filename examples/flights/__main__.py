@@ -11,23 +11,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 import tiercache as tc
-from examples import flights_data as data
-from examples.flights_proof import Trained, train_in_a_child
-from examples.flights_training import EPOCHS, FULL, PASSES, QUICK, SEED, TEST, Training, extract, open_tiers
-from examples.scores import score
-from tiercache.reporting.figures import draw_passes
-from tiercache.reporting.report import pass_table
-from tiercache.sizes import format_bytes, parse_bytes
+from examples.flights import data
+from examples.flights.proof import Trained, train_in_a_child
+from examples.flights.scores import score
+from examples.flights.training import EPOCHS, FULL, PASSES, QUICK, SEED, TEST, Training, extract, open_tiers
 
-MADE = ("train.parquet", "test.parquet", PASSES, TEST, "model.tc", "killed.tc", "passes.jsonl", "passes.png")
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PICTURES = ("passes.html", "passes-timeline.png", "passes-bytes.png")
+MADE = ("train.parquet", "test.parquet", PASSES, TEST, "model.tc", "killed.tc", "passes.jsonl", *PICTURES)
 """Everything that the demo leaves in its folder; only this is deleted when it starts afresh."""
 MOST_SHARE = {"device": 0.10, "host": 0.30}
 """Budgets as shares of all row bytes: the distinct keys of all passes, times the bytes of their rows."""
@@ -57,16 +61,30 @@ def start_afresh(folder: Path) -> None:
         console.print(f"{folder} holds an earlier run of the demo: it is deleted, and the demo starts afresh.")
 
 
+def mib(num_bytes: float) -> str:
+    """Return bytes in MiB, as text."""
+    return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+def show_passes(reports: Sequence[Any]) -> None:
+    """Print where the rows of every pass came from, and how long it waited."""
+    table = Table("pass", "epoch", "rows", "kept", "from host", "read", "new", "written", "waited")
+    for one in reports:
+        counts = (one.rows, one.rows_kept, one.rows_from_host, one.rows_read, one.rows_generated, one.rows_written)
+        table.add_row(f"{one.pass_index}", f"{one.epoch}", *(f"{count:,}" for count in counts), f"{one.waited:.2f} s")
+    console.print(table)
+
+
 def check_budgets(cache: tc.TierCache, train: tc.PassDataset) -> list[str]:
     """Show every pass and its memory; return the violated guarantees."""
     rows = {t.name: np.unique(np.concatenate([p.keys(t.name) for p in train.passes])).size for t in train.tables}
     row_bytes = sum(rows[table.name] * table.row_bytes for table in train.tables)
-    console.print(pass_table(cache.reports))
-    tell(f"{sum(rows.values()):,} rows of {len(rows)} tables take {format_bytes(row_bytes)} with their states")
+    show_passes(cache.reports)
+    tell(f"{sum(rows.values()):,} rows of {len(rows)} tables take {mib(row_bytes)} with their states")
     wrong = []
     for what, num_bytes in (("device", cache.device_bytes), ("host", cache.host_bytes_peak)):
         share, most = num_bytes / row_bytes, MOST_SHARE[what]
-        tell(f"the {what} held at most {format_bytes(num_bytes)} of them at once, {share:.1%}")
+        tell(f"the {what} held at most {mib(num_bytes)} of them at once, {share:.1%}")
         if share > most:
             wrong.append(f"the {what} held {share:.1%} of all row bytes, more than {most:.0%}")
     if not all(report.planned_equals_measured for report in cache.reports):
@@ -109,11 +127,10 @@ def demo(folder: Path, *, quick: bool) -> list[str]:
         tell(f"{time.perf_counter() - begun:.1f} s, of which {waited:.2f} s waiting")
 
         say("Score the test flights")
-        slices = format_bytes(parse_bytes(size.budgets["eval_budget"]))
-        tell(f"area under the ROC curve: {score(cache, tiered.model, test, size.batch):.4f} (in slices of {slices})")
+        area = score(cache, tiered.model, test, size.batch)
+        tell(f"area under the ROC curve: {area:.4f} (in slices of {size.budgets['eval_budget']})")
         ours = Trained.of(tiered, train)
         cache.write_report(folder / "passes.jsonl")
-        reports = cache.reports
 
     begun = say("Train the same batches with every row in memory, and compare")
     in_memory = Training(tc.InMemoryCache(train, seed=SEED), size)
@@ -134,8 +151,10 @@ def demo(folder: Path, *, quick: bool) -> list[str]:
         wrong += check_same(ours, Trained.of(killed, train), "uninterrupted and killed")
 
     say("Draw the passes")
-    picture = draw_passes(reports, folder / "passes.png", title="flights: training over three tiers")
-    tell(f"{picture}; for a page of the run: tiercache report {folder / 'passes.jsonl'}")
+    page, title = folder / PICTURES[0], "flights: training over three tiers"
+    report = [sys.executable, "-m", "tiercache.cli", "report", str(folder / "passes.jsonl")]
+    subprocess.run([*report, "--out", str(page), "--png", "--title", title, "--quiet"], check=True)
+    tell(f"{page}, and its pictures {folder / PICTURES[1]} and {PICTURES[2]}")
     return wrong
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     import tiercache as tc
-    from examples.flights_training import Training
+    from examples.flights.training import Training
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def train_in_a_child(folder: Path, store: str, *options: str, dies: bool = False
 
     Raises RuntimeError with its output if it does not end as expected.
     """
-    command = [sys.executable, "-m", "examples.flights_training", "--folder", str(folder), "--store", store, *options]
+    command = [sys.executable, "-m", "examples.flights.training", "--folder", str(folder), "--store", store, *options]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     expected = -signal.SIGKILL if dies else 0
     if ended.returncode != expected:

@@ -1,6 +1,6 @@
 """What the demo trains, and its loop: on one device, on several, and in a process that kills itself on the way.
 
-``torchrun --nproc-per-node 2 -m examples.flights_training [--quick]`` trains on two devices: every rank its part of
+``torchrun --nproc-per-node 2 -m examples.flights.training [--quick]`` trains on two devices: every rank its part of
 each batch, and its share of the rows stands in its own part of the store. It prints the area under the curve, and a
 digest of all rows, which two runs on as many ranks share.
 """
@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from examples import flights_data as data
-from examples.scores import score
+from examples.flights import data
+from examples.flights.scores import score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,0 +1,36 @@
+"""The private parts of torch that this package calls. A new release of torch is tried with `make test`, then allowed.
+
+Besides these, `train/joint_optimizer.py` reads the hooks that `torch.optim.Optimizer` keeps, `values/compiled.py` sets
+the mark by which the compiler skips a function, and `dist/communicator.py` the time-outs of process groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the running backward pass, -1 if none runs."""
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return True if a profiler is running."""
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Return a context in which views are not noted by autograd: each may be changed in place."""
+
+
+def current_stream(device: int) -> int:
+    """Return the address of the current stream of a GPU, ten times as fast as by a `Stream`."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has ended, after those that were queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Return the flags of a scaler, one a device, that are not 0 if a gradient of the optimizer overflowed."""
+    return scaler._found_inf_per_device(optimizer).values()
