@@ -19,6 +19,8 @@ from tiercache.cli import app
 from tiercache.errors import CheckpointError, ImportExportError
 from tiercache.store.bits import nearest
 
+KEYS = np.array([3, 599, 600])
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -167,3 +169,36 @@ def test_a_row_beyond_the_tensor_is_refused_and_nothing_is_left(tmp_path: Path) 
     with pytest.raises(ImportExportError, match=r"has a row of key 2000, and .* has 2,000 rows"):
         tc.export_overlay(tmp_path / "store", tmp_path / "out", base=base, tensor=TENSOR)
     assert {one.name for one in tmp_path.iterdir()} == {"store", "model.safetensors"}
+
+
+def test_a_tensor_in_several_files_is_merged_into_a_copy_of_each(tmp_path: Path) -> None:
+    folder = tmp_path / "released"
+    folder.mkdir()
+    for number, (low, high) in enumerate([(0, 600), (600, ROWS)]):
+        save(folder / f"m-{number}.safetensors", **{f"t__{number}": weights()[low:high].contiguous()})
+    index = {"weight_map": {f"t.{number}": f"m-{number}.safetensors" for number in range(2)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    start = tc.init.Checkpoint(path=str(folder), tensor="t.*")
+    table = tc.Table(
+        name="gram", dim=DIM, dtype="bfloat16", optimizer=tc.optim.SGD(learning_rate=0.5), initializer=start
+    )
+    feature = tc.Feature(name="gram", hotness="multi_hot", length=3)
+    schema = tc.Schema(features=(feature,), tables=(table,), label=None, dense=())
+    data, model = tc.write_key_sets(tmp_path / "keys", schema, [{"gram": KEYS}]), tc.Embedding(schema, "gram")
+    with tc.TierCache(
+        tmp_path / "store", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
+    ) as cache:
+        for _ in cache.passes(epochs=1):
+            model(torch.from_numpy(KEYS[None])).square().sum().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+    tc.export_overlay(tmp_path / "store", tmp_path / "merged", merge=True)
+    keys, vectors = rows_of(tmp_path / "store")
+    expected = weights()
+    expected[keys] = torch.from_numpy(vectors).bfloat16()
+    found = [load_file(tmp_path / "merged" / f"m-{number}.safetensors") for number in range(2)]
+    assert torch.equal(torch.cat([found[0]["t.0"], found[1]["t.1"]]), expected)
+    assert torch.equal(found[0]["a"], torch.ones(3))
+    done = tc.export_overlay(tmp_path / "store", tmp_path / "over.safetensors")
+    assert load_file(tmp_path / "over.safetensors")["t.*.keys"].tolist() == keys.tolist()
+    assert done.rows == 3

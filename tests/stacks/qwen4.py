@@ -82,7 +82,7 @@ def converted(schema: tc.PassDataset | tc.Schema, config: Any = None) -> Any:
 def opened(folder: Path, data: tc.PassDataset, **objects: Any) -> tc.TierCache:
     """Open a cache whose store is in ``folder``."""
     return tc.TierCache(
-        folder / "store", data, device_budget="1MiB", host_budget="32MiB", seed=3, progress=False, **objects
+        folder / "store", data, device_budget="1MiB", host_budget="64MiB", seed=3, progress=False, **objects
     )
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,36 @@ def test_the_recipe_of_the_documentation_trains_the_released_table(
             assert store.commit is not None
             assert store.commit.cursor.pass_index == len(names["data"])
     assert names["trainer"].state.global_step == 6
+
+
+def test_a_model_with_the_merged_table_has_the_logits_of_training(tmp_path: Path) -> None:
+    """Its rows begin as those of a released checkpoint, and go back into a copy of it, which transformers loads."""
+    torch.manual_seed(1)
+    released = qwen.Qwen4ExpForCausalLM(config_of(split_ngram_parts=4))
+    released.save_pretrained(tmp_path / "released")
+    start = tc.init.Checkpoint(path=str(tmp_path / "released"), tensor=f"{PLACE}.shard_*.weight")
+    tokens = tokens_of()
+    data = data_of(tmp_path, tokens, replace(TABLE, initializer=start))
+    model = converted(data)
+    of_backbone = {name: one for name, one in released.state_dict().items() if not name.startswith(PLACE)}
+    assert not model.load_state_dict(of_backbone, strict=False).unexpected_keys
+    with opened(tmp_path, data, model=model, optimizer=optimizer_of(model)) as cache:
+        for p in cache.passes(epochs=1):
+            loop = Loop(model, cache.optimizer, Mode())
+            for batch in p.loader(tokens, batch_size=BATCH, shuffle=True):
+                loop.train(batch)
+        cache.drain()
+        model.eval()
+        batch = torch.from_numpy(tokens.read(0, BATCH))
+        with torch.no_grad():
+            expected = model(input_ids=batch, use_cache=False).logits
+        done = tc.export_overlay(cache.store, tmp_path / "merged" / "model.safetensors", merge=True)
+    assert 0 < done.rows < len(released.get_submodule(PLACE).weight)
+    (tmp_path / "merged" / "config.json").write_bytes((tmp_path / "released" / "config.json").read_bytes())
+    merged = qwen.Qwen4ExpForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    dense = {name: one for name, one in model.state_dict().items() if not name.startswith(PLACE)}
+    assert not merged.load_state_dict(dense, strict=False).unexpected_keys
+    with torch.no_grad():
+        found, before = (one.eval()(input_ids=batch, use_cache=False).logits for one in (merged, released))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert (before - expected).abs().max() > 1e-3

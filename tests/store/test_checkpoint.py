@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -304,3 +305,35 @@ def test_the_whole_tensor_can_be_checked_and_recorded(tmp_path: Path) -> None:
     save_file({TENSOR: tensor}, path)
     with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="other bytes"):
         store.lookup("gram", np.array([19_999]), missing="initial")
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_tensor_that_is_cut_into_files_is_one(tmp_path: Path, stored: torch.dtype) -> None:
+    """By numbers and not by names: part 10 comes after part 9."""
+    tensor, cuts = weights(1100).to(stored), np.linspace(0, 1100, 12).astype(int)
+    scales, files, names = torch.linspace(0.5, 2, 11), [], {}
+    for number, (low, high) in enumerate(pairwise(cuts)):
+        tensors = {f"t.{number}.w": tensor[low:high].contiguous()}
+        if stored.itemsize == 1:
+            tensors[f"t.{number}.w_scale_inv"] = scales[number]
+        files.append(tmp_path / f"file-{number % 3}.safetensors")
+        names |= dict.fromkeys(tensors, (files[-1].name, tensors))
+    for file in set(files):
+        save_file({name: tensors[name] for name, (of, tensors) in names.items() if of == file.name}, file)
+    index = {"weight_map": {name: of for name, (of, _) in names.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = tensor.float()
+    if stored.itemsize == 1:
+        expected *= scales.repeat_interleave(torch.from_numpy(np.diff(cuts)))[:, None]
+    keys, table = some_keys(600, 1100), table_of(tmp_path, tensor="t.*.w")
+    np.testing.assert_array_equal(initial_vectors(table, keys), expected[keys].numpy())
+    committed(tmp_path / "store", table, "lmdb")
+    with Store.open(tmp_path / "store", mode="r") as store:
+        found = store.lookup("gram", keys, missing="initial")["vector"]
+        np.testing.assert_array_equal(found, expected[keys].numpy())
+        (record,) = store.checkpoints.values()
+        assert record.check_all() == sum(file.size for file in record._tensor.files)
+    with pytest.raises(CheckpointError, match=r"has key 1100, and .* has 1,100 rows"):
+        initial_vectors(table, np.array([1100]))
+    with pytest.raises(CheckpointError, match=r"with the numbers \[\]: expected 0, 1, and so on"):
+        initial_vectors(table_of(tmp_path, tensor="u.*.w"), keys)

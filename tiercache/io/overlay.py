@@ -11,6 +11,7 @@ import errno
 import json
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,10 @@ from tiercache.errors import CheckpointError, ImportExportError
 from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Checkpoint, Store
 from tiercache.store.bits import ITEM_BYTES, to_bits
+from tiercache.store.checkpoint import CheckpointTensor
 from tiercache.store.files import publish, sync
 from tiercache.store.scan import SCAN_BYTES
 from tiercache.store.table import Table, table_named
-from tiercache.store.tensor_file import TensorFile, find_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _COPY_BYTES = 64 << 20
 
 
@@ -59,7 +59,8 @@ def export_overlay(
     """Write the rows of a table to a file ``out``, which must not exist, as an overlay of a checkpoint.
 
     With ``merge`` the file is a copy of the checkpoint's file with the rows in their places, so that it loads as the
-    checkpoint does; holes of the file stay holes. An overlay has the dtype of the table, a merged tensor that of the
+    checkpoint does; holes of the file stay holes. If the tensor is cut into several files, ``out`` is a folder with a
+    copy of each. An overlay has the dtype of the table, a merged tensor that of the
     checkpoint, to whose nearest numbers rows are rounded, ties to even.
 
     ``store``: an open store, at any of its commits, or the path of one. ``base``: a .safetensors file, an index, or a
@@ -78,42 +79,66 @@ def export_overlay(
         if out.exists():
             raise ImportExportError(f"{out} exists: give the export a path that is free")
         chosen = _table(store, table)
-        file = _base(store, chosen, base, tensor)
+        base_tensor = _base(store, chosen, base, tensor)
         out.parent.mkdir(parents=True, exist_ok=True)
         rows = store.live_rows(chosen.name)
-        draft = stack.enter_context(staging_directory(out)) / "file"
+        draft = stack.enter_context(staging_directory(out)) / "new"
         said = progress or (lambda *_: None)
         if merge:
-            if file.dtype not in _DTYPES:
-                raise ImportExportError(f"{file.label} has dtype {file.dtype}: leave out merge, and export an overlay")
-            check_space(out.parent, file.path.stat().st_blocks * 512, "the export")
-            _copy(file.path, draft)
-            place: NDArray[np.uint8] = np.memmap(draft, np.uint8, "r+", file.begin, (file.shape[0], file.row_bytes))
-            keys, dtype = None, _DTYPES[file.dtype]
+            places, dtype, keys = _merged(draft, base_tensor), base_tensor.dtype, None
+            assert dtype is not None, "8-bit numbers were refused"
         else:
             dtype, keys = chosen.dtype, np.sort(np.concatenate([np.empty(0, np.int64), *_keys(store, chosen)]))
             check_space(out.parent, rows * (8 + ITEM_BYTES[dtype] * chosen.dim), "the export")
-            place = _new_file(draft, keys, chosen, file, store.commit.id)
+            places = [(0, _new_file(draft, keys, chosen, base_tensor, store.commit.id))]
         done = 0
         for found, fields in store.scan(chosen.name, memory_bytes=SCAN_BYTES, scratch=draft.parent):
-            outside = (found < 0) | (found >= file.shape[0])
+            outside = (found < 0) | (found >= base_tensor.num_rows)
             if outside.any():
                 raise ImportExportError(
-                    f"table {chosen.name!r} has a row of key {int(found[np.argmax(outside)])}, and {file.label} has "
-                    f"{file.shape[0]:,} rows: forget the key, or export without the checkpoint"
+                    f"table {chosen.name!r} has a row of key {int(found[np.argmax(outside)])}, and {base_tensor.label} "
+                    f"has {base_tensor.num_rows:,} rows: forget the key, or export without the checkpoint"
                 )
             order = np.argsort(found)
-            at = found[order] if keys is None else np.searchsorted(keys, found[order])
-            if len(place):
-                place[at] = _bytes(fields[0][order], dtype)
+            at, data = found[order], _bytes(fields[0][order], dtype)
+            if keys is not None:
+                at = np.searchsorted(keys, at)
+            for first, place in places:
+                low, high = np.searchsorted(at, [first, first + len(place)]).tolist()
+                if low < high:
+                    place[at[low:high] - first] = data[low:high]
             done += found.size
             said(done, rows)
-        if isinstance(place, np.memmap):
-            place.flush()
-        file.check_unchanged()
-        sync(draft)
+        for _, place in places:
+            if isinstance(place, np.memmap):
+                place.flush()
+        for file in base_tensor.files:
+            file.check_unchanged()
+        made = [draft] if draft.is_file() else [*draft.iterdir()]
+        for path in made:
+            sync(path)
+        if draft.is_dir():
+            sync(draft)
         publish(draft, out)
-        return Overlaid(chosen.name, file.tensor, done, out.stat().st_size, store.commit.id)
+        num_bytes = sum(path.stat().st_size for path in ([out] if out.is_file() else out.iterdir()))
+        return Overlaid(chosen.name, base_tensor.name, done, num_bytes, store.commit.id)
+
+
+def _merged(draft: Path, tensor: CheckpointTensor) -> list[tuple[int, NDArray[np.uint8]]]:
+    """Copy the files of a tensor; returns the first row of each part, and its rows as bytes (n, row bytes) to fill."""
+    if tensor.dtype is None:
+        raise ImportExportError(f"{tensor.label} has 8-bit numbers: leave out merge, and export an overlay")
+    paths = [*dict.fromkeys(part.values.path for part in tensor.parts)]
+    check_space(draft.parent, sum(path.stat().st_blocks * 512 for path in paths), "the export")
+    if len(paths) > 1:
+        draft.mkdir()
+    to = {path: draft / path.name if len(paths) > 1 else draft for path in paths}
+    for path in paths:
+        _copy(path, to[path])
+    return [
+        (start, np.memmap(to[one.path], np.uint8, "r+", one.begin, (one.shape[0], one.row_bytes)))
+        for start, one in zip(tensor.starts.tolist(), (part.values for part in tensor.parts), strict=False)
+    ]
 
 
 def _table(store: Store, name: str | None) -> Table:
@@ -126,22 +151,26 @@ def _table(store: Store, name: str | None) -> Table:
     return found[0]
 
 
-def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tensor: str | None) -> TensorFile:
+def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tensor: str | None) -> CheckpointTensor:
     """Open the tensor that the rows belong to. Raises CheckpointError unless it is that of the store."""
     start = table.initializer if isinstance(table.initializer, Checkpoint) else None
-    if start is None and (base is None or tensor is None):
-        raise ImportExportError(f"table {table.name!r} does not begin from a checkpoint: give base and tensor")
-    path = start.path if base is None and start is not None else str(to_path(base or "", "a checkpoint"))
-    file = find_tensor(path, tensor or (start.tensor if start is not None else ""))
-    if file.shape[1:] != (table.dim,):
+    if start is None:
+        if base is None or tensor is None:
+            raise ImportExportError(f"table {table.name!r} does not begin from a checkpoint: give base and tensor")
+        start = Checkpoint(path=str(to_path(base, "a checkpoint")), tensor=tensor)
+    start = replace(start, tensor=tensor or start.tensor)
+    if base is not None:
+        start = replace(start, path=str(to_path(base, "a checkpoint")))
+    found = CheckpointTensor(start)
+    if found.dim != table.dim:
         raise ImportExportError(
-            f"{file.label} has shape {list(file.shape)} and table {table.name!r} has dim {table.dim}: give its tensor"
+            f"{found.label} has {found.dim} columns and table {table.name!r} has dim {table.dim}: give its tensor"
         )
     for part in store.parts:
         record = part.checkpoints.get(table.name)
-        if record is not None and record.identities and record.identities[0] != file.identity:
-            raise CheckpointError(f"{file.label} is not what table {table.name!r} began from: give that file as base")
-    return file
+        if record is not None and record.identities and record.identities != found.identities:
+            raise CheckpointError(f"{found.label} is not what table {table.name!r} began from: give that file as base")
+    return found
 
 
 def _keys(store: Store, table: Table) -> Iterator[NDArray[np.int64]]:
@@ -155,16 +184,19 @@ def _bytes(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     return rounded.view(np.uint8).reshape(values.shape[0], -1)
 
 
-def _new_file(path: Path, keys: NDArray[np.int64], table: Table, file: TensorFile, commit: int) -> NDArray[np.uint8]:
+def _new_file(
+    path: Path, keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor, commit: int
+) -> NDArray[np.uint8]:
     """Write header and keys of an overlay; returns its rows, as bytes (n, row bytes) to fill."""
     row_bytes, size = ITEM_BYTES[table.dtype] * table.dim, 8 * keys.size
     metadata = {
-        "format": "tiercache overlay 1", "table": table.name, "tensor": file.tensor, "commit": str(commit),
-        "base_bytes": str(file.identity.size), "base_header": file.identity.header,
+        "format": "tiercache overlay 1", "table": table.name, "tensor": tensor.name, "commit": str(commit),
+        "base_bytes": " ".join(str(one.size) for one in tensor.identities),
+        "base_header": " ".join(one.header for one in tensor.identities),
     }  # fmt: skip
     tensors: dict[str, Any] = {
-        f"{file.tensor}.keys": {"dtype": "I64", "shape": [keys.size], "data_offsets": [0, size]},
-        f"{file.tensor}.rows": {
+        f"{tensor.name}.keys": {"dtype": "I64", "shape": [keys.size], "data_offsets": [0, size]},
+        f"{tensor.name}.rows": {
             "dtype": _NAMES[table.dtype], "shape": [keys.size, table.dim],
             "data_offsets": [size, size + keys.size * row_bytes],
         },

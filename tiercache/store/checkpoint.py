@@ -24,11 +24,11 @@ from tiercache.store.tensor_file import (
     Reads,
     Sums,
     TensorFile,
-    find_tensor,
+    find_tensors,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -47,44 +47,100 @@ _RECORDS: dict[Checkpoint, WeakSet[CheckpointRecord]] = {}
 """The records of open stores, which every reader of a tensor compares and completes."""
 
 
-class CheckpointTensor:
-    """A tensor (rows, columns), with its scales if it has 8-bit numbers."""
+class _Part:
+    """Rows of a tensor in one file, with their scales if they are 8-bit numbers."""
 
-    def __init__(self, start: Checkpoint) -> None:
-        self.files = [find_tensor(start.path, start.tensor)]
-        values = self.files[0]
+    def __init__(self, values: TensorFile, scale: TensorFile | None, block: tuple[int, int] | None) -> None:
         if len(values.shape) != 2:
             raise CheckpointError(f"{values.label} has shape {list(values.shape)}: expected 2 dimensions")
+        self.values, self.scale = values, scale
         self.num_rows, self.dim = values.shape
-        self.dtype = _DTYPES.get(values.dtype)
-        """The dtype of its numbers; None: 8-bit floats with scales."""
-        self._block = 1, 1
-        if self.dtype is None:
-            scale = self._scale(start)
-            self.files.append(scale)
+        if scale is not None:
+            if scale.dtype not in _DTYPES or len(scale.shape) > 2:
+                raise CheckpointError(f"{scale.label} has dtype {scale.dtype} and shape {list(scale.shape)}: no scales")
             shape = scale.shape if len(scale.shape) == 2 else (1, 1) if scale.shape[0] == 1 else (scale.shape[0], 1)
             self._columns = shape[1]
-            given = start.scale_block or (None, None)
-            rows, columns = (
+            self._rows_of_scale, self._columns_of_scale = (
                 _block(numbers, scales, size, scale)
-                for numbers, scales, size in zip(values.shape, shape, given, strict=True)
+                for numbers, scales, size in zip(values.shape, shape, block or (None, None), strict=True)
             )
-            self._block = rows, columns
-        elif start.scale is not None or start.scale_block is not None:
-            raise CheckpointError(f"{values.label} has dtype {values.dtype}, which takes no scale: leave it out")
 
-    def _scale(self, start: Checkpoint) -> TensorFile:
-        name = start.scale or f"{start.tensor}_scale_inv"
+    @property
+    def files(self) -> list[TensorFile]:
+        """Its tensors."""
+        return [self.values] if self.scale is None else [self.values, self.scale]
+
+    def vectors(
+        self, rows: NDArray[np.int64], sums: Sequence[Sequence[Sums]], checksums: Checksums
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], Floats | None, Reads]]:
+        """Yield as `CheckpointTensor.vectors`; sums: for each of ``files``."""
+        for index, raw, reads in self.values.rows(rows, sums[0], checksums):
+            if self.scale is None:
+                yield index, raw, None, reads
+                continue
+            scales, more = self._scales(self.scale, rows[index], sums[1], checksums)
+            yield index, raw, eight_bit_values(self.values.dtype)[raw] * scales, reads.plus(more)
+
+    def _scales(
+        self, scale: TensorFile, rows: NDArray[np.int64], sums: Sequence[Sums], checksums: Checksums
+    ) -> tuple[Floats, Reads]:
+        """Return the scale of each number of rows."""
+        unique, place = np.unique(rows // self._rows_of_scale, return_inverse=True)
+        flat, is_table = unique, len(scale.shape) == 2
+        if not is_table:
+            flat = (unique[:, None] * self._columns + np.arange(self._columns)).ravel()
+        found, reads = np.empty((unique.size, self._columns), np.float32), Reads()
+        by_row = found if is_table else found.reshape(-1, 1)
+        for index, raw, more in scale.rows(flat, sums, checksums):
+            dtype = _DTYPES[scale.dtype]
+            by_row[index] = raw.view(np.float32) if dtype == "float32" else from_bits(raw.view(np.uint16), dtype)
+            reads = reads.plus(more)
+        return np.repeat(found[place], self._columns_of_scale, axis=1)[:, : self.dim], reads
+
+
+class CheckpointTensor:
+    """A tensor (rows, columns), whole or cut by rows into several."""
+
+    def __init__(self, start: Checkpoint) -> None:
+        values = find_tensors(start.path, start.tensor)
+        self.name = start.tensor
+        self.label, dtype = values[0].label, values[0].dtype
+        """The tensor, the first one of several, in the words of a message."""
+        self.dtype = _DTYPES.get(dtype)
+        """The dtype of its numbers; None: 8-bit floats with scales."""
+        scales: Sequence[TensorFile | None] = [None] * len(values)
+        if self.dtype is None:
+            scales = self._scales(start, len(values))
+        elif start.scale is not None or start.scale_block is not None:
+            raise CheckpointError(f"{self.label} has dtype {dtype}, which takes no scale: leave it out")
+        self.parts = [_Part(*pair, start.scale_block) for pair in zip(values, scales, strict=True)]
+        self.dim = self.parts[0].dim
+        for part in self.parts:
+            if (part.dim, part.values.dtype) != (self.dim, dtype):
+                raise CheckpointError(
+                    f"{part.values.label} has {part.dim} columns of {part.values.dtype}, and {self.label} has "
+                    f"{self.dim} of {dtype}: expected parts of one tensor"
+                )
+        self.starts = np.cumsum([0, *(part.num_rows for part in self.parts)])
+        """The first row of each part, and after the last the number of rows."""
+        self.num_rows = int(self.starts[-1])
+        self.files = [file for part in self.parts for file in part.files]
+
+    def _scales(self, start: Checkpoint, count: int) -> list[TensorFile]:
         try:
-            scale = find_tensor(start.path, name)
+            found = find_tensors(start.path, start.scale or f"{start.tensor}_scale_inv")
         except CheckpointError as error:
             raise CheckpointError(
-                f"{self.files[0].label} has 8-bit numbers and needs the tensor of their scales: give its name as scale "
-                f"({error})"
+                f"{self.label} has 8-bit numbers and needs the tensor of their scales: give its name as scale ({error})"
             ) from error
-        if scale.dtype not in _DTYPES or len(scale.shape) > 2:
-            raise CheckpointError(f"{scale.label} has dtype {scale.dtype} and shape {list(scale.shape)}: no scales")
-        return scale
+        if len(found) != count:
+            raise CheckpointError(f"{self.label} is one of {count} tensors, and there are {len(found)} of scales")
+        return found
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the file."""
+        return self.parts[0].values.row_bytes
 
     @property
     def identities(self) -> list[FileIdentity]:
@@ -94,19 +150,24 @@ class CheckpointTensor:
     def vectors(
         self, keys: NDArray[np.int64], records: Iterable[CheckpointRecord], checksums: Checksums
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8], Floats | None, Reads]]:
-        """Yield the vectors of keys (n,) in the order of the file, each once.
+        """Yield the vectors of keys (n,) in the order of the files, each once.
 
         Yields indices (m,) into ``keys``, raw bytes (m, row bytes), their numbers (m, columns) if the bytes are 8-bit
         floats, and what was read.
         """
         records = [*records]
-        values = self.files[0]
-        for index, raw, reads in values.rows(keys, [record.sums[0] for record in records], checksums):
-            if self.dtype is not None:
-                yield index, raw, None, reads
-                continue
-            scales, more = self._scales(keys[index], [record.sums[1] for record in records], checksums)
-            yield index, raw, eight_bit_values(values.dtype)[raw] * scales, reads.plus(more)
+        sums_F = [[record.sums[f] for record in records] for f in range(len(self.files))]
+        if len(self.parts) == 1:
+            yield from self.parts[0].vectors(keys, sums_F, checksums)
+            return
+        order = np.argsort(keys, kind="stable")
+        cuts, first = np.searchsorted(keys, self.starts, sorter=order).tolist(), 0
+        for part, start, low, high in zip(self.parts, self.starts.tolist(), cuts, cuts[1:], strict=False):
+            of_part, first = slice(first, first + len(part.files)), first + len(part.files)
+            if low < high:
+                rows = keys[order[low:high]] - start
+                for index, raw, values, reads in part.vectors(rows, sums_F[of_part], checksums):
+                    yield order[low:high][index], raw, values, reads
 
     def numbers(self, raw: NDArray[np.uint8], values: Floats | None) -> Floats:
         """Return the numbers (m, columns) of what ``vectors`` yields."""
@@ -114,21 +175,6 @@ class CheckpointTensor:
             return values
         assert self.dtype is not None, "8-bit numbers have values"
         return raw.view(np.float32).copy() if self.dtype == "float32" else from_bits(raw.view(np.uint16), self.dtype)
-
-    def _scales(self, keys: NDArray[np.int64], sums: list[Sums], checksums: Checksums) -> tuple[Floats, Reads]:
-        """Return the scale of each number of rows."""
-        scale = self.files[1]
-        unique, place = np.unique(keys // self._block[0], return_inverse=True)
-        flat = (unique[:, None] * self._columns + np.arange(self._columns)).ravel()
-        if len(scale.shape) == 2:
-            flat = unique
-        found, reads = np.empty((unique.size, self._columns), np.float32), Reads()
-        by_row = found if len(scale.shape) == 2 else found.reshape(-1, 1)
-        for index, raw, more in scale.rows(flat, sums, checksums):
-            dtype = _DTYPES[scale.dtype]
-            by_row[index] = raw.view(np.float32) if dtype == "float32" else from_bits(raw.view(np.uint16), dtype)
-            reads = reads.plus(more)
-        return np.repeat(found[place], self._block[1], axis=1)[:, : self.dim], reads
 
 
 class CheckpointRecord:
@@ -163,7 +209,7 @@ class CheckpointRecord:
                         f"{file.identity.size:,} bytes and header {file.identity.header[:12]}, expected "
                         f"{expected.size:,} and {expected.header[:12]}: put the former file back"
                     )
-            raise CheckpointError(f"{tensor.files[0].label} has scales that table {self.name!r} did not begin with")
+            raise CheckpointError(f"{tensor.label} has other parts than the tensor that table {self.name!r} began with")
         if self.identities is None:
             self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True
@@ -260,7 +306,7 @@ def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int]]:
     for table in tables:
         if isinstance(table.initializer, Checkpoint):
             tensor = checkpoint_tensor(table)
-            found[table.name] = tensor.num_rows, tensor.files[0].row_bytes
+            found[table.name] = tensor.num_rows, tensor.row_bytes
     return found
 
 
@@ -271,7 +317,7 @@ def checkpoint_tensor(table: Table) -> CheckpointTensor:
     dim = table.dim if table.whole_dim is None else table.whole_dim
     if tensor.dim != dim:
         raise CheckpointError(
-            f"{tensor.files[0].label} has {tensor.dim} columns and table {table.name!r} has dim {dim}: give the table "
+            f"{tensor.label} has {tensor.dim} columns and table {table.name!r} has dim {dim}: give the table "
             "the dim of the tensor"
         )
     return tensor
@@ -292,7 +338,7 @@ def checkpoint_vectors(
     outside = (keys < 0) | (keys >= tensor.num_rows)
     if outside.any():
         raise CheckpointError(
-            f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.files[0].label} has "
+            f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
             f"{tensor.num_rows:,} rows: expected keys from 0 to {tensor.num_rows - 1:,}"
         )
     reads, records = Reads(), [*_RECORDS.get(tensor_start(table), ())]
@@ -337,7 +383,7 @@ def _opened(start: Checkpoint) -> CheckpointTensor:
             for record in records:
                 record.know(tensor)
             _OPEN[start] = tensor
-    for file in tensor.files:
+    for file in {file.path: file for file in tensor.files}.values():
         file.check_unchanged()
     return tensor
 

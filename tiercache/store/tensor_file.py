@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -37,6 +38,7 @@ GAP_BYTES = 128 << 10
 """Unused bytes between two rows that one read takes along: about what a disk transfers during another request."""
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_READER = RangeReader()
 _MOST_HEADER_BYTES = 100 << 20
 """The limit of the format's own library."""
 
@@ -96,21 +98,9 @@ class TensorFile:
 
     def __init__(self, path: Path, tensor: str) -> None:
         self.path, self.tensor = path, tensor
-        try:
-            handle = open_file(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
-                "`tiercache alter`"
-            ) from error
-        try:
-            self._status = os.fstat(handle)
-            header = self._header(handle)
-        finally:
-            os.close(handle)
+        self._status, header = _opened(path)
         self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
         self.dtype, self.shape, self.begin = self._find(header)  # begin: the tensor's first byte in the file
-        self._reader = RangeReader()
         self.row_bytes = ITEM_BYTES[self.dtype] * prod(self.shape[1:])
         self.size = self.shape[0] * self.row_bytes
         """Bytes of the tensor."""
@@ -198,70 +188,112 @@ class TensorFile:
         """Return bytes of the tensor, in memory that this thread's next read uses again."""
         place = str(self.path), self.begin + at, self.begin + end, self._status.st_size
         try:
-            (data,) = self._reader.read([place])
+            (data,) = _READER.read([place])
         except BlockReadError as error:
             raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
         return data
 
-    def _header(self, handle: int) -> bytes:
-        length = int.from_bytes(os.pread(handle, 8, 0), "little")
-        if not 2 <= length <= min(_MOST_HEADER_BYTES, self._status.st_size - 8):
-            raise self._invalid(f"its header has {length:,} bytes")
-        return os.pread(handle, length, 8)
-
     def _find(self, header: bytes) -> tuple[str, tuple[int, ...], int]:
         """Return dtype, shape and first byte of the tensor."""
+        tensors = _parsed(self.path, header)
+        names, entry = sorted(name for name in tensors if name != "__metadata__"), tensors.get(self.tensor)
         try:
-            tensors: dict[str, Any] = json.loads(header, parse_constant=no_number)
-            names = sorted(name for name in tensors if name != "__metadata__")
-            entry = tensors.get(self.tensor)
             if entry is not None:
-                dtype, shape, (low, high) = (
-                    entry["dtype"],
-                    tuple(map(int, entry["shape"])) or (1,),
-                    entry["data_offsets"],
-                )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._invalid(f"its header cannot be read ({error})") from error
+                dtype, shape, (low, high) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _invalid(self.path, f"its header cannot be read ({error})") from error
         if entry is None:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise CheckpointError(f"the checkpoint {self.path} has no tensor {self.tensor!r}: it has {shown}")
         if dtype not in ITEM_BYTES:
             raise CheckpointError(f"{self.label} has dtype {dtype}: expected one of {', '.join(ITEM_BYTES)}")
+        shape = shape or (1,)
         size, begin = ITEM_BYTES[dtype] * prod(shape), 8 + len(header)
         if min(shape) < 1 or high - low != size or not 0 <= low <= self._status.st_size - begin - size:
-            raise self._invalid(f"tensor {self.tensor!r} of shape {list(shape)} has bytes {low} to {high}")
+            raise _invalid(self.path, f"tensor {self.tensor!r} of shape {list(shape)} has bytes {low} to {high}")
         return dtype, shape, begin + low
 
-    def _invalid(self, seen: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is not a safetensors file: {seen}")
+
+def _opened(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return the status and the header of a safetensors file. Raises CheckpointError."""
+    try:
+        handle = open_file(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
+            "`tiercache alter`"
+        ) from error
+    try:
+        status, length = os.fstat(handle), int.from_bytes(os.pread(handle, 8, 0), "little")
+        if not 2 <= length <= min(_MOST_HEADER_BYTES, status.st_size - 8):
+            raise _invalid(path, f"its header has {length:,} bytes")
+        return status, os.pread(handle, length, 8)
+    finally:
+        os.close(handle)
 
 
-def find_tensor(path: str, tensor: str) -> TensorFile:
-    """Open a tensor of a file, of an index of files, or of a folder with either. Raises CheckpointError."""
-    place = Path(path)
+def _parsed(path: Path, header: bytes) -> dict[str, Any]:
+    """Return the entries of a header. Raises CheckpointError."""
+    try:
+        found = json.loads(header, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, f"its header cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise _invalid(path, "its header is not an object")
+    return found
+
+
+def _invalid(path: Path, seen: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a safetensors file: {seen}")
+
+
+def find_tensors(path: str, tensor: str) -> list[TensorFile]:
+    """Find a tensor in a file, in files with an index, or in a folder with either. Raises CheckpointError.
+
+    ``*`` in its name stands for a number: a tensor that is cut into ``shard_0``, ``shard_1``, ... by rows.
+    """
+    place, file_of = _files_of(Path(path))
+    if "*" not in tensor:
+        if file_of is not None and tensor not in file_of:
+            raise CheckpointError(f"the checkpoint {place} names no file of tensor {tensor!r}")
+        return [TensorFile(place if file_of is None else file_of[tensor], tensor)]
+    pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)", 1))
+    names = _names_in(place) if file_of is None else [*file_of]
+    found = sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+    numbers = [number for number, _ in found]
+    if not found or numbers != [*range(numbers[0], numbers[0] + len(found))] or numbers[0] not in {0, 1}:
+        raise CheckpointError(
+            f"the checkpoint {place} has tensors {tensor!r} with the numbers {numbers}: expected 0, 1, and so on"
+        )
+    return [TensorFile(place if file_of is None else file_of[name], name) for _, name in found]
+
+
+def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
+    """Return a file with tensors and None, or an index with the file of each tensor. Raises CheckpointError."""
     if place.is_dir():
         files = sorted(place.glob("*.safetensors"))
-        if (place / INDEX).exists():
-            place /= INDEX
-        elif len(files) == 1:
-            place = files[0]
-        else:
+        if not (place / INDEX).exists() and len(files) != 1:
             raise CheckpointError(
-                f"the checkpoint {path} has {len(files)} safetensors files and no {INDEX}: give the path of one file"
+                f"the checkpoint {place} has {len(files)} safetensors files and no {INDEX}: give the path of one file"
             )
+        place = place / INDEX if (place / INDEX).exists() else files[0]
     if place.suffix != ".json":
-        return TensorFile(place, tensor)
+        return place, None
     try:
-        files_of = json.loads(place.read_text(encoding="utf-8"))["weight_map"]
-        file = files_of.get(tensor)
+        names: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))["weight_map"]
+        found = {str(tensor): place.parent / file for tensor, file in names.items()}
     except OSError as error:
         raise CheckpointError(f"the checkpoint {place} cannot be read ({reason(error)}): put the file back") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{place} is not an index of safetensors files ({error})") from error
-    if file is None or Path(file).name != file:
-        raise CheckpointError(f"the checkpoint {place} names no file of tensor {tensor!r}")
-    return TensorFile(place.parent / file, tensor)
+    if outside := [file for file in found.values() if file.parent != place.parent]:
+        raise CheckpointError(f"{place} names {outside[0]}: expected files in its own folder")
+    return place, found
+
+
+def _names_in(path: Path) -> list[str]:
+    """Return the names of the tensors of a file."""
+    return [name for name in _parsed(path, _opened(path)[1]) if name != "__metadata__"]
 
 
 def _runs(first_C: NDArray[np.int64], last_C: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
