@@ -73,6 +73,7 @@ test-long: checked
 # The oldest release of every requirement. Tests of optional packages are left out, or skip themselves.
 LOWEST := .venv-lowest
 test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -c "from tiercache.kernels.cpu.compile import prepare; prepare(narrow=True)"
 	$(LOWEST)/bin/python -m pytest -n 2 -m "not long" tests/cli tests/data tests/io tests/planning tests/store tests/train
 
 $(LOWEST)/.installed: pyproject.toml setup.py tests/lowest.py

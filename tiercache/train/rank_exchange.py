@@ -451,8 +451,7 @@ class RankExchange:
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Make all ranks skip a step if the gradients of any overflow: ``scaler.unscale_`` is collective then.
 
-        DistributedDataParallel and FSDP average the gradients of anchors, which are infinite there; this is for loops
-        without them.
+        DistributedDataParallel and FSDP average the infinite gradients of anchors; this is for loops without them.
         """
         unscale, agree = scaler.unscale_, weakref.WeakMethod(self._agree_on_overflow)
 
