@@ -66,6 +66,8 @@ class Store(StoreReads):
         self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
+        self.checkpoints: dict[str, CheckpointRecord] = {} if of is None else of.checkpoints
+        """By table the checkpoint that its rows begin as."""
         self.ranks: tuple[Store, ...] = ()
         """The store of each rank, with several ranks: ``reader`` and ``snapshot`` are rank 0's then."""
         engine, label, loader = opened.engine, self.label, opened.loader(self.counters)
@@ -86,8 +88,6 @@ class Store(StoreReads):
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
         self._explain = explain
         self.reader = BlockReader(engine, label, self.counters, opened.uses, explain, path)
-        self.checkpoints: dict[str, CheckpointRecord] = {} if of is None else of.checkpoints
-        """By table the checkpoint that its rows begin as."""
         self.take_tables()
         if isinstance(self._commits, CommitWriter):
             self._commits.before_commit = self._save_checkpoints
