@@ -131,13 +131,14 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
     ) as cache:  # fmt: skip
         for p in cache.passes(epochs=1):
             batches = p.loader(tokens, batch_size=size.batch, shuffle=True)
+            middle = len(batches) // 2
             for number, x in enumerate(batches):
                 loss = model(x)
                 loss.backward()
                 cache.optimizer.step()
                 cache.optimizer.zero_grad()
                 losses.append(loss.item())
-                if p.index == kill_at and number == len(batches) // 2:
+                if p.index == kill_at and number == middle:
                     cache.reports[-2].durable.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
         cache.drain()
