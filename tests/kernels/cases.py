@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DTYPES = ("bfloat16", "float16")
-DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 63, 64, 65, 80, 100, 127, 128, 130)
+DIMS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 48, 49, 63, 64, 65, 80, 100, 113, 127, 128, 130)
 
 
 every_machine = pytest.mark.parametrize("kind", ["cpu", "cuda"])

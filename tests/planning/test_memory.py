@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PASSES, KEYS, UNIVERSE = 500, 70, 7000
 
 
-@pytest.mark.parametrize("order_seed", [None, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("order_seed", [None, 3])
 def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Path, order_seed: int | None) -> None:
     """In addition to its memory before: an epoch and more. With a tenth less it is refused, and nothing is written."""
     rng = np.random.default_rng(0)
