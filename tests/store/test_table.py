@@ -105,7 +105,7 @@ def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None
         ({"dim": 2.0}, "whole number >= 1"),
         ({"dim": True}, "whole number >= 1"),
         ({"optimizer": "adam"}, "must be one of SGD, Adagrad"),
-        ({"initializer": 0}, "must be Uniform, Normal, Zeros or Constant"),
+        ({"initializer": 0}, "must be Uniform, Normal, Zeros, Constant or Checkpoint"),
         ({"seed": -1}, "must be 0 .. 2"),
         ({"seed": 2**64}, "must be 0 .. 2"),
         ({"dtype": "float64"}, "must be 'float32', 'bfloat16' or 'float16'"),

@@ -118,7 +118,7 @@ def test_losses_and_rows_are_those_of_torch_from_the_same_weights(tmp_path: Path
 def test_a_cache_without_a_store_and_ones_with_any_engine_have_the_same_bits(tmp_path: Path, dtype: str) -> None:
     data = prepared(tmp_path, dtype=dtype)
     losses, _, rows = train(data, tmp_path / "store")
-    others, _, found = train(data, tmp_path / "zarr", engine="zarr", commit_every=2)
+    others, _, found = train(data, tmp_path / "zarr", options=tc.TierCacheOptions(engine="zarr"), commit_every=2)
     assert losses == others
     assert {name: one.tobytes() for name, one in rows.items()} == {name: one.tobytes() for name, one in found.items()}
     model, resident = Net(tc.Embedding(data.schema, "gram")), []

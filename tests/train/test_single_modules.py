@@ -80,7 +80,7 @@ def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
         bag([1, 2, 3])  # type: ignore[arg-type]
     with one_sentence(StateError, "looks up f", "belongs to no cache"):
         bag(torch.arange(3).view(1, 3))
-    with one_sentence(ValueError, "looks up 'f'", "given 'g'"):
+    with one_sentence(ValueError, "looks up 'f'", "got 'g'"):
         bag(batch.features["g"])
     with one_sentence(TypeError, "offsets were given", "give none"):
         bag(batch.features["f"], torch.arange(16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -90,7 +91,7 @@ class Store(StoreReads):
         self.reader = BlockReader(engine, label, self.counters, opened.uses, explain, path)
         self.take_tables()
         if isinstance(self._commits, CommitWriter):
-            self._commits.before_commit = self._save_checkpoints
+            self._commits.before_commit = partial(_save_checkpoints, weakref.ref(self))  # no cycle
         self._closed = False
 
     def take_tables(self) -> None:
@@ -214,10 +215,6 @@ class Store(StoreReads):
         for part in self.parts:
             for record in part.checkpoints.values():
                 record.check()
-
-    def _save_checkpoints(self) -> None:
-        for record in self.checkpoints.values():
-            record.save()
 
     def write_within(self, memory_bytes: int) -> None:
         """Limit the copies of parts being written to ``memory_bytes``, or one part if that is larger."""
@@ -470,3 +467,10 @@ class Store(StoreReads):
         writer = self.commit_writer
         with self._opened.uses.using():
             writer.discard_uncommitted()
+
+
+def _save_checkpoints(store: weakref.ref[Store]) -> None:
+    """Write what a store knows of the checkpoints of its tables."""
+    if (found := store()) is not None:
+        for record in found.checkpoints.values():
+            record.save()
