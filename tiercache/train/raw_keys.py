@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -230,9 +232,14 @@ class RawReader:
             for part in parts:
                 search(part)
         else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search") as pool:
-                list(pool.map(search, parts))
+            list(_search_threads(os.getpid(), threads).map(search, parts))
         return HostFound(found, self._backend.to_device(found))
+
+
+@cache
+def _search_threads(_process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the threads of this process, started at their first use: to start them takes longer than a search."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search")
 
 
 class _Part(NamedTuple):
