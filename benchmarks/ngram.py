@@ -250,6 +250,7 @@ def _dense_step(size: Size, grams: tc.NGrams) -> Callable[[torch.Tensor], None]:
 
     def step(x: torch.Tensor) -> None:
         model(x).backward()
+        vectors.grad = None  # a lookup does not add to what it had
         optimizer.step()
         optimizer.zero_grad()
 

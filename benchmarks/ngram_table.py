@@ -9,7 +9,7 @@ bits_equal = rows, states and dense weights of both are the same bits
 rows_begun = new rows that were read from the checkpoint; touched_rows = rows in the store
 store_over_touched = bytes of the store's files / bytes of the touched rows; store_over_table = / bytes of the tensor
 overlay_equal = the overlay has the keys and the vectors of the store, and no others
-untouched_equal = rows that were not trained are those of the checkpoint
+untouched_equal = rows that were not trained equal the rows of the checkpoint
 peak_over_limit = largest resident memory of the trainings / the limit
 """
 
@@ -160,7 +160,7 @@ def train(size: Size, folder: Path, name: str, kill_at: int | None) -> None:
 
 
 def trained(size: Size, folder: Path, name: str, kill_at: int | None = None) -> dict[str, Any]:
-    """Run ``train`` in a process of its own; returns its figures, none if it was killed."""
+    """Run ``train`` in a new process; returns its figures, none if it was killed."""
     process = multiprocessing.get_context("spawn").Process(target=train, args=(size, folder, name, kill_at))
     process.start()
     process.join()
@@ -183,7 +183,7 @@ def digest_of(store: Path) -> str:
 
 
 def overlay_equals(store: Path, overlay: Path) -> bool:
-    """Compare the rows of an overlay with those of a store."""
+    """Compare the rows of an overlay with the rows of a store."""
     rows = 0
     with safe_open(overlay, framework="pt") as file, tc.Store.open(store, mode="r") as opened:
         keys = file.get_tensor(f"{TENSOR}.keys").numpy()

@@ -28,7 +28,7 @@ console = Console(highlight=False, width=120)
 
 
 def texts_of(files: list[Path], most: int) -> Any:
-    """Yield the bytes of texts, up to so many."""
+    """Yield the bytes of texts, up to a limit."""
     for path in files or sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         text = np.frombuffer(path.read_bytes()[:most], np.uint8)
         yield text
@@ -108,7 +108,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("qwen4_ngrams"), help="a new folder for all files")
-    parser.add_argument("--rows-per-head", type=int, default=5000, help="20000000 is that of the released model")
+    parser.add_argument("--rows-per-head", type=int, default=5000, help="the released model has 20000000")
     parser.add_argument("--tokens", type=int, default=50_000)
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="texts")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Word vectors with subwords: python -m examples.word_vectors [--quick] [--data FILE] [--folder DIR].
 
-Skip-gram with negative sampling (Mikolov et al. 2013). A word is the mean of its own row and the rows of its
+Skip-gram with negative sampling (Mikolov et al. 2013). A word is the mean of its row and the rows of its
 character n-grams, hashed by FNV-1a as in fastText (Bojanowski et al. 2017): a table of two million rows, of which
 each pass has the rows of its text. ``--data`` takes a text; without it sentences are generated, each about one of many
 themes. Prints the nearest words of some words and, for generated text, how often the nearest word with a different stem

@@ -136,9 +136,9 @@ class KeptColumn:
     column: Text
     """The column of the data."""
     name: str = ""
-    """Its name in a batch; empty: that of the column."""
+    """Its name in a batch; empty: the name of the column."""
     dtype: KeptDtype | None = None
-    """The dtype of the values; None: that of the data, which the extraction fills in."""
+    """The dtype of the values; None: the dtype of the data, which the extraction fills in."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.column)
@@ -154,9 +154,9 @@ class Feature:
     name: Text
     """The name of the feature; unique in the schema."""
     columns: tuple[Text, ...] = ()
-    """The columns of its keys: one, or two and more for a cross. Empty: the column of its own name."""
+    """The columns of its keys: one, or two and more for a cross. Empty: the column with the feature's name."""
     table: str = ""
-    """The table for its keys; several features may share one. Empty: the table of its own name."""
+    """The table for its keys; several features may share one. Empty: the table with the feature's name."""
     key: Literal["integer", "string", "hex", "bucket", "cross"] | None = None
     """"integer": values are keys. "string": hashes of them. "hex": text of hexadecimal digits. "bucket": the bucket of
     a number. "cross": hashes over columns. None: from ``buckets`` and the number of columns."""
@@ -169,7 +169,7 @@ class Feature:
     weights: Text | None = None
     """The column of float weights, one per key; None: all 1."""
     null: Literal["error", "embed"] = "error"
-    """"error", or "embed": null has a row of its own."""
+    """"error", or "embed": null has its own row."""
     buckets: tuple[Number, ...] = ()
     """Ascending boundaries of buckets: the key of x is the number of boundaries that are at most x."""
     num_buckets: Count | None = None
@@ -200,7 +200,7 @@ class Feature:
 
     @property
     def null_is_key(self) -> bool:
-        """True if null stands for the null row."""
+        """True if null means the null row."""
         return self.null == "embed"
 
 
@@ -212,7 +212,7 @@ class CsvFormat:
     _WHERE = "[csv]"
 
     header: Flag = True
-    """Whether the first line has the names of columns; otherwise ``SourceFormat.columns``, or f0, f1, ..."""
+    """True if the first line has the names of columns; otherwise ``SourceFormat.columns``, or f0, f1, ..."""
     types: dict[str, Literal["integer", "string"]] = dataclasses.field(default_factory=dict)
     """Types of columns used only in crosses; others are inferred from the first lines of each file."""
     list_separator: Text | None = None

@@ -1,7 +1,7 @@
-"""What the demo trains, and its loop: on one device, on several, and in a process that kills itself on the way.
+"""The model of the demo and its training loop: on one device, on several, and in a process that kills itself.
 
 ``torchrun --nproc-per-node 2 -m examples.flights.training [--quick]`` trains on two devices: every rank its part of
-each batch, and its share of the rows stands in its own part of the store. It prints the area under the curve, and a
+each batch, and stores its share of the rows in a folder of its rank. It prints the area under the curve, and a
 digest of all rows, which two runs on as many ranks share.
 """
 

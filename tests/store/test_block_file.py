@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiercache.store import StoreFullError
+from tests.store import blobs
+from tests.store.blobs import head_of, plain, publish, some_bytes
+from tiercache.store import LmdbEngine, StoreError, StoreFullError
 from tiercache.store.engines.block_file import BlockFile, ExtentAllocator, Extents, Run
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
@@ -292,3 +294,28 @@ def test_room_that_overlaps_is_refused(tmp_path: Path) -> None:
             file.occupy([*runs, (4096, 8192)])
         file.occupy([])
         assert file.space.runs == [(0, 102_400)]
+
+
+def test_a_sync_of_blobs_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops the failed pages, so a second sync would succeed without them (Rebello et al., 2020).
+
+    The publish fails, and so do later ones, and the store opens at its old commit.
+    """
+    engine = LmdbEngine(tmp_path, create=True)
+    publish(engine, 0)
+    blobs.put(engine, [plain("states/0.1", some_bytes(100_000))])
+
+    def failing(_: int) -> None:
+        raise OSError(5, "the disk broke")
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    with pytest.raises(StoreError, match="the disk broke"):
+        publish(engine, 1)
+    monkeypatch.undo()
+    assert engine.newest() == head_of(0)
+    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
+        engine.publish(head_of(1), head_of(0))
+    engine.close()
+    engine = LmdbEngine(tmp_path, create=False)
+    assert engine.newest() == head_of(0)
+    engine.close()

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
 from tests.store.independent_format import read_record
+from tests.store.independent_format import xxh64 as xxhash
 from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
-from tiercache.store import CheckpointError, Cursor, Store, Table
+from tiercache.store import CheckpointError, CorruptStoreError, Cursor, Store, StoreFullError, Table, alter
 from tiercache.store.checkpoint import eight_bit_values
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.optimizer import SGD
@@ -242,8 +243,6 @@ class TestAStoreRefusesAnotherFile:
 
     def test_moved_to_a_place_that_alter_names(self, tmp_path: Path, engine: str) -> None:
         """And takes it there, if it is the same."""
-        from tiercache.store import alter
-
         path = tmp_path / "m.safetensors"
         save(path, model__embed__weight=weights())
         committed(tmp_path / "store", table_of(path), engine)
@@ -258,9 +257,38 @@ class TestAStoreRefusesAnotherFile:
             store.lookup("gram", np.array([300]), missing="initial")
 
 
-def test_a_damaged_record_is_an_error_of_the_store(tmp_path: Path) -> None:
-    from tiercache.store import CorruptStoreError
+def test_a_table_that_alter_gives_another_tensor_begins_from_that(tmp_path: Path) -> None:
+    path, other = tmp_path / "m.safetensors", weights(seed=1)
+    save(path, model__embed__weight=weights(), other=other)
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    with Store.open(tmp_path / "store") as store:
+        alter(store, [table_of(path, tensor="other")])
+        found = store.lookup("gram", np.array([300]), missing="initial")["vector"]
+        np.testing.assert_array_equal(found, other[[300]].float().numpy())
+        store.publish(Cursor(0), state=b"", schedule_digest="", settings={}, environment={})
+    assert len([*(tmp_path / "store").glob("checkpoint-*")]) == 2
 
+
+def test_a_full_disk_fails_the_commit_and_not_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next commit writes the record."""
+    path = save(tmp_path / "m.safetensors", model__embed__weight=weights())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    commit = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
+    with Store.open(tmp_path / "store", tables=[table_of(path)]) as store:
+        store.lookup("gram", np.arange(5), missing="initial")
+        monkeypatch.setattr("tiercache.store.checkpoint.replace_file", full)
+        with pytest.raises(StoreFullError):
+            store.publish(Cursor(0), **commit)
+        assert store.commit is None
+        monkeypatch.undo()
+        assert store.publish(Cursor(0), **commit).id == 0
+    assert [*(tmp_path / "store").glob("checkpoint-*")]
+
+
+def test_a_damaged_record_is_an_error_of_the_store(tmp_path: Path) -> None:
     path = save(tmp_path / "m.safetensors", model__embed__weight=weights())
     committed(tmp_path / "store", table_of(path), "lmdb")
     (record,) = (tmp_path / "store").glob("checkpoint-*")
@@ -276,7 +304,7 @@ def test_the_record_is_what_the_format_says(tmp_path: Path) -> None:
     save_file({TENSOR: tensor}, path)
     committed(tmp_path / "store", table_of(path), "lmdb")
     (file,) = (tmp_path / "store").glob("checkpoint-*")
-    assert file.name == f"checkpoint-{table_of(path).table_id:016x}"
+    assert file.name == f"checkpoint-{table_of(path).table_id:016x}-{xxhash(TENSOR.encode() + bytes(1)):016x}"
     values, arrays = read_record("checkpoint", file.read_bytes())
     data = path.read_bytes()
     header = data[8 : 8 + int.from_bytes(data[:8], "little")]

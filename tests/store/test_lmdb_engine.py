@@ -479,28 +479,3 @@ def test_a_reader_in_another_process_sees_whole_publishes_in_order(tmp_path: Pat
         reader.close()
     assert writer.returncode == 0
     assert (last, seen > 40) == (STEPS + 239, True)
-
-
-def test_a_sync_of_blobs_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel drops the failed pages, so a second sync would succeed without them (Rebello et al., 2020).
-
-    The publish fails, and so do later ones, and the store opens at its old commit.
-    """
-    engine = LmdbEngine(tmp_path, create=True)
-    publish(engine, 0)
-    put(engine, [plain("states/0.1", some_bytes(100_000))])
-
-    def failing(_: int) -> None:
-        raise OSError(5, "the disk broke")
-
-    monkeypatch.setattr(block_file.os, "fdatasync", failing)
-    with pytest.raises(StoreError, match="the disk broke"):
-        publish(engine, 1)
-    monkeypatch.undo()
-    assert engine.newest() == head_of(0)
-    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
-        engine.publish(head_of(1), head_of(0))
-    engine.close()
-    engine = LmdbEngine(tmp_path, create=False)
-    assert engine.newest() == head_of(0)
-    engine.close()

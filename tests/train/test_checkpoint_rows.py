@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,15 @@ def prepared(folder: Path, *, dtype: str = "float32", path: Path | None = None) 
     return tc.write_key_sets(folder / "keys", schema, [{"gram": np.unique(of_pass)} for of_pass in keys_of_steps()])
 
 
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, keys: NDArray[np.int64]) -> float:
+    """Train a batch; returns its loss."""
+    loss = model(torch.from_numpy(keys))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
 def train(data: tc.PassDataset, store: Path, *, epochs: int = 2, stop: int | None = None, **options: Any) -> Any:
     """Train, and return the losses, the reports, and all rows by key."""
     model, losses = Net(tc.Embedding(data.schema, "gram")), list[float]()
@@ -69,11 +80,7 @@ def train(data: tc.PassDataset, store: Path, *, epochs: int = 2, stop: int | Non
     with tc.TierCache(store, data, model=model, optimizer=dense, **options) as cache:
         for p in cache.passes(epochs=epochs):
             for keys in keys_of_steps()[p.sub_dataset]:
-                loss = model(torch.from_numpy(keys))
-                loss.backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
-                losses.append(loss.item())
+                losses.append(step(model, cache.optimizer, keys))
                 if len(losses) == stop:
                     cache.reports[-2].durable.wait(60)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -125,12 +132,7 @@ def test_a_cache_without_a_store_and_ones_with_any_engine_have_the_same_bits(tmp
     dense = torch.optim.SGD([*model.top.parameters()], lr=0.1)
     cache = tc.InMemoryCache(data, model=model, optimizer=dense)
     for p in cache.passes(epochs=2):
-        for keys in keys_of_steps()[p.sub_dataset]:
-            loss = model(torch.from_numpy(keys))
-            loss.backward()
-            cache.optimizer.step()
-            cache.optimizer.zero_grad()
-            resident.append(loss.item())
+        resident += [step(model, cache.optimizer, keys) for keys in keys_of_steps()[p.sub_dataset]]
     assert resident == losses
 
 
@@ -180,6 +182,26 @@ def test_a_key_beyond_the_tensor_ends_the_training_with_its_name(tmp_path: Path)
     path = save(tmp_path / "model.safetensors", model__embed__weight=weights(ROWS // 2))
     with pytest.raises(CheckpointError, match=r"has key 1[0-9]{3}, and .* has 1,000 rows: expected keys from 0 to 999"):
         train(prepared(tmp_path, path=path), tmp_path / "store")
+
+
+def test_a_row_that_keys_share_has_no_beginning(tmp_path: Path) -> None:
+    """Rare keys are refused when the cache is opened, a null when its row is read."""
+    (table,) = prepared(tmp_path).schema.tables
+    schema = tc.Schema(features=(tc.Feature(name="gram", null="embed"),), tables=(table,), label=None, dense=())
+    pq.write_table(pa.table({"gram": [1, 1, 2, None]}), tmp_path / "data.parquet")
+    options = {"device_budget": "1GiB", "batch_multiple": 1, "progress": False}
+    for name, more, error, message in (
+        ("rare", {"min_count": 2}, tc.errors.DatasetError, "begins from a checkpoint, which has no such row"),
+        ("null", {}, CheckpointError, "a row that rare keys or nulls share"),
+    ):
+        data = tc.extract(tmp_path / "data.parquet", schema, tmp_path / name, **options, **more)
+        with (
+            pytest.raises(error, match=message),
+            tc.TierCache(
+                tmp_path / f"{name}.tc", data, device_budget="1MiB", host_budget="64MiB", progress=False
+            ) as cache,
+        ):
+            next(cache.passes(epochs=1))
 
 
 def test_rows_that_were_never_trained_are_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class BatchSource(Protocol):
     def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
         """Yield the batches from number ``first`` on; ``skipped`` gets the indices of earlier ones, if they have any.
 
-        Ends at once if there are no batches from ``first`` on.
+        Ends at once without batches from ``first`` on.
         """
         ...
 

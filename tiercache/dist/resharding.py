@@ -161,7 +161,7 @@ class Need:
     """The bytes that a rank takes while it is written, besides the old rows."""
 
     rows: int
-    """The most rows: those of the old ranks and, if an epoch was not finished, of new keys."""
+    """The most rows: the rows of the old ranks and, if an epoch was not finished, of new keys."""
     shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
@@ -174,7 +174,7 @@ class Need:
 
     @classmethod
     def of(cls, old: Store, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
-        """Predict it from sizes. ``uses`` are those of the new shard."""
+        """Predict it from sizes. ``uses`` are the uses of the new shard."""
         rows = row_bytes = 0
         of_tables = []
         for group in store.groups:

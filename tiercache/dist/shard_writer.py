@@ -55,7 +55,7 @@ class _Found(NamedTuple):
     """The blobs of commits, the newest last; for a store without one, the blob with its tables."""
     leased: frozenset[int]
     left: tuple[str, ...]
-    """Folders outside the store that ranks may have left behind."""
+    """Folders outside the store that earlier ranks may have left."""
     record: CommitRecord | None
     """The newest commit."""
 
@@ -82,7 +82,7 @@ class ShardWriter:
         self._left: list[RankFolder] = []
         """Folders of ranks that are not in the next commit."""
         self._changing: tuple[str, ...] = ()
-        """Folders recorded until the next commit: those of the old and the new ranks."""
+        """Folders of the old and the new ranks, recorded until the next commit."""
 
     # -- opening and closing -----------------------------------------------------------------------------
 

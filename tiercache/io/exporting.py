@@ -34,7 +34,7 @@ _LONGEST_NAME = 200
 
 
 def _table(value: Any) -> Table:
-    """Return a table, or that of a record. Raises ValueError."""
+    """Return a table, or the table of a record. Raises ValueError."""
     return value if isinstance(value, Table) else Table.from_record(value)
 
 
@@ -54,13 +54,13 @@ class ExportedTable(BaseModel):
     reserved_keys: bool
     """True if INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
     steps: _Count | None = None
-    """Steps of the table so far, if it needs them and they differ from those of the training."""
+    """Steps of the table so far, if it needs them and they differ from the steps of the training."""
 
     @property
     def needs_steps(self) -> bool:
         """True if training continues from these rows with the number of steps trained so far.
 
-        Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row starts anew.
+        Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row starts over.
         """
         is_complete = self.has_state or len(self.table.fields) == 1
         return is_complete and (self.table.optimizer.counts_steps or self.table.dtype != "float32")

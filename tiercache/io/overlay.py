@@ -60,7 +60,7 @@ def export_overlay(
 
     With ``merge`` the file is a copy of the checkpoint's file with the rows in their places, so that it loads as the
     checkpoint does; holes of the file stay holes. If the tensor is cut into several files, ``out`` is a folder with a
-    copy of each. An overlay has the dtype of the table, a merged tensor that of the
+    copy of each. An overlay has the dtype of the table, a merged tensor the dtype of the
     checkpoint, to whose nearest numbers rows are rounded, ties to even.
 
     ``store``: an open store, at any of its commits, or the path of one. ``base``: a .safetensors file, an index, or a
@@ -152,7 +152,7 @@ def _table(store: Store, name: str | None) -> Table:
 
 
 def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tensor: str | None) -> CheckpointTensor:
-    """Open the tensor that the rows belong to. Raises CheckpointError unless it is that of the store."""
+    """Open the tensor that the rows belong to. Raises CheckpointError if the store began from another one."""
     start = table.initializer if isinstance(table.initializer, Checkpoint) else None
     if start is None:
         if base is None or tensor is None:

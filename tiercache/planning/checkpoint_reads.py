@@ -1,4 +1,4 @@
-"""Reads of checkpoints: what the first uses of a pass cost, and how they are read."""
+"""Planned reads of checkpoints: bytes, requests and order of the first uses of a pass."""
 
 from __future__ import annotations
 

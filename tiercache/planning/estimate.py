@@ -1,6 +1,6 @@
 """An estimate of a training before any data is read: device, host, disk and hours, by the planner's own formulas.
 
-All passes are alike, so one pass that the planner plans stands for all. Its keys come from a `KeyModel`.
+All passes are alike, so one planned pass represents all of them. Its keys come from a `KeyModel`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Workload(NamedTuple):
     keys_per_sample: Mapping[str, float]
     """By table the keys of a sample."""
     samples: int
-    """Those of an epoch."""
+    """Samples of an epoch."""
     dense: int
     """Dense features of a sample."""
 
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
 
     passes: int
     samples: float
-    """Of each."""
+    """Samples of each pass."""
     exponent: float
     """That of Zipf's law."""
     models: dict[str, KeyModel]
@@ -105,7 +105,7 @@ class Estimate:
     zipf: float
     """The exponent of the keys' frequencies."""
     rows_per_pass: int
-    """Of all tables."""
+    """Rows of a pass, of all tables."""
     stored_rows: int
     """Different keys of the whole data: the rows of the store."""
     device_bytes: int
@@ -123,19 +123,19 @@ class Estimate:
     bytes_written: int
     """Rows and keys written to the store in an epoch."""
     seconds: float
-    """Predicted for all epochs; without a compute rate, those of moving rows alone."""
+    """Predicted for all epochs; without a compute rate, only the time for moving rows."""
     seconds_per_epoch: float
     """Predicted for a later epoch."""
     bound: str
-    """What takes longest in a pass of a later epoch: "compute", "read", "write" or "copy"."""
+    """The longest part of a pass of a later epoch: "compute", "read", "write" or "copy"."""
     rates: Rates
     """The speed of the machine that the seconds are for."""
     figures: tuple[Figure, ...]
     """All of these, with their formulas."""
     assumptions: tuple[str, ...]
-    """What was assumed."""
+    """The assumptions of the estimate."""
     warnings: tuple[str, ...] = ()
-    """Where this machine does not suffice."""
+    """The limits of this machine that the training exceeds."""
 
     @property
     def disk_bytes(self) -> int:
@@ -155,7 +155,7 @@ class Estimate:
 
 
 class Model:
-    """A cut of a workload, planned as one pass that stands for all."""
+    """A cut of a workload, planned as one pass that represents all of them."""
 
     def __init__(
         self, work: Workload, cut: Cut, *, commit_every: int, eval_budget: int | None, pinned: bool = False
@@ -336,7 +336,7 @@ def device_need(groups: tuple[Group, ...], rows: Mapping[str, float]) -> int:
 
 
 def key_models(work: Workload, exponent: float) -> dict[str, KeyModel]:
-    """Return by table the model of its keys. Raises ValueError if the samples cannot have so many different keys."""
+    """Return by table the model of its keys. Raises ValueError if the samples have too few keys for its rows."""
     found = {}
     for table in work.tables:
         rows, draws = work.rows[table.name], work.keys_per_sample[table.name] * work.samples
@@ -353,14 +353,14 @@ def key_models(work: Workload, exponent: float) -> dict[str, KeyModel]:
 
 
 def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, KeyModel]]:
-    """Return the exponent with which a pass has so many rows, and its models. Raises ValueError if none does."""
+    """Return the exponent with which a pass has the wanted rows, and its models. Raises ValueError if none does."""
     samples = work.samples / passes
 
     def excess(exponent: float) -> float:
         try:
             models = key_models(work, exponent)
         except ValueError:
-            return 1.0  # too skewed for so many different keys
+            return 1.0  # too skewed for that many different keys
         return wanted - sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
 
     exponent = root(excess, 0.0, _MOST_EXPONENT)

@@ -94,7 +94,7 @@ def read_vectors(table: Table, keys: NDArray[np.int64], outs: Sequence[NDArray[n
 
 
 def _write(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """Write vectors (n, dim) that are not rounded; those of a column slice are cut out of the whole ones."""
+    """Write vectors (n, dim) that are not rounded; a column slice is cut out of whole vectors."""
     how = table.table_id, table.seed, *initializer_code(table.initializer)
     if table.whole_dim is None:
         initial_rows(np.ascontiguousarray(keys), *how, out)
@@ -260,7 +260,7 @@ class RowPrefetcher:
         starts = self._positions.table_starts(plan.sub_dataset, group)
         order = staged.assignments[group].load_K[first_row:]
         first_table = self._positions.first_table(group)
-        cuts = np.searchsorted(order, starts)  # generated rows stand in position order
+        cuts = np.searchsorted(order, starts)  # generated rows are in position order
         for i, table in enumerate(spec.tables):
             low, high = int(cuts[i]), int(cuts[i + 1])
             keys = self._keys_of(plan.sub_dataset, first_table + i)

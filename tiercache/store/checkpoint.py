@@ -1,7 +1,7 @@
 """Rows that begin as rows of a released checkpoint: read from its files when they are first used.
 
 Row k of a table begins as row k of the tensor. A store records sizes and headers of the files and the checksum of every
-chunk that it read, in ``checkpoint-<table id>`` in its folder (docs/format/store.md), so that it refuses other files.
+chunk that it read, in a file of its folder (docs/format/store.md, "Checkpoints"), so that it refuses other files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
-from tiercache.store.bits import from_bits, nearest
-from tiercache.store.files import read_whole, replace_file, sync
+from tiercache.store.bits import from_bits, nearest, xxh64
+from tiercache.store.files import read_whole, replace_file, writing
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.records import decode, encode, page_checksums
 from tiercache.store.store_errors import CheckpointError, CorruptStoreError
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 PREFIX = "checkpoint-"
 _SAMPLED_CHUNKS = 64
+_LAST_SHARED = -(1 << 63) + 1
+"""The greatest key of a row that keys share: the rows of rare keys and of null."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LOCK = threading.Lock()
 _OPEN: WeakValueDictionary[Checkpoint, CheckpointTensor] = WeakValueDictionary()
@@ -144,7 +146,7 @@ class CheckpointTensor:
 
     @property
     def identities(self) -> list[FileIdentity]:
-        """Those of its files."""
+        """The identities of its files."""
         return [file.identity for file in self.files]
 
     def vectors(
@@ -185,12 +187,13 @@ class CheckpointRecord:
     """
 
     def __init__(self, table: Table, folder: Path | None) -> None:
-        """folder: that of the store, or of a rank; None: nothing is saved. Raises CorruptStoreError."""
+        """folder: the folder of the store or of a rank; None: nothing is saved. Raises CorruptStoreError."""
         assert isinstance(table.initializer, Checkpoint), table
         self.start, self.name, self.sums = table.initializer, table.name, list[Sums]()
-        self.path = None if folder is None else folder / f"{PREFIX}{table.table_id:016x}"
+        of_tensor = xxh64(f"{self.start.tensor}\0{self.start.scale or ''}".encode())
+        self.path = None if folder is None else folder / f"{PREFIX}{table.table_id:016x}-{of_tensor:016x}"
         self.identities: list[FileIdentity] | None = None
-        """Those of the files; None before they are read."""
+        """The identities of the files; None before they are read."""
         self._tensor: CheckpointTensor | None = None
         if self.path is not None and self.path.exists():
             self._load(self.path)
@@ -207,7 +210,8 @@ class CheckpointRecord:
                     raise CheckpointError(
                         f"the checkpoint {file.path} is not the one that table {self.name!r} began with: it has "
                         f"{file.identity.size:,} bytes and header {file.identity.header[:12]}, expected "
-                        f"{expected.size:,} and {expected.header[:12]}: put the former file back"
+                        f"{expected.size:,} and {expected.header[:12]}: put the former file back, or, if new rows are "
+                        f"to begin from this one, delete {self.path}"
                     )
             raise CheckpointError(f"{tensor.label} has other parts than the tensor that table {self.name!r} began with")
         if self.identities is None:
@@ -245,7 +249,7 @@ class CheckpointRecord:
         return sum(one.crc_C.nbytes + one.known_C.nbytes for one in self.sums)
 
     def save(self) -> None:
-        """Write it, durably, if a chunk was read for the first time. Raises OSError and StoreFullError."""
+        """Write it, durably, if a chunk was read for the first time. Raises StoreError, also of a full disk."""
         if self.path is None or not any(one.changed for one in self.sums):
             return
         assert self.identities is not None, "it has sums"
@@ -262,8 +266,9 @@ class CheckpointRecord:
             "files": [[*identity, one.crc_C.size] for identity, one in zip(self.identities, self.sums, strict=True)],
         }  # fmt: skip
         try:
-            replace_file(self.path, encode("checkpoint", values, arrays))
-            sync(self.path.parent)
+            data = encode("checkpoint", values, arrays)
+            with writing(self.path.parent, len(data)):
+                replace_file(self.path, data)
         except BaseException:
             self.sums[0].changed = True
             raise
@@ -336,12 +341,18 @@ def checkpoint_vectors(
     """
     tensor, columns = checkpoint_tensor(table), slice(table.first_column, table.first_column + table.dim)
     outside = (keys < 0) | (keys >= tensor.num_rows)
+    if (keys <= _LAST_SHARED).any():
+        raise CheckpointError(
+            f"table {table.name!r} has a row that rare keys or nulls share, and {tensor.label} has none: leave out "
+            'min_count and null = "embed"'
+        )
     if outside.any():
         raise CheckpointError(
             f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
             f"{tensor.num_rows:,} rows: expected keys from 0 to {tensor.num_rows - 1:,}"
         )
-    reads, records = Reads(), [*_RECORDS.get(tensor_start(table), ())]
+    assert isinstance(table.initializer, Checkpoint), table
+    reads, records = Reads(), [*_RECORDS.get(table.initializer, ())]
     same = tensor.dtype == table.dtype
     for index, raw, values, more in tensor.vectors(keys, records, checksums):
         if same:
@@ -366,12 +377,6 @@ def initial_checkpoint_vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
 
     checkpoint_vectors(table, np.ascontiguousarray(keys, np.int64), put)
     return out
-
-
-def tensor_start(table: Table) -> Checkpoint:
-    """Return the initializer of a table that begins from a checkpoint."""
-    assert isinstance(table.initializer, Checkpoint), table
-    return table.initializer
 
 
 def _opened(start: Checkpoint) -> CheckpointTensor:

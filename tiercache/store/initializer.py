@@ -69,7 +69,7 @@ class Checkpoint:
     path: str
     """A .safetensors file, an index of several (.safetensors.index.json), or a folder with one of these."""
     tensor: str
-    """The name of the tensor (rows, dim), of F32, BF16, F16, F8_E4M3 or F8_E5M2. ``*`` in it stands for the number of
+    """The name of the tensor (rows, dim), of F32, BF16, F16, F8_E4M3 or F8_E5M2. ``*`` in it matches the number of
     each part of a tensor that is cut by rows, as in ``ngram_embedding.shard_*.weight``."""
     scale: str | None = None
     """The name of the tensor with the scales of an 8-bit one: a number for each block, row, or for all. None:

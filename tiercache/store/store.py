@@ -211,7 +211,7 @@ class Store(StoreReads):
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
 
     def check_checkpoints(self) -> None:
-        """Raise CheckpointError unless the files that rows begin from are there, and are those of the store."""
+        """Raise CheckpointError if files that rows begin from are missing, or differ from what the store read."""
         for part in self.parts:
             for record in part.checkpoints.values():
                 record.check()

@@ -73,7 +73,7 @@ class Sums:
 
     @classmethod
     def empty(cls, num_chunks: int) -> Sums:
-        """Return those of a tensor of which nothing was read."""
+        """Return the sums of a tensor of which nothing was read."""
         return cls(np.zeros(num_chunks, np.uint32), np.zeros(num_chunks, np.bool_))
 
     def check(self, first: int, seen: NDArray[np.uint32]) -> int | None:
@@ -250,7 +250,7 @@ def _invalid(path: Path, seen: str) -> CheckpointError:
 def find_tensors(path: str, tensor: str) -> list[TensorFile]:
     """Find a tensor in a file, in files with an index, or in a folder with either. Raises CheckpointError.
 
-    ``*`` in its name stands for a number: a tensor that is cut into ``shard_0``, ``shard_1``, ... by rows.
+    ``*`` in its name matches a number: a tensor that is cut into ``shard_0``, ``shard_1``, ... by rows.
     """
     place, file_of = _files_of(Path(path))
     if "*" not in tensor:

@@ -278,7 +278,7 @@ class TierCache(CacheFacts):
         trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
 
         Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, and DatasetError if the
-        cache's dataset has neither samples nor, with ``dataset``, what was recorded of it; iterations raise the
+        cache's dataset has neither samples nor, with ``dataset``, a recording of it; iterations raise the
         errors of these methods.
         """
         options |= {"shuffle": shuffle, "per_step": batches_per_step}

@@ -126,7 +126,12 @@ class CacheParts:
                 check_same_places(ranks, self.training_store.places)
             source = self.training_store.choose(number_bytes=comm_dtype.itemsize)
             with ranks.raise_on_all("opening the checkpoints of tables"):
-                tensor_sizes(source.tables)
+                begun = tensor_sizes(source.tables)
+                if begun and data.manifest.rare is not None:
+                    raise DatasetError(
+                        f"the rare keys of {data.path} share a row (min_count), and table {min(begun)!r} begins from a "
+                        "checkpoint, which has no such row: make the dataset without min_count"
+                    )
             with ranks.raise_on_all("opening the device"):
                 self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
                 share_threads()

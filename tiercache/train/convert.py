@@ -48,13 +48,13 @@ def convert(
     commits keeps its own rows. They are not copied before, and the model has none after. A module on "meta" has no
     weights: its rows begin as the schema says.
 
-    Without ``data`` each module gets a table and a feature of its own name: `record_key_sets` then gets the key sets
+    Without ``data`` each module gets a table and a feature named after it: `record_key_sets` then gets the key sets
     from your loader. With it a module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user".
     And torchrec's `EmbeddingBagCollection`s and `EmbeddingCollection`s are replaced, which then take a batch where they
     took a `KeyedJaggedTensor`, look up the features that they name, and return torchrec's types.
 
     Keys outside the old module's range (``num_embeddings``) are refused as torch refuses them, unless the schema says
-    that the table is open. What would be computed otherwise than before is refused, too; references to a weight from
+    that the table is open. Modules that would compute something else are refused, too; references to a weight from
     outside the model, such as a saved dict, only warn.
 
     Args:
@@ -287,9 +287,7 @@ class _Replacer:
             )
         trained = {plain.weight.requires_grad for _, plain in tables_of(old)}
         if len(trained) > 1:
-            raise ValueError(
-                f"{name} has tables that are frozen beside others that are not: make two collections of it"
-            )
+            raise ValueError(f"{name} has frozen tables and tables that train: make two collections of it")
         made, rest = converted_collection(old, name, features, self._schema), iter(features)
         for config, plain in tables_of(old):
             of_table = [next(rest) for _ in config.feature_names]
@@ -322,6 +320,6 @@ class _Replacer:
             if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
                 raise ValueError(
                     f"{name} and a module before it are of table {table!r} and have different weights: give their "
-                    "features tables of their own, or use one module for all"
+                    "features separate tables, or use one module for all"
                 )
         return {table: self._weights[table]} if table in self._weights else {}

@@ -1,4 +1,4 @@
-"""Rows of single batches, for keys that the sub-dataset lacks: looked up with those of the pass, and never trained.
+"""Rows of single batches, for keys that the sub-dataset lacks: looked up with the rows of the pass, and never trained.
 
 Legend: of a group in a batch: R rows of the pass that it looks up, M rows for keys that are missing, D dim.
 """
@@ -116,7 +116,7 @@ class MissingRows:
         missing: Missing,
         reader: RowReader | None,
     ) -> Batch:
-        """Return a batch with rows of its own in the groups with missing keys, whose local ids are -1.
+        """Return a batch with additional rows in the groups with missing keys, whose local ids are -1.
 
         features, places: the keys and local ids of the features that it has. reader: finds rows if ``missing`` is
         "load".
@@ -172,9 +172,9 @@ def _number(
 
 
 class _GatheredRows:
-    """The vectors that one batch looks up in one group, in float32: those of the pass, then those of missing keys.
+    """The vectors that one batch looks up in one group, in float32: rows of the pass, then rows of missing keys.
 
-    Those of the pass are read again after each step, at the next lookup, because a batch may wait for its turn.
+    Rows of the pass are read again after each step, at the next lookup, because a batch may wait for its turn.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class _GatheredRows:
 
 
 class _RawRows(RowView):
-    """The rows of a batch with missing keys: those of the pass, except for groups where rows were gathered for it."""
+    """The rows of a batch with missing keys: the rows of the pass, except in groups with rows that were gathered."""
 
     def __init__(self, trained: RowView, added: dict[int, _GatheredRows], features: Mapping[str, FeatureKeys]) -> None:
         gradients = None if trained.gradients is None else _GatheredGradients(trained.gradients, added, trained.backend)
