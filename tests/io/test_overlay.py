@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import tiercache as tc
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
 from tiercache.cli import app
 from tiercache.errors import CheckpointError, ImportExportError
+from tiercache.io import overlay
 from tiercache.store.bits import nearest
 
 KEYS = np.array([3, 599, 600])
@@ -86,6 +90,43 @@ def test_a_merged_file_is_the_checkpoint_with_these_rows(tmp_path: Path, dtype: 
         assert torch.equal(after[name], tensor)
 
 
+def test_an_overlay_is_of_one_commit_whatever_is_forgotten_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and rows are read one after the other."""
+    store, out, make = trained(tmp_path), tmp_path / "overlay.safetensors", overlay._new_file
+    before, vectors = rows_of(store)
+
+    def forget_first(*args: Any) -> Any:
+        code = (
+            "import sys, numpy as np; from tiercache.store import Store, forget\n"
+            "with Store.open(sys.argv[1]) as store: forget(store, 'gram', np.array([5, 17]), now=True)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(store)], check=True)
+        return make(*args)
+
+    monkeypatch.setattr(overlay, "_new_file", forget_first)
+    assert tc.export_overlay(store, out).rows == 4
+    assert rows_of(store)[0].tolist() == before[2:].tolist()
+    assert load_file(out)[f"{TENSOR}.keys"].tolist() == before.tolist()
+    np.testing.assert_array_equal(load_file(out)[f"{TENSOR}.rows"].float().numpy(), vectors)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool) -> None:
+    store, out = trained(tmp_path), tmp_path / "out.safetensors"
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ImportExportError, match=r"out\.safetensors.*No space left on device"):
+        tc.export_overlay(store, out, merge=merge)
+    monkeypatch.undo()
+    assert {one.name for one in tmp_path.iterdir()} == {"model.safetensors", "keys-bfloat16", "store"}
+    assert tc.export_overlay(store, out, merge=merge).rows == 4
+
+
 def test_holes_of_the_checkpoint_stay_holes(tmp_path: Path) -> None:
     """A tensor of a gigabyte of which a row is data is copied with its blocks alone."""
     path, rows = tmp_path / "model.safetensors", 1 << 20
@@ -134,6 +175,11 @@ def test_verify_reads_the_checkpoint_and_finds_another(tmp_path: Path) -> None:
     done = run(app, ["verify", str(store), "--checkpoints", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["checkpoints"] == {"gram": ROWS * DIM * 2}
+    said = " ".join(run(app, ["verify", str(store), "--checkpoints"]).output.split())
+    assert "so are 78.1 KiB of the checkpoints that gram began from" in said
+    done = run(app, ["verify", str(tmp_path / "keys-bfloat16"), "--checkpoints"])
+    assert done.exit_code != 0
+    assert "leave out --checkpoints" in " ".join(done.output.split())
     changed = weights()
     changed[1500] += 1  # no row that was trained
     save(tmp_path / "model.safetensors", model__embed__weight=changed)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from hashlib import sha256
 from itertools import pairwise
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -267,6 +270,97 @@ def test_a_table_that_alter_gives_another_tensor_begins_from_that(tmp_path: Path
         np.testing.assert_array_equal(found, other[[300]].float().numpy())
         store.publish(Cursor(0), state=b"", schedule_digest="", settings={}, environment={})
     assert len([*(tmp_path / "store").glob("checkpoint-*")]) == 2
+
+
+def test_alter_refuses_a_tensor_that_does_not_fit_and_makes_no_commit(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.safetensors", model__embed__weight=weights(), wide=weights(dim=DIM + 1))
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    with Store.open(tmp_path / "store") as store:
+        for table, message in (
+            (table_of(path, tensor="wide"), r"has 21 columns and table 'gram' has dim 20"),
+            (table_of(tmp_path / "gone.safetensors"), "cannot be read"),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                alter(store, [table])
+        assert store.commit.id == 0
+
+
+def test_readers_of_threads_find_the_records_that_others_open_and_close(tmp_path: Path) -> None:
+    """A tensor is opened by one thread while another one opens and closes a store of it."""
+    path, stop, errors = save(tmp_path / "m.safetensors", model__embed__weight=weights()), Event(), []
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    expected = weights()[[300]].float().numpy()
+
+    def look_up() -> None:
+        try:
+            while not stop.is_set():
+                np.testing.assert_array_equal(initial_vectors(table_of(path), np.array([300])), expected)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [Thread(target=look_up) for _ in range(3)]
+    try:
+        for one in threads:
+            one.start()
+        for _ in range(60):
+            with Store.open(tmp_path / "store", mode="r") as store:
+                store.lookup("gram", np.array([5]), missing="initial")
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        for one in threads:
+            one.join()
+    assert not errors
+
+
+def test_a_record_keeps_what_another_process_added(tmp_path: Path) -> None:
+    """``verify --checkpoints`` beside a training; and a training does not undo it."""
+    path = tmp_path / "m.safetensors"
+    save_file({TENSOR: weights(20_000)}, path)
+    committed(tmp_path / "store", table_of(path), "lmdb")
+    with Store.open(tmp_path / "store") as store:
+        store.lookup("gram", np.array([19_999]), missing="initial")
+        code = (
+            "import sys; from tiercache.store import Store\nwith Store.open(sys.argv[1], mode='r') as store:\n"
+            "    (record,) = store.checkpoints.values(); record.check_all(); record.save()"
+        )
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], check=True)
+        store.publish(Cursor(1), state=b"", schedule_digest="", settings={}, environment={})
+    with Store.open(tmp_path / "store", mode="r") as store:
+        (record,) = store.checkpoints.values()
+        assert record.sums[0].known_C.all()
+
+
+@pytest.mark.parametrize("value", [1e39, 70_000.0])
+def test_a_number_beyond_the_dtype_of_the_table_is_refused(tmp_path: Path, value: float) -> None:
+    """Not an infinity that trains. What was infinite stays so."""
+    dtype = "float16" if value < 1e38 else "bfloat16"
+    tensor = weights().float()
+    tensor[7, 3], tensor[8, 3] = (value if value < 1e38 else torch.finfo(torch.float32).max), torch.inf
+    path = save(tmp_path / "m.safetensors", model__embed__weight=tensor)
+    message = f"row 7 of .* has a number that is infinite in {dtype}: give table 'gram' another dtype"
+    with pytest.raises(CheckpointError, match=message):
+        initial_vectors(table_of(path, dtype=dtype), np.array([3, 7]))
+    assert initial_vectors(table_of(path, dtype=dtype), np.array([3, 8]))[1, 3] == np.inf
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"shape": "22"}, {"shape": [2.0, 2]}, {"shape": [True, 4]}, {"shape": [-2, -2]}, {"data_offsets": [0]},
+        {"data_offsets": [0.0, 16]}, {"data_offsets": {"0": 0, "16": 0}}, {"dtype": 3}, {"shape": [0, 4]},
+        {"shape": [1 << 62, 1 << 62]}, {"data_offsets": [16, 32]}, 5, [], None,
+    ],
+)  # fmt: skip
+def test_a_header_of_other_types_is_refused(tmp_path: Path, entry: Any) -> None:
+    whole = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    header = json.dumps({TENSOR: whole | entry if isinstance(entry, dict) else entry}).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="safetensors"):
+        initial_vectors(table_of(path, dim=2), np.array([0]))
 
 
 def test_a_full_disk_fails_the_commit_and_not_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,27 @@ def test_another_file_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     assert len(train(data, tmp_path / "store")[0]) == PASSES * STEPS
 
 
+def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path) -> None:
+    """Once alter has told the store."""
+    data, new = prepared(tmp_path), tmp_path / "elsewhere" / "renamed.safetensors"
+    _, _, rows = train(data, tmp_path / "whole")
+    train(data, tmp_path / "store", epochs=1)
+    new.parent.mkdir()
+    (tmp_path / "model.safetensors").rename(new)
+    with pytest.raises(CheckpointError, match="give its new path by `tiercache alter`"):
+        train(data, tmp_path / "store")
+    (table,) = data.schema.tables
+    assert table.initializer is not None
+    moved = replace(table, initializer=replace(table.initializer, path=str(new)))
+    with tc.Store.open(tmp_path / "store") as store:
+        tc.store.alter(store, [moved])
+    for name, one in train(data, tmp_path / "store")[2].items():
+        np.testing.assert_array_equal(one, rows[name])
+    elsewhere = replace(moved, initializer=replace(moved.initializer, tensor="another"))
+    with tc.Store.open(tmp_path / "store") as store, pytest.raises(CheckpointError, match="has no tensor 'another'"):
+        tc.store.alter(store, [elsewhere])
+
+
 def test_a_missing_checkpoint_makes_no_store(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -278,3 +300,15 @@ def test_each_rank_reads_the_rows_that_it_has(ranks_pool: RanksPool, tmp_path: P
             strict=True,
         ):
             np.testing.assert_allclose(ours, alone_, rtol=1e-5, atol=1e-6)
+
+
+def test_new_ranks_keep_what_old_ones_know_of_the_checkpoint(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """A file that changed between them is refused."""
+    prepared(tmp_path)
+    ranks_pool.run(2, f"{__name__}:train_on_rank", folder=str(tmp_path), name="store")
+    with tc.Store.open(tmp_path / "store", mode="r") as store:
+        known = np.logical_or.reduce([part.checkpoints["gram"].sums[0].known_C for part in store.parts])
+    ranks_pool.run(3, f"{__name__}:train_on_rank", folder=str(tmp_path), name="store")
+    with tc.Store.open(tmp_path / "store", mode="r") as store:
+        for part in store.parts:
+            np.testing.assert_array_equal(part.checkpoints["gram"].sums[0].known_C, known)

@@ -237,7 +237,11 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
     uneven = record(tmp_path / "keys", device_budget="14KiB")
     cache, _ = opened(tmp_path / "store", uneven, device_budget="18KiB")
     with cache:
-        words = ["pass 3 has 3 batches", "a step of 2 batches would have 1 of this pass", "multiples of 40 samples"]
+        words = [
+            "sub-dataset 3 has 3 batches",
+            "a step of 2 batches would have 1 of its pass",
+            "multiples of 40 samples",
+        ]
         with one_sentence(ValueError, *words):
             cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=2)
         with one_sentence(ValueError, "invalid batches_per_step 0"):
@@ -247,8 +251,12 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
     with cache:
         options = {"dataset": Clicks(SAMPLES - BATCH), "batches_per_step": 2}
         assert len(cache.batches(BATCH, epochs=1, **options)) == SAMPLES // BATCH - 1
-        with one_sentence(ValueError, "pass 14 has 1 batches", "leave out"):
+        with one_sentence(ValueError, "sub-dataset 14 has 1 batches", "leave out"):
             cache.batches(BATCH, epochs=2, **options)
+    backward, number = (*reversed(range(len(last.passes))),), len(last.passes) - 1
+    cache, _ = opened(tmp_path / "backward", last, order=backward)
+    with cache, one_sentence(ValueError, f"sub-dataset {number} has 1 batches"):  # it is trained first
+        cache.batches(BATCH, epochs=1, **options)
 
 
 # -- batches ------------------------------------------------------------------------------------------------

@@ -179,12 +179,17 @@ def verify(
     with output.working("bytes") as report_progress:
         progress = partial(report_progress, "verify")
         report = dataset_info.verify(path, progress) if is_dataset else check(path, deep=deep, progress=progress)
-    if checkpoints and not is_dataset and not report["problems"]:
+    if checkpoints and is_dataset:
+        raise ValueError(f"{path} is a dataset, which begins from no checkpoint: leave out --checkpoints")
+    if checkpoints and not report["problems"]:
         report["checkpoints"] = _verify_checkpoints(path, report["problems"])
     if is_dataset:
         text = f"{path} is whole: {report['summary']}, as extracted"
     else:
         text = "" if report["problems"] else verified(report)
+        if report.get("checkpoints"):
+            read = format_bytes(sum(report["checkpoints"].values()))
+            text += f"; so are {read} of the checkpoints that {', '.join(report['checkpoints'])} began from"
     for problem in report["problems"]:
         typer.echo(f"error: {problem}", err=True)
     if as_json or not report["problems"]:

@@ -21,11 +21,13 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.next_use_files import NextUseFiles
 from tiercache.sizes import format_bytes
+from tiercache.store.checkpoint import tensor_sizes
 from tiercache.store.files import ScratchFile, scratch_in
 from tiercache.store.snapshot import History
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from tiercache.data.dataset import DatasetView
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from tiercache.planning.next_use import NextUses
     from tiercache.planning.schedule import OrderRule
     from tiercache.rows.backends.base import Backend
-    from tiercache.store import Store
+    from tiercache.store import Store, Table
 
 
 def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Budgets:
@@ -82,8 +84,9 @@ def check_plan(
     """
     positions, schedule = _positions(source), Schedule.of(source, order)
     host = HostBudget.of(
-        positions, budgets.host_budget, budgets.eval_budget, seeded=not schedule.repeats, pinned=budgets.pinned
-    )
+        positions, budgets.host_budget, budgets.eval_budget, seeded=not schedule.repeats, pinned=budgets.pinned,
+        records=_record_bytes(source.tables),
+    )  # fmt: skip
     prepare_kernels(source.tables)
     with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
@@ -116,13 +119,18 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
     positions, schedule = RowOffsets.of(source, store.groups), Schedule.of(source, order)
     host = HostBudget.of(
         positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats,
-        pinned=budgets.pinned, records=sum(record.memory_bytes for record in store.checkpoints.values()),
+        pinned=budgets.pinned, records=_record_bytes(store.tables),
     )  # fmt: skip
     uses = NextUseFiles(
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,
         keys_per_range=host.keys_per_sweep, share=source.share if isinstance(source, ShardView) else "",
     )  # fmt: skip
     return Plans(store, schedule, positions, uses.of, host, budgets), uses
+
+
+def _record_bytes(tables: Iterable[Table]) -> int:
+    """Return the bytes of the records of checkpoints. Raises CheckpointError."""
+    return sum(num_bytes for *_, num_bytes in tensor_sizes(tables).values())
 
 
 def replica_bytes(share: ShardView) -> int:

@@ -117,6 +117,10 @@ def copy_shard(
     source, commit = old.parts[rank if rank < len(old.parts) else 0], old.commit
     assert commit is not None, "the store has a commit"
     check_rates(commit.settings.get("learning_rates", {}), store)
+    for name, record in store.checkpoints.items():
+        for of_rank in old.parts:
+            if name in of_rank.checkpoints:
+                record.take(of_rank.checkpoints[name])
     scratch = scratch_in(store.path)
     owned = {table.name: sharding.owned_hashes(table.name, rank) for table in store.tables}
     most = {name: 0 if hashes is None else old.most_rows(name, hashes) for name, hashes in owned.items()}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from tiercache.data.dataset import PassDataset
 from tiercache.dist.budget_checks import check_plan, check_store
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
@@ -23,15 +24,16 @@ from tiercache.planning.sharding_planner import sharding_of
 from tiercache.planning.sharding_rules import sharding_facts
 from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
+from tiercache.store.checkpoint import moved_with
 from tiercache.store.files import local_path, scratch_in
 from tiercache.store.opening import newest_record, store_path
 from tiercache.store.rank_folder import folders_of
 from tiercache.store.sharding import ShardingPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from tiercache.data.dataset import DatasetView, PassDataset
+    from tiercache.data.dataset import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
     from tiercache.planning.budgets import Budgets
@@ -68,6 +70,14 @@ class StoreOptions:
         }
 
 
+def _at_stored_paths(passes: PassDataset, stored: Iterable[Table]) -> PassDataset:
+    """Return passes with tables that find their checkpoints where ``stored`` finds the same ones."""
+    schema, moved = passes.schema, moved_with(passes.schema.tables, stored)
+    if [one.to_record() for one in moved] == [one.to_record() for one in schema.tables]:
+        return passes
+    return PassDataset(passes.path, replace(passes.manifest, schema=replace(schema, tables=moved)))
+
+
 class TrainingStore:
     """The store of one cache. ``choose`` decides what is trained and writes nothing; ``open`` opens the store."""
 
@@ -75,7 +85,9 @@ class TrainingStore:
                  options: StoreOptions) -> None:  # fmt: skip
         self._store_given = place if isinstance(place, Store) else None
         self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
-        self._passes, self._ranks, self._options = passes, ranks, options
+        self.passes = _at_stored_paths(passes, self._stored_tables())
+        """The passes, with tables that find their checkpoints where the store does."""
+        self._ranks, self._options = ranks, options
         self.sharding: ShardingPlan | None = None
         """The sharding of several ranks; None for one rank."""
         self._store: Store | None = None
@@ -99,6 +111,13 @@ class TrainingStore:
         shards = {f"shard_dirs[{i}]": Path(folder) for i, folder in enumerate(self._options.shard_dirs or ())}
         return shards if self._path is None else {"the store": self._path, **shards}
 
+    def _stored_tables(self) -> tuple[Table, ...]:
+        """Return the tables of the store; none without a commit."""
+        if self._store_given is not None:
+            return self._store_given.tables
+        record = None if self._path is None else newest_record(self._path)
+        return () if record is None else record.tables
+
     def choose(self, *, number_bytes: int) -> DatasetView:
         """Return the passes as this rank trains them. Collective.
 
@@ -106,7 +125,7 @@ class TrainingStore:
         """
         requested = self._options.sharding
         if self._store_given is None and self._path is None:  # training without a store
-            return self._passes
+            return self.passes
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given_store()
             is_sharded = self._ranks.size > 1
@@ -121,14 +140,14 @@ class TrainingStore:
             self.sharding = given.commit.sharding
         elif is_sharded:
             self.sharding = choose_sharding(
-                self._place, self._passes, self._ranks, requested, number_bytes=number_bytes
+                self._place, self.passes, self._ranks, requested, number_bytes=number_bytes
             )  # fmt: skip
         else:
             if self._store_given is not None:
-                check_tables(self._store_given, self._passes)
+                check_tables(self._store_given, self.passes)
             if requested != "auto":  # one rank has everything, but an invalid sharding is an error
-                sharding_of(self._passes, 1, requested, number_bytes=number_bytes)
-        return self.view(self._passes)
+                sharding_of(self.passes, 1, requested, number_bytes=number_bytes)
+        return self.view(self.passes)
 
     def _check_given_store(self) -> None:
         """Raise ValueError if a store opened by the caller does not fit this training."""
@@ -171,14 +190,14 @@ class TrainingStore:
                         load_sorted(store, rows)
                     else:
                         self._check_order(store, budgets)
-                        import_rows(store, self._passes, rows, order=self._options.order, progress=progress)
+                        import_rows(store, self.passes, rows, order=self._options.order, progress=progress)
                 self._filled = True
         self._filled = any(self._ranks.all_gather_object(self._filled))
 
     def _plain(self) -> Store:
         """Open or create the plain store."""
         options, is_new = self._options, not self._place.exists()
-        store = Store.open(self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention)
+        store = Store.open(self._place, tables=self.passes.tables, engine=options.engine, retention=options.retention)
         if is_new:
             self._made = self._place.stat()
         return store
@@ -217,7 +236,7 @@ class TrainingStore:
             self._store = self._shards.store
             return self._store
         if self._becomes_one:
-            self._open_shards(ShardView(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
+            self._open_shards(ShardView(self.passes, ShardingPlan.of_one(self.passes.tables), 0), budgets).close()
         if self._store_given is not None:
             store = self._store = self._store_given
         else:
@@ -225,7 +244,7 @@ class TrainingStore:
         if options.reorganize and store.mode == "a":
             if store.commit is not None:
                 self._check_order(store, budgets)
-            reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
+            reorganize(store, self.passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
     def _go_back(self, at: int | str) -> None:
@@ -234,7 +253,7 @@ class TrainingStore:
             if self._ranks.rank == 0:
                 with ExitStack() as stack:
                     store = self._store_given or stack.enter_context(Store.open(self._place))
-                    roll_back(store, at, self._passes, self.sharding)
+                    roll_back(store, at, self.passes, self.sharding)
 
     def _open_shards(self, shard_view: ShardView, budgets: Budgets) -> ShardWriter:
         options = self._options
@@ -246,7 +265,7 @@ class TrainingStore:
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
         """Raise BudgetError if rows would move for a training that exceeds the budgets."""
-        commit, order, passes = store.commit, self._options.order, self._passes
+        commit, order, passes = store.commit, self._options.order, self.passes
         schedule = Schedule.of(passes, order)
         if commit is None or commit.schedule_digest != schedule.digest:
             check_plan(

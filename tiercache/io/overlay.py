@@ -26,7 +26,7 @@ from tiercache.store.scan import SCAN_BYTES
 from tiercache.store.table import Table, table_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -81,51 +81,75 @@ def export_overlay(
         chosen = _table(store, table)
         base_tensor = _base(store, chosen, base, tensor)
         out.parent.mkdir(parents=True, exist_ok=True)
-        rows = store.live_rows(chosen.name)
-        draft = stack.enter_context(staging_directory(out)) / "new"
-        said = progress or (lambda *_: None)
+        draft, said = stack.enter_context(staging_directory(out)) / "new", progress or (lambda *_: None)
+        pinned = stack.enter_context(store.at(store.commit.id))  # both scans see one commit
+        rows, keys, dtype = pinned.live_rows(chosen.name), None, base_tensor.dtype
         if merge:
-            places, dtype, keys = _merged(draft, base_tensor), base_tensor.dtype, None
-            assert dtype is not None, "8-bit numbers were refused"
+            places = _merged(draft, base_tensor)
         else:
-            dtype, keys = chosen.dtype, np.sort(np.concatenate([np.empty(0, np.int64), *_keys(store, chosen)]))
-            check_space(out.parent, rows * (8 + ITEM_BYTES[dtype] * chosen.dim), "the export")
-            places = [(0, _new_file(draft, keys, chosen, base_tensor, store.commit.id))]
+            dtype, keys = chosen.dtype, _keys(pinned, chosen, rows)
+            places = [_new_file(draft, keys, chosen, base_tensor, store.commit.id)]
+        assert dtype is not None, "8-bit numbers were refused"
         done = 0
-        for found, fields in store.scan(chosen.name, memory_bytes=SCAN_BYTES, scratch=draft.parent):
-            outside = (found < 0) | (found >= base_tensor.num_rows)
-            if outside.any():
-                raise ImportExportError(
-                    f"table {chosen.name!r} has a row of key {int(found[np.argmax(outside)])}, and {base_tensor.label} "
-                    f"has {base_tensor.num_rows:,} rows: forget the key, or export without the checkpoint"
-                )
-            order = np.argsort(found)
-            at, data = found[order], _bytes(fields[0][order], dtype)
-            if keys is not None:
-                at = np.searchsorted(keys, at)
-            for first, place in places:
-                low, high = np.searchsorted(at, [first, first + len(place)]).tolist()
-                if low < high:
-                    place[at[low:high] - first] = data[low:high]
-            done += found.size
-            said(done, rows)
-        for _, place in places:
-            if isinstance(place, np.memmap):
-                place.flush()
+        with ExitStack() as files:
+            handles = {one.path: files.enter_context(one.path.open("rb+", buffering=0)).fileno() for one in places}
+            for found, fields in pinned.scan(chosen.name, memory_bytes=SCAN_BYTES, scratch=draft.parent):
+                _check_keys(found, chosen, base_tensor)
+                order = np.argsort(found)
+                at, data = found[order], _bytes(fields[0][order], dtype)
+                if keys is not None:
+                    at = np.searchsorted(keys, at)
+                for one in places:
+                    low, high = np.searchsorted(at, [one.first, one.first + one.rows]).tolist()
+                    _write_rows(handles[one.path], one, at[low:high] - one.first, data[low:high])
+                done += found.size
+                said(done, rows)
+            assert done == rows, f"{done} rows of {rows}"
         for file in base_tensor.files:
             file.check_unchanged()
-        made = [draft] if draft.is_file() else [*draft.iterdir()]
-        for path in made:
+        for path in [draft] if draft.is_file() else [*draft.iterdir(), draft]:
             sync(path)
-        if draft.is_dir():
-            sync(draft)
         publish(draft, out)
         num_bytes = sum(path.stat().st_size for path in ([out] if out.is_file() else out.iterdir()))
         return Overlaid(chosen.name, base_tensor.name, done, num_bytes, store.commit.id)
 
 
-def _merged(draft: Path, tensor: CheckpointTensor) -> list[tuple[int, NDArray[np.uint8]]]:
-    """Copy the files of a tensor; returns the first row of each part, and its rows as bytes (n, row bytes) to fill."""
+class _Place(NamedTuple):
+    """A place for rows in a file."""
+
+    path: Path
+    begin: int
+    """Its first byte."""
+    row_bytes: int
+    first: int
+    """The number of its first row."""
+    rows: int
+
+
+def _write_rows(handle: int, place: _Place, rows: NDArray[np.int64], data: NDArray[np.uint8]) -> None:
+    """Write data (n, row bytes) to ascending rows (n,) of a place, neighbors together. Raises OSError."""
+    ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), rows.size] if rows.size else []
+    low = 0
+    for high in ends:
+        part, at = data[low:high].reshape(-1).data, place.begin + int(rows[low]) * place.row_bytes
+        while part:
+            count = os.pwrite(handle, part, at)
+            part, at = part[count:], at + count
+        low = high
+
+
+def _check_keys(keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor) -> None:
+    """Raise ImportExportError unless the tensor has a row for each key."""
+    outside = (keys < 0) | (keys >= tensor.num_rows)
+    if outside.any():
+        raise ImportExportError(
+            f"table {table.name!r} has a row of key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
+            f"{tensor.num_rows:,} rows: forget the key, or export without the checkpoint"
+        )
+
+
+def _merged(draft: Path, tensor: CheckpointTensor) -> list[_Place]:
+    """Copy the files of a tensor; returns the places of its parts."""
     if tensor.dtype is None:
         raise ImportExportError(f"{tensor.label} has 8-bit numbers: leave out merge, and export an overlay")
     paths = [*dict.fromkeys(part.values.path for part in tensor.parts)]
@@ -136,7 +160,7 @@ def _merged(draft: Path, tensor: CheckpointTensor) -> list[tuple[int, NDArray[np
     for path in paths:
         _copy(path, to[path])
     return [
-        (start, np.memmap(to[one.path], np.uint8, "r+", one.begin, (one.shape[0], one.row_bytes)))
+        _Place(to[one.path], one.begin, one.row_bytes, start, one.shape[0])
         for start, one in zip(tensor.starts.tolist(), (part.values for part in tensor.parts), strict=False)
     ]
 
@@ -173,9 +197,14 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
     return found
 
 
-def _keys(store: Store, table: Table) -> Iterator[NDArray[np.int64]]:
+def _keys(store: Store, table: Table, rows: int) -> NDArray[np.int64]:
+    """Return the keys of a table, ascending."""
+    found, done = np.empty(rows, np.int64), 0
     for keys, _ in store.scan(table.name, memory_bytes=SCAN_BYTES):
-        yield keys.copy()
+        found[done : done + keys.size] = keys
+        done += keys.size
+    found.sort()
+    return found
 
 
 def _bytes(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
@@ -184,10 +213,8 @@ def _bytes(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     return rounded.view(np.uint8).reshape(values.shape[0], -1)
 
 
-def _new_file(
-    path: Path, keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor, commit: int
-) -> NDArray[np.uint8]:
-    """Write header and keys of an overlay; returns its rows, as bytes (n, row bytes) to fill."""
+def _new_file(path: Path, keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor, commit: int) -> _Place:
+    """Write header and keys of an overlay; returns the place of its rows."""
     row_bytes, size = ITEM_BYTES[table.dtype] * table.dim, 8 * keys.size
     metadata = {
         "format": "tiercache overlay 1", "table": table.name, "tensor": tensor.name, "commit": str(commit),
@@ -203,13 +230,13 @@ def _new_file(
     }  # fmt: skip
     text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text += b" " * (-len(text) % 8)
+    begin = 8 + len(text) + size
+    check_space(path.parent, begin + keys.size * row_bytes, "the export")
     with path.open("wb") as new:
         new.write(len(text).to_bytes(8, "little") + text)
         keys.astype("<i8", copy=False).tofile(new)
-        new.truncate(8 + len(text) + size + keys.size * row_bytes)
-    if not keys.size:
-        return np.empty((0, row_bytes), np.uint8)
-    return np.memmap(path, np.uint8, "r+", 8 + len(text) + size, (keys.size, row_bytes))
+        new.truncate(begin + keys.size * row_bytes)
+    return _Place(path, begin, row_bytes, 0, keys.size)
 
 
 def _copy(source: Path, to: Path) -> None:
@@ -226,7 +253,9 @@ def _copy(source: Path, to: Path) -> None:
                 raise
             end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
             while at < end:
-                at += _copy_part(old.fileno(), new.fileno(), at, min(_COPY_BYTES, end - at))
+                if not (count := _copy_part(old.fileno(), new.fileno(), at, min(_COPY_BYTES, end - at))):
+                    raise CheckpointError(f"{source} became shorter while it was copied: put the former file back")
+                at += count
 
 
 def _copy_part(old: int, new: int, at: int, size: int) -> int:

@@ -52,11 +52,12 @@ class Capacity:
 
     def __init__(
         self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_budget: int | None = None,
-        tensors: Mapping[str, tuple[int, int]] | None = None,
+        tensors: Mapping[str, tuple[int, int, int]] | None = None,
     ) -> None:  # fmt: skip
-        """tensors: rows and bytes of a row, by table that begins from a checkpoint."""
+        """tensors: rows, bytes of a row and of the record, by table that begins from a checkpoint."""
         self._reuse, self._samples_P, self._rates, self._eval_budget = reuse, samples_P, rates, eval_budget
-        sizes = {name: TensorSize(*size) for name, size in (tensors or {}).items()}
+        sizes = {name: TensorSize(rows, width) for name, (rows, width, _) in (tensors or {}).items()}
+        self._record_bytes = sum(num_bytes for *_, num_bytes in (tensors or {}).values())
         self.checkpoints = CheckpointReads(reuse.positions, sizes)
 
     def at(self, host_budget: int, *, commit_every: int = 1) -> Point:
@@ -133,7 +134,9 @@ class Capacity:
     def _planner(self, host_budget: int, commit_every: int, end: int | None = None) -> Planner:
         reuse = self._reuse
         pinned = self._rates.device != "cpu"
-        budget = HostBudget.of(reuse.positions, host_budget, self._eval_budget, pinned=pinned)
+        budget = HostBudget.of(
+            reuse.positions, host_budget, self._eval_budget, pinned=pinned, records=self._record_bytes
+        )
         return Planner(
             reuse.schedule, reuse.positions, reuse.counts, budget,
             start=0, within=False, commit_every=commit_every, end=end, stored={},

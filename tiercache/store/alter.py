@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
+from tiercache.store.checkpoint import tensor_sizes
 from tiercache.store.commit import between_passes
 from tiercache.store.lookup import check_keys, locate
 from tiercache.store.row_codec import blocks_of
@@ -37,12 +38,15 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
     starts over. Dense state and position are kept. Unless only settings change, the commit has no schedule: a training
     reorganizes the store first.
 
-    One atomic, durable step. Raises ValueError for tables that the rows cannot be converted to, StoreFullError.
+    One atomic, durable step. Raises ValueError for tables that the rows cannot be converted to, CheckpointError for
+    files that do not fit, and StoreFullError.
     """
     commit = checked_commit(store)
     requested = altered_tables(commit.tables, tables, store.label)
-    if [table.to_record() for table in requested] == [table.to_record() for table in commit.tables]:
+    before = [table.to_record() for table in commit.tables]
+    if [table.to_record() for table in requested] == before:
         return commit
+    tensor_sizes(table for table in requested if table.to_record() not in before)  # or raises
     changes: dict[str, Any] = {"tables": requested, "settings": altered_settings(commit, requested)}
     sharding = None if commit.sharding is None else altered_sharding(commit.sharding, commit.tables, requested)
     groups = {part: groups_of_rank(requested, sharding, part.snapshot.rank) for part in store.parts}

@@ -7,13 +7,14 @@ chunk that it read, in a file of its folder (docs/format/store.md, "Checkpoints"
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
-from tiercache.store.bits import from_bits, nearest, xxh64
+from tiercache.store.bits import from_bits, nearest, row_beyond, xxh64
 from tiercache.store.files import read_whole, replace_file, writing
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.records import decode, encode, page_checksums
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from tiercache.store.tensor_file import Checksums
 
     Floats = NDArray[np.float32]
+    _Place = tuple[str, Checkpoint]
+    """A path, and what is there."""
 
 PREFIX = "checkpoint-"
 _SAMPLED_CHUNKS = 64
@@ -44,9 +47,11 @@ _LAST_SHARED = -(1 << 63) + 1
 """The greatest key of a row that keys share: the rows of rare keys and of null."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LOCK = threading.Lock()
-_OPEN: WeakValueDictionary[Checkpoint, CheckpointTensor] = WeakValueDictionary()
-_RECORDS: dict[Checkpoint, WeakSet[CheckpointRecord]] = {}
+_OPEN: WeakValueDictionary[_Place, CheckpointTensor] = WeakValueDictionary()
+_RECORDS: dict[_Place, WeakSet[CheckpointRecord]] = {}
 """The records of open stores, which every reader of a tensor compares and completes."""
+RECORD_BYTES = 25
+"""Bytes per chunk of a record: 5 that stay, and copies while it is saved."""
 
 
 class _Part:
@@ -195,12 +200,15 @@ class CheckpointRecord:
         self.identities: list[FileIdentity] | None = None
         """The identities of the files; None before they are read."""
         self._tensor: CheckpointTensor | None = None
+        self._saved: tuple[int, int] | None = None
+        """The file as it was read or written last."""
         if self.path is not None and self.path.exists():
             self._load(self.path)
         with _LOCK:
-            _RECORDS.setdefault(self.start, WeakSet()).add(self)
-            if (tensor := _OPEN.get(self.start)) is not None:
+            place = self.start.path, self.start
+            if (tensor := _OPEN.get(place)) is not None and _RECORDS.get(place):
                 self.know(tensor)
+            _RECORDS.setdefault(place, WeakSet()).add(self)
 
     def know(self, tensor: CheckpointTensor) -> None:
         """Keep a tensor open, and note its identity. Raises CheckpointError if the record is of another one."""
@@ -225,11 +233,11 @@ class CheckpointRecord:
         """Let other stores open other files at the same path."""
         self._tensor = None
         with _LOCK:
-            _RECORDS[self.start].discard(self)
+            _RECORDS[self.start.path, self.start].discard(self)
 
-    def check(self) -> None:
+    def check(self, table: Table) -> None:
         """Compare a sample of the chunks that were read with the files. Raises CheckpointError."""
-        tensor = _opened(self.start)
+        tensor = checkpoint_tensor(table)
         for file, sums in zip(tensor.files, self.sums, strict=True):
             file.sample(sums, _SAMPLED_CHUNKS)
 
@@ -238,21 +246,33 @@ class CheckpointRecord:
 
         Raises CheckpointError.
         """
-        tensor = _opened(self.start)
+        tensor, _ = _opened(self.start)
         for file, sums in zip(tensor.files, self.sums, strict=True):
             file.read_all(sums)
         return sum(file.size for file in tensor.files)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of its checksums."""
-        return sum(one.crc_C.nbytes + one.known_C.nbytes for one in self.sums)
+    def take(self, other: CheckpointRecord) -> None:
+        """Add what another record of the same tensor knows; ``save`` then writes it.
+
+        Raises CheckpointError if they differ.
+        """
+        if other.identities is None:
+            return
+        if self.identities is None:
+            self.identities, self.sums = other.identities, [Sums.empty(one.crc_C.size) for one in other.sums]
+        if self.identities != other.identities or not all(map(Sums.take, self.sums, other.sums)):
+            raise CheckpointError(
+                f"two records of the checkpoint of table {self.name!r} differ: {self.path} and {other.path} were made "
+                "of different files: delete the wrong one"
+            )
 
     def save(self) -> None:
         """Write it, durably, if a chunk was read for the first time. Raises StoreError, also of a full disk."""
         if self.path is None or not any(one.changed for one in self.sums):
             return
         assert self.identities is not None, "it has sums"
+        if self.path.exists() and _version(self.path) != self._saved:  # another process verified the tensor
+            self.take(CheckpointRecord._read(self))
         for one in self.sums:
             one.changed = False
         arrays: dict[str, NDArray[Any]] = {}
@@ -269,11 +289,21 @@ class CheckpointRecord:
             data = encode("checkpoint", values, arrays)
             with writing(self.path.parent, len(data)):
                 replace_file(self.path, data)
+                self._saved = _version(self.path)
         except BaseException:
             self.sums[0].changed = True
             raise
 
+    def _read(self) -> CheckpointRecord:
+        """Return what the file has."""
+        found = object.__new__(CheckpointRecord)
+        found.name, found.path, found.sums, found.identities = self.name, self.path, [], None
+        assert self.path is not None, "it has a file"
+        found._load(self.path)
+        return found
+
     def _load(self, path: Path) -> None:
+        self._saved = _version(path)
         values, arrays = decode("checkpoint", read_whole(str(path)), str(path))
         try:
             if values["chunk_bytes"] != CHUNK_BYTES:
@@ -297,13 +327,14 @@ def checkpoint_records(
     for table in tables:
         if isinstance(table.initializer, Checkpoint):
             one = before.get(table.name)
-            same = one is not None and one.start == table.initializer
+            start = table.initializer
+            same = one is not None and (one.start.path, one.start) == (start.path, start)
             found[table.name] = one if one is not None and same else CheckpointRecord(table, folder)
     return found
 
 
-def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int]]:
-    """Return (rows, bytes of a row) of the tensor of each table that begins from a checkpoint.
+def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int, int]]:
+    """Return by table that begins from a checkpoint the rows of its tensor, bytes of a row, and bytes of its record.
 
     Raises CheckpointError unless its files are there, and fit the table.
     """
@@ -311,21 +342,26 @@ def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int]]:
     for table in tables:
         if isinstance(table.initializer, Checkpoint):
             tensor = checkpoint_tensor(table)
-            found[table.name] = tensor.num_rows, tensor.row_bytes
+            chunks = sum(file.num_chunks for file in tensor.files)
+            found[table.name] = tensor.num_rows, tensor.row_bytes, RECORD_BYTES * chunks
     return found
 
 
 def checkpoint_tensor(table: Table) -> CheckpointTensor:
     """Return the tensor that the rows of a table begin as. Raises CheckpointError."""
+    return _opened_for(table)[0]
+
+
+def _opened_for(table: Table) -> tuple[CheckpointTensor, list[CheckpointRecord]]:
     assert isinstance(table.initializer, Checkpoint), table
-    tensor = _opened(table.initializer)
+    tensor, records = _opened(table.initializer)
     dim = table.dim if table.whole_dim is None else table.whole_dim
     if tensor.dim != dim:
         raise CheckpointError(
             f"{tensor.label} has {tensor.dim} columns and table {table.name!r} has dim {dim}: give the table "
             "the dim of the tensor"
         )
-    return tensor
+    return tensor, records
 
 
 def checkpoint_vectors(
@@ -339,7 +375,7 @@ def checkpoint_vectors(
     ``raw``: the bytes of vectors of the table's dtype, and ``vectors`` None, if the tensor has that dtype; else
     ``vectors`` are float32, not rounded. Raises CheckpointError, also for keys that the tensor has no row for.
     """
-    tensor, columns = checkpoint_tensor(table), slice(table.first_column, table.first_column + table.dim)
+    (tensor, records), columns = _opened_for(table), slice(table.first_column, table.first_column + table.dim)
     outside = (keys < 0) | (keys >= tensor.num_rows)
     if (keys <= _LAST_SHARED).any():
         raise CheckpointError(
@@ -351,15 +387,20 @@ def checkpoint_vectors(
             f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
             f"{tensor.num_rows:,} rows: expected keys from 0 to {tensor.num_rows - 1:,}"
         )
-    assert isinstance(table.initializer, Checkpoint), table
-    reads, records = Reads(), [*_RECORDS.get(table.initializer, ())]
+    reads = Reads()
     same = tensor.dtype == table.dtype
     for index, raw, values, more in tensor.vectors(keys, records, checksums):
         if same:
             item = raw.shape[1] // tensor.dim
             put(index, raw[:, columns.start * item : columns.stop * item], None)
         else:
-            put(index, raw, tensor.numbers(raw, values)[:, columns])
+            vectors = np.ascontiguousarray(tensor.numbers(raw, values)[:, columns])
+            if (bad := row_beyond(vectors, table.dtype)) is not None:
+                raise CheckpointError(
+                    f"row {int(keys[index[bad]])} of {tensor.label} has a number that is infinite in {table.dtype}: "
+                    f"give table {table.name!r} another dtype"
+                )
+            put(index, raw, vectors)
         reads = reads.plus(more)
     return reads
 
@@ -373,24 +414,41 @@ def initial_checkpoint_vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
             raw = np.ascontiguousarray(raw)
             out[index] = raw.view(np.float32) if table.dtype == "float32" else from_bits(raw.view("<u2"), table.dtype)
         else:
-            out[index] = nearest(np.ascontiguousarray(vectors), table.dtype)
+            out[index] = nearest(vectors, table.dtype)
 
     checkpoint_vectors(table, np.ascontiguousarray(keys, np.int64), put)
     return out
 
 
-def _opened(start: Checkpoint) -> CheckpointTensor:
-    """Return a tensor, which stays open while an open store has a table that begins from it."""
+def _opened(start: Checkpoint) -> tuple[CheckpointTensor, list[CheckpointRecord]]:
+    """Return a tensor, and the records that its reads are compared with.
+
+    It stays open while an open store has a table that begins from it.
+    """
+    place = start.path, start
     with _LOCK:
-        records, tensor = [*_RECORDS.get(start, ())], _OPEN.get(start)
+        records, tensor = [*_RECORDS.get(place, ())], _OPEN.get(place)
         if tensor is None or not records:
             tensor = CheckpointTensor(start)
             for record in records:
                 record.know(tensor)
-            _OPEN[start] = tensor
+            _OPEN[place] = tensor
     for file in {file.path: file for file in tensor.files}.values():
         file.check_unchanged()
-    return tensor
+    return tensor, records
+
+
+def moved_with(tables: Sequence[Table], stored: Iterable[Table]) -> tuple[Table, ...]:
+    """Return tables that begin from checkpoints where the same ones of ``stored`` find them: files may have moved."""
+    paths = {one.name: one.initializer for one in stored if isinstance(one.initializer, Checkpoint)}
+    return tuple(
+        replace(one, initializer=paths[one.name]) if paths.get(one.name) == one.initializer else one for one in tables
+    )
+
+
+def _version(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 @cache

@@ -66,8 +66,10 @@ class Checkpoint:
     even; 8-bit floats are multiplied by their scales first. The files must stay where they are, unchanged.
     """
 
-    path: str
-    """A .safetensors file, an index of several (.safetensors.index.json), or a folder with one of these."""
+    path: str = dataclasses.field(compare=False)
+    """A .safetensors file, an index of several (.safetensors.index.json), or a folder with one of these.
+
+    Initializers with different paths are equal: files may move, and the store knows them by their content."""
     tensor: str
     """The name of the tensor (rows, dim), of F32, BF16, F16, F8_E4M3 or F8_E5M2. ``*`` in it matches the number of
     each part of a tensor that is cut by rows, as in ``ngram_embedding.shard_*.weight``."""

@@ -154,14 +154,18 @@ class ShardingPlan:
 
 def groups_of_rank(tables: tuple[Table, ...], sharding: ShardingPlan | None, rank: int) -> tuple[Group, ...]:
     """Return the groups of a rank's tables, whole or a slice of their columns; None: a store of one rank."""
-    return _groups(tables, tuple(table.compression for table in tables), sharding, rank)
+    beside = tuple((table.compression, getattr(table.initializer, "path", None)) for table in tables)
+    return _groups(tables, beside, sharding, rank)
 
 
 @lru_cache(maxsize=256)
 def _groups(
-    tables: tuple[Table, ...], _compression: tuple[str | None, ...], sharding: ShardingPlan | None, rank: int
+    tables: tuple[Table, ...],
+    _beside: tuple[tuple[str | None, str | None], ...],
+    sharding: ShardingPlan | None,
+    rank: int,
 ) -> tuple[Group, ...]:
-    """Group them. Tables that differ in ``_compression`` alone are equal, and their groups are not alike."""
+    """Group them. Tables that differ in what is ``_beside`` them alone are equal, and their groups are not alike."""
     return group_tables(tables if sharding is None else sharding.shard_tables(tables, rank))
 
 

@@ -184,8 +184,9 @@ class Store(StoreReads):
             for one in (self._opened, *self._opened.ranks) if self._of is None else ():
                 one.uses.check_outside()
             self._closed = True
-            for record in self.checkpoints.values() if self._of is None else ():
-                record.close()
+            for part in (self, *self.ranks) if self._of is None else ():
+                for record in part.checkpoints.values():
+                    record.close()
             self.reader.close()
             for rank in self.ranks:
                 rank.close()
@@ -213,8 +214,9 @@ class Store(StoreReads):
     def check_checkpoints(self) -> None:
         """Raise CheckpointError if files that rows begin from are missing, or differ from what the store read."""
         for part in self.parts:
-            for record in part.checkpoints.values():
-                record.check()
+            for table in part.tables:
+                if table.name in part.checkpoints:
+                    part.checkpoints[table.name].check(table)
 
     def write_within(self, memory_bytes: int) -> None:
         """Limit the copies of parts being written to ``memory_bytes``, or one part if that is larger."""

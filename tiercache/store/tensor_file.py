@@ -89,6 +89,15 @@ class Sums:
             self.crc_C[chunks], self.known_C[chunks], self.changed = seen, True, True
         return None
 
+    def take(self, other: Sums) -> bool:
+        """Add the known chunks of other sums of the same tensor; False if some differ."""
+        if (self.known_C & other.known_C & (self.crc_C != other.crc_C)).any():
+            return False
+        new = other.known_C & ~self.known_C
+        if new.any():
+            self.crc_C[new], self.known_C[new], self.changed = other.crc_C[new], True, True
+        return True
+
 
 class TensorFile:
     """One tensor of a safetensors file; a vector counts as rows of one number.
@@ -96,10 +105,10 @@ class TensorFile:
     Raises CheckpointError, in each method too.
     """
 
-    def __init__(self, path: Path, tensor: str) -> None:
+    def __init__(self, path: Path, tensor: str, header: _Header | None = None) -> None:
         self.path, self.tensor = path, tensor
-        self._status, header = _opened(path)
-        self.identity = FileIdentity(self._status.st_size, sha256(header).hexdigest())
+        header = header or _Header.of(path)
+        self._status, self.identity = header.status, header.identity
         self.dtype, self.shape, self.begin = self._find(header)  # begin: the tensor's first byte in the file
         self.row_bytes = ITEM_BYTES[self.dtype] * prod(self.shape[1:])
         self.size = self.shape[0] * self.row_bytes
@@ -136,7 +145,7 @@ class TensorFile:
         """
         self.check_unchanged()
         order = np.argsort(rows, kind="stable")
-        step = max(1, READ_BYTES // self.row_bytes)
+        step = max(1, READ_BYTES // max(self.row_bytes, 4 * prod(self.shape[1:])))  # they may become float32
         found = np.empty((min(step, rows.size), self.row_bytes), np.uint8)
         for begin in range(0, rows.size, step):
             index = order[begin : begin + step]
@@ -152,7 +161,7 @@ class TensorFile:
                 skip = place * self.row_bytes - at
                 count = int(sorted_N[high - 1]) - place + 1
                 table = data[skip : skip + count * self.row_bytes].reshape(count, self.row_bytes)
-                np.take(table, sorted_N[low:high] - place, axis=0, out=found[low:high])
+                np.take(table, sorted_N[low:high] - place, axis=0, out=found[low:high], mode="clip")
                 reads = reads.plus(Reads(end - at, 1))
             yield index, found[: index.size], reads
         self.check_unchanged()
@@ -193,54 +202,63 @@ class TensorFile:
             raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
         return data
 
-    def _find(self, header: bytes) -> tuple[str, tuple[int, ...], int]:
+    def _find(self, header: _Header) -> tuple[str, tuple[int, ...], int]:
         """Return dtype, shape and first byte of the tensor."""
-        tensors = _parsed(self.path, header)
-        names, entry = sorted(name for name in tensors if name != "__metadata__"), tensors.get(self.tensor)
-        try:
-            if entry is not None:
-                dtype, shape, (low, high) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _invalid(self.path, f"its header cannot be read ({error})") from error
+        entry = header.tensors.get(self.tensor)
         if entry is None:
+            names = sorted(name for name in header.tensors if name != "__metadata__")
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise CheckpointError(f"the checkpoint {self.path} has no tensor {self.tensor!r}: it has {shown}")
+        match entry:
+            case {"dtype": str(dtype), "shape": [*sizes], "data_offsets": [low, high]} if all(
+                isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*sizes, low, high)
+            ):
+                shape = tuple(sizes) or (1,)
+            case _:
+                raise _invalid(self.path, f"its header describes tensor {self.tensor!r} as {str(entry)[:200]}")
         if dtype not in ITEM_BYTES:
             raise CheckpointError(f"{self.label} has dtype {dtype}: expected one of {', '.join(ITEM_BYTES)}")
-        shape = shape or (1,)
-        size, begin = ITEM_BYTES[dtype] * prod(shape), 8 + len(header)
-        if min(shape) < 1 or high - low != size or not 0 <= low <= self._status.st_size - begin - size:
+        if min(shape) < 1:
+            raise CheckpointError(f"{self.label} has shape {list(shape)}: expected rows")
+        size = ITEM_BYTES[dtype] * prod(shape)
+        if high - low != size or header.begin + high > header.identity.size:
             raise _invalid(self.path, f"tensor {self.tensor!r} of shape {list(shape)} has bytes {low} to {high}")
-        return dtype, shape, begin + low
+        return dtype, shape, header.begin + low
 
 
-def _opened(path: Path) -> tuple[os.stat_result, bytes]:
-    """Return the status and the header of a safetensors file. Raises CheckpointError."""
-    try:
-        handle = open_file(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
-            "`tiercache alter`"
-        ) from error
-    try:
-        status, length = os.fstat(handle), int.from_bytes(os.pread(handle, 8, 0), "little")
-        if not 2 <= length <= min(_MOST_HEADER_BYTES, status.st_size - 8):
-            raise _invalid(path, f"its header has {length:,} bytes")
-        return status, os.pread(handle, length, 8)
-    finally:
-        os.close(handle)
+class _Header(NamedTuple):
+    """The parsed header of a file."""
 
+    status: os.stat_result
+    identity: FileIdentity
+    tensors: dict[str, Any]
+    begin: int
+    """Its end: offsets of tensors count from here."""
 
-def _parsed(path: Path, header: bytes) -> dict[str, Any]:
-    """Return the entries of a header. Raises CheckpointError."""
-    try:
-        found = json.loads(header, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"its header cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise _invalid(path, "its header is not an object")
-    return found
+    @classmethod
+    def of(cls, path: Path) -> _Header:
+        """Read it. Raises CheckpointError."""
+        try:
+            handle = open_file(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
+                "`tiercache alter`"
+            ) from error
+        try:
+            status, length = os.fstat(handle), int.from_bytes(os.pread(handle, 8, 0), "little")
+            if not 2 <= length <= min(_MOST_HEADER_BYTES, status.st_size - 8):
+                raise _invalid(path, f"its header has {length:,} bytes")
+            data = os.pread(handle, length, 8)
+        finally:
+            os.close(handle)
+        try:
+            tensors = json.loads(data, parse_constant=no_number)
+        except (ValueError, RecursionError) as error:
+            raise _invalid(path, f"its header cannot be read ({error})") from error
+        if not isinstance(tensors, dict):
+            raise _invalid(path, "its header is not an object")
+        return cls(status, FileIdentity(status.st_size, sha256(data).hexdigest()), tensors, 8 + length)
 
 
 def _invalid(path: Path, seen: str) -> CheckpointError:
@@ -258,14 +276,20 @@ def find_tensors(path: str, tensor: str) -> list[TensorFile]:
             raise CheckpointError(f"the checkpoint {place} names no file of tensor {tensor!r}")
         return [TensorFile(place if file_of is None else file_of[tensor], tensor)]
     pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)", 1))
-    names = _names_in(place) if file_of is None else [*file_of]
-    found = sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+    header_of: dict[Path, _Header] = {}
+    if file_of is None:
+        header_of[place] = _Header.of(place)
+        file_of = dict.fromkeys(header_of[place].tensors, place)
+    found = sorted((int(match[1]), name) for name in file_of if (match := pattern.fullmatch(name)))
     numbers = [number for number, _ in found]
     if not found or numbers != [*range(numbers[0], numbers[0] + len(found))] or numbers[0] not in {0, 1}:
         raise CheckpointError(
             f"the checkpoint {place} has tensors {tensor!r} with the numbers {numbers}: expected 0, 1, and so on"
         )
-    return [TensorFile(place if file_of is None else file_of[name], name) for _, name in found]
+    for _, name in found:
+        if file_of[name] not in header_of:
+            header_of[file_of[name]] = _Header.of(file_of[name])
+    return [TensorFile(file_of[name], name, header_of[file_of[name]]) for _, name in found]
 
 
 def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
@@ -289,11 +313,6 @@ def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
     if outside := [file for file in found.values() if file.parent != place.parent]:
         raise CheckpointError(f"{place} names {outside[0]}: expected files in its own folder")
     return place, found
-
-
-def _names_in(path: Path) -> list[str]:
-    """Return the names of the tensors of a file."""
-    return [name for name in _parsed(path, _opened(path)[1]) if name != "__metadata__"]
 
 
 def _runs(first_C: NDArray[np.int64], last_C: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -102,6 +102,7 @@ class CacheParts:
                     reorganize=options.reorganize, order=rule, at=at,
                 )  # fmt: skip
                 self.training_store = TrainingStore(store, data, ranks, store_options)
+                self.dataset = data = self.training_store.passes
                 self.objects = named_objects(model=model, optimizer=optimizer)
                 tables = [str(table) for table in data.tables]
                 facts = {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest}

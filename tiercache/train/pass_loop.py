@@ -170,6 +170,11 @@ class PassLoop:
         current = schedule.sub_dataset_of(first)
         return left - batches[current] + num_batches(counts[current] - sample, size)
 
+    def last_sub_dataset(self, epochs: int) -> int:
+        """Return the sub-dataset of the last pass of a loop."""
+        schedule = self._rows.schedule
+        return schedule.sub_dataset_of(epochs * schedule.num_passes - 1)
+
     def is_last(self, current: Pass, epochs: int) -> bool:
         """Return True for the last pass of a loop."""
         return current.index + 1 == epochs * self._rows.schedule.num_passes

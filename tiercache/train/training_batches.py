@@ -29,7 +29,8 @@ class TrainingBatches:
         """options: the arguments of ``Pass.batches``, or of ``Pass.loader`` if there is a ``dataset``."""
         check_epochs(epochs)
         check_size(size)
-        _check_steps([one.samples for one in cache.dataset.passes], size, epochs, per_step)
+        last = loop.last_sub_dataset(epochs) if epochs == 1 else None
+        _check_steps([one.samples for one in cache.dataset.passes], size, per_step, last)
         for one in cache.dataset.passes:  # a trainer would treat a loader of length 0 as finished
             if dataset is not None:
                 _ = one.recorded
@@ -130,12 +131,15 @@ class TrainingBatches:
             self._total, self._before = None, 0
 
 
-def _check_steps(samples: Sequence[int], size: int, epochs: int, per_step: int) -> None:
-    """Raise ValueError if the batches of a step would be of two passes: all but the last one must have whole steps."""
+def _check_steps(samples: Sequence[int], size: int, per_step: int, last: int | None) -> None:
+    """Raise ValueError if the batches of a step would be of two passes.
+
+    All sub-datasets must have whole steps but ``last``, which is trained last and once.
+    """
     if isinstance(per_step, bool) or not isinstance(per_step, int) or per_step < 1:
         raise ValueError(f"invalid batches_per_step {per_step!r}: expected a whole number, at least 1")
-    for index, count in enumerate(samples[:-1] if epochs == 1 else samples):
-        if rest := -(-count // size) % per_step:
+    for index, count in enumerate(samples):
+        if index != last and (rest := -(-count // size) % per_step):
             remedy = (
                 f"leave out the last {rest * size:,} samples or fewer"
                 if index == len(samples) - 1
@@ -143,6 +147,7 @@ def _check_steps(samples: Sequence[int], size: int, epochs: int, per_step: int) 
                 "with such batches)"
             )
             raise ValueError(
-                f"pass {index} has {-(-count // size):,} batches of {size:,} samples, and a step of {per_step} batches "
-                f"would have {rest} of this pass and others of the next one: choose another batch size, or {remedy}"
+                f"sub-dataset {index} has {-(-count // size):,} batches of {size:,} samples, and a step of {per_step} "
+                f"batches would have {rest} of its pass and others of the next one: choose another batch size, or "
+                f"{remedy}"
             )
