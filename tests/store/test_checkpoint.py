@@ -7,7 +7,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from itertools import pairwise
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
@@ -22,11 +22,11 @@ from tests.store.independent_format import xxh64 as xxhash
 from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, CorruptStoreError, Cursor, Store, StoreFullError, Table, alter
-from tiercache.store.checkpoint import eight_bit_values
+from tiercache.store.checkpoint import CheckpointRecord, CheckpointTensor, eight_bit_values
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.optimizer import SGD
 from tiercache.store.row_codec import from_words, initial_rows
-from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES
+from tiercache.store.tensor_file import CHUNK_BYTES, GAP_BYTES, READ_BYTES, TensorFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -285,34 +285,31 @@ def test_alter_refuses_a_tensor_that_does_not_fit_and_makes_no_commit(tmp_path: 
         assert store.commit.id == 0
 
 
-def test_readers_of_threads_find_the_records_that_others_open_and_close(tmp_path: Path) -> None:
-    """A tensor is opened by one thread while another one opens and closes a store of it."""
-    path, stop, errors = save(tmp_path / "m.safetensors", model__embed__weight=weights()), Event(), []
+def test_a_read_does_not_meet_a_record_that_another_thread_just_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, goes_on = save(tmp_path / "m.safetensors", model__embed__weight=weights()), Event()
     committed(tmp_path / "store", table_of(path), "lmdb")
-    expected = weights()[[300]].float().numpy()
+    check, know, found = TensorFile.check_unchanged, CheckpointRecord.know, []
 
-    def look_up() -> None:
-        try:
-            while not stop.is_set():
-                np.testing.assert_array_equal(initial_vectors(table_of(path), np.array([300])), expected)
-        except Exception as error:
-            errors.append(error)
+    def wait_first(self: TensorFile) -> None:
+        if current_thread() is reader:
+            goes_on.wait(60)
+        check(self)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    threads = [Thread(target=look_up) for _ in range(3)]
-    try:
-        for one in threads:
-            one.start()
-        for _ in range(60):
-            with Store.open(tmp_path / "store", mode="r") as store:
-                store.lookup("gram", np.array([5]), missing="initial")
-    finally:
-        sys.setswitchinterval(interval)
-        stop.set()
-        for one in threads:
-            one.join()
-    assert not errors
+    def know_after_the_read(self: CheckpointRecord, tensor: CheckpointTensor) -> None:
+        goes_on.set()
+        reader.join(60)
+        know(self, tensor)
+
+    reader = Thread(target=lambda: found.append(initial_vectors(table_of(path), np.array([300]))))
+    with Store.open(tmp_path / "store", mode="r") as store:
+        store.lookup("gram", np.array([5]), missing="initial")
+        monkeypatch.setattr(TensorFile, "check_unchanged", wait_first)
+        monkeypatch.setattr(CheckpointRecord, "know", know_after_the_read)
+        reader.start()
+        Store.open(tmp_path / "new", tables=[table_of(path)]).close()
+    np.testing.assert_array_equal(found[0], weights()[[300]].float().numpy())
 
 
 def test_a_record_keeps_what_another_process_added(tmp_path: Path) -> None:
