@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import re
 import resource
 import stat
 import tempfile
-import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -224,7 +222,7 @@ def sync(path: str | Path, *, data_only: bool = False) -> None:
 
 PAGE_BYTES = 4096
 """Page size of memory and files: direct reads and writes begin and end at multiples of it."""
-_DIRECT_BYTES = 64 << 10
+DIRECT_BYTES = 64 << 10
 """Shorter ranges are read through the page cache, which may have them already."""
 _STEP_BYTES = 256 << 10
 """A file is written through the page cache in steps: long ones cost the kernel ten times the processor."""
@@ -243,7 +241,7 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
     """
     lead = at % PAGE_BYTES
     base, low, high = at - lead, paged(lead), (lead + size) // PAGE_BYTES * PAGE_BYTES
-    if direct is None or high - low < _DIRECT_BYTES:
+    if direct is None or high - low < DIRECT_BYTES:
         low = high = lead
     else:
         done = low
@@ -322,14 +320,14 @@ def read_cached(handle: int, out: memoryview, offset: int, done: int = 0) -> int
     return done
 
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in place of the file would block
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in place of the file would block
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open a regular file and nothing else. Raises OSError."""
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        _file_bytes(handle)
+        file_bytes(handle)
     except BaseException:
         os.close(handle)
         raise
@@ -348,66 +346,12 @@ def open_direct(path: str | os.PathLike[str], flags: int) -> int | None:
         return None
 
 
-def _file_bytes(handle: int) -> int:
+def file_bytes(handle: int) -> int:
     """Return the bytes of an open file. Raises OSError if it is not a regular file."""
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return status.st_size
-
-
-class RangeReader:
-    """Reads a few ranges at a time into per-thread memory; from any thread."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
-        """Return the bytes [start, stop) of each (path, start, stop, size of the file).
-
-        The arrays are overwritten by this thread's next call. A size below 0 is not checked. Raises BlockReadError for
-        a file that is missing or has another size.
-        """
-        # Short ranges next to a long one are as cold; only short ones alone may be in the page cache.
-        direct = any(stop - start >= _DIRECT_BYTES for _, start, stop, _ in ranges)
-        pages = self._buffer(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
-        found = []
-        for path, start, stop, size in ranges:
-            low = start - start % PAGE_BYTES
-            part, pages = pages[: paged(stop - low)], pages[paged(stop - low) :]
-            try:
-                _read_range(path, start, stop, size, part, direct=direct)
-            except FileNotFoundError:
-                raise BlockReadError(f"is missing, as {path} does not exist") from None
-            except OSError as error:
-                raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
-            found.append(part[start - low : stop - low])
-        return found
-
-    def _buffer(self, num_bytes: int) -> NDArray[np.uint8]:
-        reused: NDArray[np.uint8] | None = getattr(self._local, "buffer", None)
-        if reused is None or reused.size < num_bytes:
-            reused = self._local.buffer = huge_pages(max(num_bytes, HUGE_BYTES))
-        return reused
-
-
-def _read_range(path: str, start: int, stop: int, size: int, pages: NDArray[np.uint8], *, direct: bool) -> None:
-    """Fill whole pages of memory from a file, beginning with the page of ``start``: at least bytes [start, stop)."""
-    low = start - start % PAGE_BYTES
-    past_cache = open_direct(path, os.O_RDONLY) if direct else None
-    handle = os.open(path, _READ_FLAGS) if past_cache is None else past_cache
-    try:
-        if (seen := _file_bytes(handle)) != size and size >= 0:
-            raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
-        done = start - low if past_cache is None else read_direct(handle, [pages.data], low)
-        if done < stop - low:
-            fcntl.fcntl(handle, fcntl.F_SETFL, 0)
-            if hasattr(os, "posix_fadvise"):  # bytes around the range are not read ahead
-                os.posix_fadvise(handle, low + done, stop - low - done, os.POSIX_FADV_RANDOM)
-            if (done := read_cached(handle, pages[: stop - low].data, low, done)) < stop - low:
-                raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
-    finally:
-        os.close(handle)
 
 
 class ScratchFile:

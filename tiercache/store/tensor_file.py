@@ -11,13 +11,15 @@ import os
 import re
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.files import RangeReader, open_file, reason
+from tiercache.store.files import open_file, reason
+from tiercache.store.range_reader import RangeReader
 from tiercache.store.records import no_number, page_checksums
 from tiercache.store.store_errors import BlockReadError, CheckpointError
 
@@ -38,6 +40,8 @@ GAP_BYTES = 128 << 10
 """Unused bytes between two rows that one read takes along: about what a disk transfers during another request."""
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_MOST_RUNS = 4096
+"""Reads that are planned at a time."""
 _READER = RangeReader()
 _MOST_HEADER_BYTES = 100 << 20
 """The limit of the format's own library."""
@@ -76,17 +80,17 @@ class Sums:
         """Return the sums of a tensor of which nothing was read."""
         return cls(np.zeros(num_chunks, np.uint32), np.zeros(num_chunks, np.bool_))
 
-    def check(self, first: int, seen: NDArray[np.uint32]) -> int | None:
-        """Compare the chunks from ``first`` on with the known ones, and note the others.
+    def check(self, chunk_C: NDArray[np.int64], seen_C: NDArray[np.uint32]) -> int | None:
+        """Compare chunks with the known ones, and note the others.
 
         Returns the first chunk that differs; None if none does.
         """
-        chunks = slice(first, first + seen.size)
-        differs = self.known_C[chunks] & (self.crc_C[chunks] != seen)
-        if differs.any():
-            return first + int(np.argmax(differs))
-        if not self.known_C[chunks].all():
-            self.crc_C[chunks], self.known_C[chunks], self.changed = seen, True, True
+        known_C = self.known_C[chunk_C]
+        differs_C = known_C & (self.crc_C[chunk_C] != seen_C)
+        if differs_C.any():
+            return int(chunk_C[np.argmax(differs_C)])
+        if not known_C.all():
+            self.crc_C[chunk_C], self.known_C[chunk_C], self.changed = seen_C, True, True
         return None
 
     def take(self, other: Sums) -> bool:
@@ -152,55 +156,69 @@ class TensorFile:
             sorted_N = rows[index]
             first_C = sorted_N * self.row_bytes // CHUNK_BYTES
             last_C = ((sorted_N + 1) * self.row_bytes - 1) // CHUNK_BYTES
-            reads = Reads()
-            for low, high in _runs(first_C, last_C):
-                at, end = int(first_C[low]) * CHUNK_BYTES, min((int(last_C[high - 1]) + 1) * CHUNK_BYTES, self.size)
-                data = self._read(at, end)
-                self._check(data, int(first_C[low]), sums, checksums)
-                place = int(sorted_N[low])
-                skip = place * self.row_bytes - at
-                count = int(sorted_N[high - 1]) - place + 1
-                table = data[skip : skip + count * self.row_bytes].reshape(count, self.row_bytes)
-                np.take(table, sorted_N[low:high] - place, axis=0, out=found[low:high], mode="clip")
-                reads = reads.plus(Reads(end - at, 1))
+            runs, reads = _runs(first_C, last_C), Reads()
+            while together := [*islice(runs, _MOST_RUNS)]:
+                low_R, high_R = np.array(together).T
+                begin_R = first_C[low_R] * CHUNK_BYTES
+                end_R = np.minimum((last_C[high_R - 1] + 1) * CHUNK_BYTES, self.size)
+                for a, b in _batches(end_R - begin_R):
+                    low, high, begins, ends = low_R[a], high_R[b - 1], begin_R[a:b], end_R[a:b]
+                    data, place_R = self._checked(begins, ends, sums, checksums)
+                    offset_N = np.repeat(place_R - begins, high_R[a:b] - low_R[a:b])
+                    offset_N += sorted_N[low:high] * self.row_bytes
+                    found[low:high] = _rows_at(data, offset_N, self.row_bytes)
+                    reads = reads.plus(Reads(int((ends - begins).sum()), b - a))
             yield index, found[: index.size], reads
         self.check_unchanged()
 
     def read_all(self, sums: Sums) -> None:
         """Compare every known chunk with the file, and note the others."""
         for at in range(0, self.size, READ_BYTES):
-            data = self._read(at, min(at + READ_BYTES, self.size))
-            self._check(data, at // CHUNK_BYTES, [sums], page_checksums)
+            self._checked(np.array([at]), np.array([min(at + READ_BYTES, self.size)]), [sums])
         self.check_unchanged()
 
     def sample(self, sums: Sums, count: int) -> None:
         """Compare up to ``count`` of the known chunks, evenly spread, with the file."""
         known = np.flatnonzero(sums.known_C)
-        for chunk in known[:: max(1, -(-known.size // count))]:
-            at = int(chunk) * CHUNK_BYTES
-            data = self._read(at, min(at + CHUNK_BYTES, self.size))
-            self._check(data, int(chunk), [sums], page_checksums)
+        begin_R = known[:: max(1, -(-known.size // count))] * CHUNK_BYTES
+        if begin_R.size:
+            self._checked(begin_R, np.minimum(begin_R + CHUNK_BYTES, self.size), [sums])
 
-    def _check(self, data: NDArray[np.uint8], first: int, sums: Sequence[Sums], checksums: Checksums) -> None:
+    def _checked(
+        self,
+        begin_R: NDArray[np.int64],
+        end_R: NDArray[np.int64],
+        sums: Sequence[Sums],
+        checksums: Checksums = page_checksums,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Read ranges of whole chunks of the tensor, and compare the chunks with ``sums``.
+
+        Returns memory that this thread's next read uses again, and the place of each range in it.
+        """
+        try:
+            data, place_R = _READER.read_many(
+                str(self.path), self.begin + begin_R, self.begin + end_R, self._status.st_size
+            )
+        except BlockReadError as error:
+            raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
         if not sums:
-            return
-        bounds = np.minimum(np.arange(-(-data.size // CHUNK_BYTES) + 1, dtype=np.int64) * CHUNK_BYTES, data.size)
-        seen = checksums([(data, bounds)])
+            return data, place_R
+        count_R = -(-(end_R - begin_R) // CHUNK_BYTES)
+        number_C = _counted(count_R)
+        # the bounds of chunks, and between two ranges bytes that are in neither
+        bounds = np.minimum(
+            np.repeat(place_R, count_R + 1) + _counted(count_R + 1) * CHUNK_BYTES,
+            np.repeat(place_R + end_R - begin_R, count_R + 1),
+        )
+        seen_C = np.delete(checksums([(data, bounds)]), np.cumsum(count_R + 1)[:-1] - 1)
+        chunk_C = np.repeat(begin_R // CHUNK_BYTES, count_R) + number_C
         for one in sums:
-            if (bad := one.check(first, seen)) is not None:
+            if (bad := one.check(chunk_C, seen_C)) is not None:
                 raise CheckpointError(
                     f"{self.label} has other bytes at {self.begin + bad * CHUNK_BYTES:,} than when the store first "
                     "read them: put the former file back"
                 )
-
-    def _read(self, at: int, end: int) -> NDArray[np.uint8]:
-        """Return bytes of the tensor, in memory that this thread's next read uses again."""
-        place = str(self.path), self.begin + at, self.begin + end, self._status.st_size
-        try:
-            (data,) = _READER.read([place])
-        except BlockReadError as error:
-            raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
-        return data
+        return data, place_R
 
     def _find(self, header: _Header) -> tuple[str, tuple[int, ...], int]:
         """Return dtype, shape and first byte of the tensor."""
@@ -321,6 +339,29 @@ def _runs(first_C: NDArray[np.int64], last_C: NDArray[np.int64]) -> Iterator[tup
     gaps = (np.flatnonzero(first_C[1:] - last_C[:-1] > GAP_BYTES // CHUNK_BYTES + 1) + 1).tolist()
     for end in (*gaps, first_C.size):
         while low < end:
-            high = low + max(1, int(np.searchsorted(last_C[low:end], first_C[low] + most)))
+            high = end
+            if last_C[end - 1] - first_C[low] >= most:
+                high = low + max(1, int(np.searchsorted(last_C[low:end], first_C[low] + most)))
             yield low, high
             low = high
+
+
+def _batches(size_R: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield bounds of ranges with READ_BYTES together at most, or one range."""
+    end_R, low = np.cumsum(size_R), 0
+    while low < size_R.size:
+        high = max(low + 1, int(np.searchsorted(end_R, end_R[low] - size_R[low] + READ_BYTES, "right")))
+        yield low, high
+        low = high
+
+
+def _counted(count_R: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 0 to count - 1, for each count."""
+    end_R = np.cumsum(count_R)
+    return np.arange(end_R[-1]) - np.repeat(end_R - count_R, count_R)
+
+
+def _rows_at(data: NDArray[np.uint8], offset_N: NDArray[np.int64], row_bytes: int) -> NDArray[np.uint8]:
+    """Return a copy of rows (n, row bytes) that begin at any bytes of memory."""
+    windows = np.ndarray(data.size - row_bytes + 1, f"V{row_bytes}", data.data, strides=1)  # they overlap
+    return windows[offset_N].view(np.uint8).reshape(-1, row_bytes)

@@ -23,7 +23,8 @@ from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
 from tiercache.distribution import install_command
-from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
+from tiercache.store.files import local_path, punch_hole, read_whole, sync, write_whole
+from tiercache.store.range_reader import RangeReader
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
