@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
+import obstore
 import pytest
 import torch
+from obstore.store import MemoryStore
 from safetensors.torch import save_file
+from zarr.storage import ObjectStore
 
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
 from tests.store.independent_format import read_record
@@ -23,6 +26,7 @@ from tiercache.planning.checkpoint_reads import TensorSize, expected_reads
 from tiercache.rows.prefetch import first_vectors, initial_vectors, read_vectors
 from tiercache.store import CheckpointError, CorruptStoreError, Cursor, Store, StoreFullError, Table, alter
 from tiercache.store.checkpoint import CheckpointRecord, CheckpointTensor, eight_bit_values
+from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.optimizer import SGD
 from tiercache.store.row_codec import from_words, initial_rows
@@ -260,6 +264,32 @@ class TestAStoreRefusesAnotherFile:
             store.lookup("gram", np.array([300]), missing="initial")
 
 
+def test_a_store_on_an_object_store_refuses_another_file_too(tmp_path: Path) -> None:
+    path, objects = save(tmp_path / "m.safetensors", model__embed__weight=weights()), ObjectStore(MemoryStore())
+    with Store.open(None, tables=[table_of(path)], engine=ZarrEngine(objects, create=True)) as store:
+        store.lookup("gram", np.arange(5, 40), missing="initial")
+        store.publish(Cursor(0), state=b"", schedule_digest="", settings={}, environment={})
+    found = {str(entry["path"]) for page in obstore.list(objects.store) for entry in page}
+    name = f"checkpoint-{table_of(path).table_id:016x}-{xxhash(TENSOR.encode() + bytes(1)):016x}"
+    assert name in found
+    save(path, model__embed__weight=weights(seed=1))
+    with Store.open(None, mode="r", engine=ZarrEngine(objects, create=False, readonly=True)) as store:
+        with pytest.raises(CheckpointError, match="has other bytes at"):
+            store.lookup("gram", np.array([300]), missing="initial")
+        with pytest.raises(CheckpointError, match="has other bytes at"):
+            store.check_checkpoints()
+    save(path, model__embed__weight=weights(), more=torch.ones(1))
+    message = "is not the one that table 'gram' began with.* delete object 'checkpoint-.* of the store in"
+    with (
+        Store.open(None, mode="r", engine=ZarrEngine(objects, create=False, readonly=True)) as store,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        store.lookup("gram", np.array([300]), missing="initial")
+    obstore.put(objects.store, name, b"no record")
+    with pytest.raises(CorruptStoreError, match="checkpoint-"):
+        Store.open(None, mode="r", engine=ZarrEngine(objects, create=False, readonly=True))
+
+
 def test_a_table_that_alter_gives_another_tensor_begins_from_that(tmp_path: Path) -> None:
     path, other = tmp_path / "m.safetensors", weights(seed=1)
     save(path, model__embed__weight=weights(), other=other)
@@ -370,7 +400,7 @@ def test_a_full_disk_fails_the_commit_and_not_the_store(tmp_path: Path, monkeypa
     commit = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
     with Store.open(tmp_path / "store", tables=[table_of(path)]) as store:
         store.lookup("gram", np.arange(5), missing="initial")
-        monkeypatch.setattr("tiercache.store.checkpoint.replace_file", full)
+        monkeypatch.setattr("tiercache.store.notes.replace_file", full)
         with pytest.raises(StoreFullError):
             store.publish(Cursor(0), **commit)
         assert store.commit is None

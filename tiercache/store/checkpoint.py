@@ -15,7 +15,6 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 
 from tiercache.store.bits import from_bits, nearest, row_beyond, xxh64
-from tiercache.store.files import read_whole, replace_file, writing
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.records import decode, encode, page_checksums
 from tiercache.store.store_errors import CheckpointError, CorruptStoreError
@@ -30,10 +29,10 @@ from tiercache.store.tensor_file import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from tiercache.store.notes import Note, Notes
     from tiercache.store.table import Table
     from tiercache.store.tensor_file import Checksums
 
@@ -191,19 +190,19 @@ class CheckpointRecord:
     commit is rolled back or never comes.
     """
 
-    def __init__(self, table: Table, folder: Path | None) -> None:
-        """folder: the folder of the store or of a rank; None: nothing is saved. Raises CorruptStoreError."""
+    def __init__(self, table: Table, notes: Notes | None) -> None:
+        """notes: of the store or of a rank; None: nothing is saved. Raises StoreError, CorruptStoreError."""
         assert isinstance(table.initializer, Checkpoint), table
         self.start, self.name, self.sums = table.initializer, table.name, list[Sums]()
         of_tensor = xxh64(f"{self.start.tensor}\0{self.start.scale or ''}".encode())
-        self.path = None if folder is None else folder / f"{PREFIX}{table.table_id:016x}-{of_tensor:016x}"
+        self.note, self._notes = f"{PREFIX}{table.table_id:016x}-{of_tensor:016x}", notes
         self.identities: list[FileIdentity] | None = None
         """The identities of the files; None before they are read."""
         self._tensor: CheckpointTensor | None = None
-        self._saved: tuple[int, int] | None = None
-        """The file as it was read or written last."""
-        if self.path is not None and self.path.exists():
-            self._load(self.path)
+        self._saved: object = None
+        """The version of the note as it was read or written last."""
+        if notes is not None and (note := notes.read(self.note)) is not None:
+            self._load(note, notes)
         with _LOCK:
             place = self.start.path, self.start
             if (tensor := _OPEN.get(place)) is not None and _RECORDS.get(place):
@@ -219,14 +218,14 @@ class CheckpointRecord:
                         f"the checkpoint {file.path} is not the one that table {self.name!r} began with: it has "
                         f"{file.identity.size:,} bytes and header {file.identity.header[:12]}, expected "
                         f"{expected.size:,} and {expected.header[:12]}: put the former file back, or, if new rows are "
-                        f"to begin from this one, delete {self.path}"
+                        f"to begin from this one, delete {self.label}"
                     )
             raise CheckpointError(f"{tensor.label} has other parts than the tensor that table {self.name!r} began with")
         if self.identities is None:
             self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True
         elif [one.crc_C.size for one in self.sums] != [file.num_chunks for file in tensor.files]:
-            raise CorruptStoreError(f"{self.path} has sums of other tensors: restore the store from a copy")
+            raise CorruptStoreError(f"{self.label} has sums of other tensors: restore the store from a copy")
         self._tensor = tensor
 
     def close(self) -> None:
@@ -262,17 +261,18 @@ class CheckpointRecord:
             self.identities, self.sums = other.identities, [Sums.empty(one.crc_C.size) for one in other.sums]
         if self.identities != other.identities or not all(map(Sums.take, self.sums, other.sums)):
             raise CheckpointError(
-                f"two records of the checkpoint of table {self.name!r} differ: {self.path} and {other.path} were made "
-                "of different files: delete the wrong one"
+                f"two records of the checkpoint of table {self.name!r} differ, {self.label} and {other.label}: they "
+                "were made of different files, so delete the wrong one"
             )
 
     def save(self) -> None:
         """Write it, durably, if a chunk was read for the first time. Raises StoreError, also of a full disk."""
-        if self.path is None or not any(one.changed for one in self.sums):
+        notes = self._notes
+        if notes is None or not any(one.changed for one in self.sums):
             return
         assert self.identities is not None, "it has sums"
-        if self.path.exists() and _version(self.path) != self._saved:  # another process verified the tensor
-            self.take(CheckpointRecord._read(self))
+        if notes.version(self.note) not in {None, self._saved}:  # another process verified the tensor
+            self.take(self._read(notes))
         for one in self.sums:
             one.changed = False
         arrays: dict[str, NDArray[Any]] = {}
@@ -286,25 +286,27 @@ class CheckpointRecord:
             "files": [[*identity, one.crc_C.size] for identity, one in zip(self.identities, self.sums, strict=True)],
         }  # fmt: skip
         try:
-            data = encode("checkpoint", values, arrays)
-            with writing(self.path.parent, len(data)):
-                replace_file(self.path, data)
-                self._saved = _version(self.path)
+            self._saved = notes.write(self.note, encode("checkpoint", values, arrays))
         except BaseException:
             self.sums[0].changed = True
             raise
 
-    def _read(self) -> CheckpointRecord:
-        """Return what the file has."""
+    @property
+    def label(self) -> str:
+        """Its place in the words of a message."""
+        return f"the record of table {self.name!r}" if self._notes is None else self._notes.label(self.note)
+
+    def _read(self, notes: Notes) -> CheckpointRecord:
+        """Return what was written last."""
         found = object.__new__(CheckpointRecord)
-        found.name, found.path, found.sums, found.identities = self.name, self.path, [], None
-        assert self.path is not None, "it has a file"
-        found._load(self.path)
+        found.name, found.note, found._notes, found.sums, found.identities = self.name, self.note, notes, [], None
+        if (note := notes.read(self.note)) is not None:
+            found._load(note, notes)
         return found
 
-    def _load(self, path: Path) -> None:
-        self._saved = _version(path)
-        values, arrays = decode("checkpoint", read_whole(str(path)), str(path))
+    def _load(self, note: Note, notes: Notes) -> None:
+        self._saved, label = note.version, notes.label(self.note)
+        values, arrays = decode("checkpoint", note.data, label)
         try:
             if values["chunk_bytes"] != CHUNK_BYTES:
                 raise ValueError(f"its chunks have {values['chunk_bytes']} bytes")
@@ -316,11 +318,11 @@ class CheckpointRecord:
                     raise ValueError(f"it has {crc.size} sums of {chunks} chunks")
                 self.sums.append(Sums(crc, known))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy") from error
+            raise CorruptStoreError(f"{label} cannot be read ({error}): restore the store from a copy") from error
 
 
 def checkpoint_records(
-    tables: Iterable[Table], folder: Path | None, before: dict[str, CheckpointRecord]
+    tables: Iterable[Table], notes: Notes | None, before: dict[str, CheckpointRecord]
 ) -> dict[str, CheckpointRecord]:
     """Return the record of each table that begins from a checkpoint; those of ``before`` if they are the same."""
     found = {}
@@ -329,7 +331,7 @@ def checkpoint_records(
             one = before.get(table.name)
             start = table.initializer
             same = one is not None and (one.start.path, one.start) == (start.path, start)
-            found[table.name] = one if one is not None and same else CheckpointRecord(table, folder)
+            found[table.name] = one if one is not None and same else CheckpointRecord(table, notes)
     return found
 
 
@@ -444,11 +446,6 @@ def moved_with(tables: Sequence[Table], stored: Iterable[Table]) -> tuple[Table,
     return tuple(
         replace(one, initializer=paths[one.name]) if paths.get(one.name) == one.initializer else one for one in tables
     )
-
-
-def _version(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns
 
 
 @cache

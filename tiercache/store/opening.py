@@ -82,11 +82,6 @@ class Opened:
     def __post_init__(self) -> None:
         self.uses = UseCount(label_of(self.path))
 
-    @property
-    def folder(self) -> Path | None:
-        """The local folder of a store or a rank; None of one that is elsewhere."""
-        return None if self.engine.lease_folder is None else self.path
-
     def loader(self, counters: Counters) -> CommitLoader:
         """Return the loader of its commits; the first caller's ``counters`` count its reads."""
         if self._loader is None:

@@ -107,7 +107,7 @@ class Store(StoreReads):
             self.tables, self.groups = commit.tables, group_tables(commit.tables)
             self._open_ranks(commit, self.path, self.sharding)
         if not self.ranks:
-            self.checkpoints = checkpoint_records(self.tables, self._opened.folder, self.checkpoints)
+            self.checkpoints = checkpoint_records(self.tables, self._opened.engine.notes, self.checkpoints)
 
     def _open_ranks(self, commit: Commit, path: Path, sharding: ShardingPlan) -> None:
         """Open the stores of all ranks, with several ranks, unless they are open."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.layout import SegmentLayout
+    from tiercache.store.notes import Notes
     from tiercache.store.table import Group
 
     Part = tuple[int, int, NDArray[Any]]
@@ -98,6 +99,8 @@ class Engine(Protocol):
     """The most that copies of parts being written may take, or one part that is larger; set by the memory plan."""
     lease_folder: Path | None
     """The folder for leases of readers in other processes; None if there is none."""
+    notes: Notes | None
+    """The notes of the store; None if it does not outlive the process."""
     epoch: int
     """0 if a lock keeps writers apart; otherwise a number unique to this writer, which ends the names of all its blobs.
     """
@@ -246,6 +249,7 @@ class MemoryEngine:
 
     epoch = 0
     lease_folder: Path | None = None
+    notes: Notes | None = None
     memory_bytes = WRITE_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:

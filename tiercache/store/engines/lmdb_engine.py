@@ -47,6 +47,7 @@ from tiercache.store.files import (
     writing,
 )
 from tiercache.store.locks import WriterLock
+from tiercache.store.notes import FolderNotes
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
+    from tiercache.store.notes import Notes
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
 _MAP_BYTES = 16 << 20
@@ -90,6 +92,7 @@ class LmdbEngine:
         path = self.path = local_path(path, "a store of engine 'lmdb'")
         self.label = f"the store at {path}"
         self.lease_folder: Path | None = path / "leases"
+        self.notes: Notes | None = FolderNotes(path)
         self._readonly, self._settled = readonly, False
         self._unknown = False
         """True if the last publish may or may not be durable: nothing is written or freed after that."""

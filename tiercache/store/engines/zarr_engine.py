@@ -21,9 +21,10 @@ from tiercache.store.engines.zarr_inventory import (
     is_tables,
 )
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
-from tiercache.store.engines.zarr_objects import CONCURRENCY, Objects
+from tiercache.store.engines.zarr_objects import CONCURRENCY, ObjectNotes, Objects
 from tiercache.store.files import ROOM_FOR_RECORDS, check_room, writing
 from tiercache.store.locks import WriterLock
+from tiercache.store.notes import FolderNotes
 from tiercache.store.store_errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
+    from tiercache.store.notes import Notes
 
 KEEP_SECONDS = 600.0
 _SMALL_BYTES = 64 << 10
@@ -69,6 +71,7 @@ class ZarrEngine:
         self._objects, self._store_budget = Objects(store, concurrency), store_budget
         self.label, root = self._objects.label, self._objects.root
         self.lease_folder: Path | None = None if root is None else root / "leases"
+        self.notes: Notes | None = ObjectNotes(self._objects) if root is None else FolderNotes(root)
         if root is not None and create:
             root.mkdir(parents=True, exist_ok=True)
         self._lock = lock

@@ -23,7 +23,9 @@ from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
 from tiercache.distribution import install_command
-from tiercache.store.files import local_path, punch_hole, read_whole, sync, write_whole
+from tiercache.store.bits import xxh64
+from tiercache.store.files import local_path, punch_hole, read_whole, sync, write_whole, writing
+from tiercache.store.notes import Note
 from tiercache.store.range_reader import RangeReader
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
@@ -377,3 +379,33 @@ def _walk(root: str, folder: str) -> dict[str, int]:
             with contextlib.suppress(FileNotFoundError):
                 found[f"{name}/{file}"] = os.lstat(f"{path}/{file}").st_size
     return found
+
+
+class ObjectNotes:
+    """Notes as objects of an object store."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def label(self, name: str) -> str:
+        """Return the name and the store of a note."""
+        return f"object {name!r} of {self._objects.label}"
+
+    def read(self, name: str) -> Note | None:
+        """Return a note; None if there is none."""
+        try:
+            data = self._objects.get(name)
+        except OSError as error:
+            raise self._objects.unreadable(self.label(name), error) from error
+        return None if data is None else Note(data, xxh64(data))
+
+    def version(self, name: str) -> object:
+        """Return the hash of the object, which is read."""
+        note = self.read(name)
+        return None if note is None else note.version
+
+    def write(self, name: str, data: bytes) -> object:
+        """Replace a note; returns its version."""
+        with writing(self._objects.place, len(data)):
+            self._objects.put(name, data)
+        return xxh64(data)
