@@ -16,6 +16,7 @@ import pyarrow.csv as pacsv
 
 from tiercache.data.column_types import csv_types, kind_of
 from tiercache.data.inputs import open_binary
+from tiercache.data.lent_files import LentFile
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.data.text_fields import (
     UNIT_SEPARATOR,
@@ -206,23 +207,26 @@ class TextReader(FileReader):
             include_columns=lists, column_types=dict.fromkeys(lists, pa.string()), strings_can_be_null=True,
             quoted_strings_can_be_null=True, null_values=[""],
         )  # fmt: skip
-        with ExitStack() as stack:
-            reader, other, num_read = self._reader(stack.enter_context(opened()), convert, names), None, 0
-            for number, batch in enumerate(reader):
-                marked = batch
-                if any(batch.column(name).null_count for name in lists):
-                    if other is None:
-                        raw: Any = self._raw
-                        other = self._reader(stack.enter_context(opened()), again, names, quiet=True)
-                        self._raw = raw
-                    for _ in range(number - num_read):
-                        other.read_next_batch()
-                    texts, num_read = other.read_next_batch(), number + 1
-                    for name in lists:
-                        is_empty = pc.and_(batch.column(name).is_null(), texts.column(name).is_null())
-                        place = marked.schema.get_field_index(name)
-                        marked = marked.set_column(place, name, pc.if_else(is_empty, "", batch.column(name)))
-                yield marked
+        try:
+            with ExitStack() as stack:
+                reader, other, num_read = self._reader(stack.enter_context(opened()), convert, names), None, 0
+                for number, batch in enumerate(reader):
+                    marked = batch
+                    if any(batch.column(name).null_count for name in lists):
+                        if other is None:
+                            raw: Any = self._raw
+                            other = self._reader(stack.enter_context(opened()), again, names, quiet=True)
+                            self._raw = raw
+                        for _ in range(number - num_read):
+                            other.read_next_batch()
+                        texts, num_read = other.read_next_batch(), number + 1
+                        for name in lists:
+                            is_empty = pc.and_(batch.column(name).is_null(), texts.column(name).is_null())
+                            place = marked.schema.get_field_index(name)
+                            marked = marked.set_column(place, name, pc.if_else(is_empty, "", batch.column(name)))
+                    yield marked
+        finally:
+            reader = other = None  # a traceback that a program keeps does not keep them
 
     def _merged(self, batch: Any, good: int, convert: Any, *, is_end: bool) -> tuple[Any, NDArray[np.int64] | None]:
         """Return a batch of good rows with the padded rows between them, and the row of each in the file.
@@ -372,7 +376,7 @@ class TextReader(FileReader):
         """quiet: rows with another number of fields are skipped without a note."""
         names = names or self._names
         return pacsv.open_csv(
-            stream,
+            LentFile(stream),
             # Blocks are parsed one after another, so that bad rows know their number.
             read_options=pacsv.ReadOptions(
                 block_size=self._block_bytes,
