@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +28,8 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, called, middle, options_of
+from benchmarks.machine import Goal, benchmark, middle
 from tiercache.reporting.progress import prepare_kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 TABLES, DIM, DENSE, BATCH, RATE = 26, 64, 13, 8192, 0.02
 NAMES = [f"c{t}" for t in range(TABLES)]
@@ -64,7 +62,6 @@ class Model(nn.Module):
         self.tables, self.top = tables, nn.Sequential(nn.Linear(TABLES * DIM + DENSE, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, dense: torch.Tensor, ids: Any) -> torch.Tensor:
-        """Return logits (N,)."""
         if isinstance(self.tables, nn.ModuleList):
             vectors = [table(some) for table, some in zip(self.tables, ids, strict=True)]
         else:
@@ -211,14 +208,6 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of("adoption", __doc__, "tables of 200 MB in all")
-    with called(parser, arguments) as run:
-        run.record |= measure(run.size(FULL, QUICK, TINY), run.folder)
-    run.show()
-    run.report(GOALS)
-
-
 if __name__ == "__main__":
-    main()
+    with benchmark("adoption", __doc__, "tables of 200 MB in all", GOALS) as run:
+        run.record |= measure(run.size(FULL, QUICK, TINY), run.folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +15,7 @@ import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from benchmarks.machine import middle
 from tiercache.data.raw_batch import RawBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tiercache.values.batch import Batch
+from tiercache.values.batch import Batch
 
 TABLE = "items"
 DENSE_RATE = 0.01
@@ -46,16 +42,10 @@ class Size:
     """Turns of training in memory and over the tiers."""
     turn_passes: int = 1
     """Passes of a turn; all turns together train whole epochs."""
-    window_passes: int = 0
-    """Passes of a window on a GPU, which has no turns."""
     features: int = 8
     dim: int = 64
     repeats: int = 1
     """Turns are divided into this number of groups, and medians over groups are reported."""
-    device_bytes: int | None = None
-    """The budget of a window; None: as much as the passes need."""
-    host_bytes: int | None = None
-    """The budget of a window; None: barely more than two passes."""
 
     def __post_init__(self) -> None:
         if self.turns % self.repeats or self.turns * self.turn_passes % self.passes:
@@ -86,14 +76,8 @@ TINY = replace(
     QUICK, name="tiny", passes=20, samples=5120, vocabulary=2_000_000, features=8, turns=4, turn_passes=5,
     epoch_seconds=1,
 )  # fmt: skip
-GPU_FULL = Size(
-    name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, window_passes=3,
-    epoch_seconds=120, device_bytes=4_000_000_000, host_bytes=8_000_000_000,
-)  # fmt: skip
-GPU_QUICK = replace(
-    GPU_FULL, name="gpu-quick", passes=10, samples=2 * 65_536, vocabulary=40_000_000, device_bytes=None, host_bytes=None
-)
-GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_passes=1, epoch_seconds=120)
+GPU = Size(name="gpu", passes=10, samples=2 * 65_536, vocabulary=40_000_000, batch=65_536, dim=128, epoch_seconds=120)
+GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, epoch_seconds=120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +95,6 @@ class Drawn:
         return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
     def draw(self, index: int) -> RawBatch:
-        """Return a pass."""
         rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
         keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
         return RawBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
@@ -140,7 +123,6 @@ class Net(nn.Module):
         self.dense = dense_part(self.bag.out_features, width) if width else None
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return one logit per sample."""
         out: torch.Tensor = self.bag(batch)
         if self.light or self.dense is None:
             return out.sum(dim=1) + self.bias
@@ -160,7 +142,6 @@ class Step:
         cache.register(**({"model": self.net, "optimizer": self._optimizer} if track else {"model": self.net.bag}))
 
     def __call__(self, batch: Batch) -> None:
-        """Train a batch."""
         self._loss_of(self.net(batch), batch.label).backward()
         if not self._track:
             self._optimizer.step()
@@ -172,17 +153,15 @@ class Step:
 class DenseTimer:
     """Finds the width of the dense part that takes a given time."""
 
-    def __init__(self, size: Size, device: str = "cpu", rest: Callable[[], None] = lambda: None) -> None:
-        """rest: waits until the device is idle."""
+    def __init__(self, size: Size) -> None:
         self._batch, self._inputs = size.batch, size.features * size.dim
-        self._device, self._rest = device, rest
 
     def seconds(self, width: int) -> float:
         """Return the seconds per sample in the dense part: forward, backward and step."""
-        part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
+        part, loss_of = dense_part(self._inputs, width), nn.BCEWithLogitsLoss()
         optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
-        inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
-        labels = torch.zeros(self._batch, device=self._device)
+        inputs = torch.rand(self._batch, self._inputs, requires_grad=True)
+        labels = torch.zeros(self._batch)
         taken: list[float] = []
         until = time.perf_counter() + 0.12
         while len(taken) < 4 or time.perf_counter() < until:
@@ -190,7 +169,6 @@ class DenseTimer:
             loss_of(part(inputs), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-            self._rest()
             taken.append(time.perf_counter() - begun)
         return middle(taken[1:]) / self._batch
 

@@ -13,22 +13,19 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.machine import drop_cache
 from tiercache.planning.budgets import PAGE_BYTES, paged
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from types import TracebackType
-
-    from tiercache.planning.pass_plan import PassPlan
-    from tiercache.store.layout import SegmentLayout
+from tiercache.planning.pass_plan import PassPlan
+from tiercache.store.layout import SegmentLayout
 
 KEY_BYTES = 8
 REQUEST_BYTES = 32 << 20

@@ -8,24 +8,21 @@ import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from psutil import virtual_memory
 
 import tiercache as tc
 from tiercache.data.dataset_writer import write_sub_dataset
-from tiercache.data.manifest import Manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.data.manifest import SubDatasetRecord
-    from tiercache.data.raw_batch import RawBatch
+from tiercache.data.manifest import Manifest, SubDatasetRecord
+from tiercache.data.raw_batch import RawBatch
+from tiercache.store.optimizer import Optimizer
 
 ALPHA = 1.05
 _BYTES_OF_PROCESS = 6 << 30  # host memory that a process may need
@@ -43,6 +40,38 @@ class Drawn(Protocol):
 
     def draw(self, index: int) -> RawBatch:
         """Return the samples of a pass; every call returns the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnTables:
+    """Passes over tables that have one feature each, with one id per sample."""
+
+    dims: tuple[int, ...]
+    optimizer: Optimizer
+    rows: int
+    """Rows of each table."""
+    samples: int
+    """Samples of a pass."""
+    passes: int
+
+    @property
+    def size(self) -> Any:
+        """This object, which has the number of passes."""
+        return self
+
+    def schema(self) -> tc.Schema:
+        begin = tc.init.Uniform(low=-0.1, high=0.1)
+        tables = tuple(
+            tc.Table(name=f"t{i}", dim=dim, optimizer=self.optimizer, initializer=begin)
+            for i, dim in enumerate(self.dims)
+        )
+        features = tuple(tc.Feature(name=f"f{i}", table=f"t{i}") for i in range(len(self.dims)))
+        return tc.Schema(label="label", dense=(), features=features, tables=tables)
+
+    def draw(self, index: int) -> RawBatch:
+        rng = np.random.default_rng(index)
+        keys = {f"f{i}": permuted_power_law(rng, self.rows, self.samples) for i in range(len(self.dims))}
+        return RawBatch.of(self.schema(), keys, label=rng.integers(0, 2, self.samples).astype(np.float32))
 
 
 def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArray[np.int64]:

@@ -4,40 +4,30 @@ Ours is a user's public step over an InMemoryCache that holds whole tables. The 
 with torch only, and FBGEMM's CPU table-batched embedding. Each gets its ids ahead of time in its preferred form, and
 need not concatenate the outputs of its tables.
 
-Commands come over a pipe: ``build, SHAPE, OPTIMIZER, WARM_UP``, ``run, REPEATS`` and ``drop``.
-
 Legend: F features, N samples, E = F * N entries, D dim, U distinct rows of a batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from tiercache.data.block_layout import BlockLayout
+from tiercache.data.block_layout import BlockLayout, IdOrder
 from tiercache.data.sample_layout import SampleLayout
-from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock
+from tiercache.data.sub_dataset import BlockIds, EncodedBatch, SampleBlock, SampleMemory
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.samples import gather_samples
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.connection import Connection
-
-    from numpy.typing import NDArray
-
-    from tiercache.data.block_layout import IdOrder
-    from tiercache.data.sub_dataset import SampleMemory
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
 NUM_BATCHES, THREADS = 8, 2
@@ -68,7 +58,6 @@ class Shape:
         return self.num_features * self.num_samples
 
     def table_of(self, feature: int) -> int:
-        """Return the table of a feature."""
         return feature if self.num_tables > 1 else 0
 
     def table_bytes(self, optimizer: str) -> int:
@@ -79,7 +68,6 @@ class Shape:
 FULL = (Shape(name="shared_1m", num_tables=1, rows=1_000_000), Shape(name="26x1m", num_tables=26, rows=1_000_000))
 QUICK = (Shape(name="26x100k", num_tables=26, rows=100_000),)
 TINY = (Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_samples=512, dim=16),)
-BUSY = Shape(name="shared_100k", num_tables=1, rows=100_000)
 
 
 @functools.lru_cache(maxsize=1)
@@ -148,11 +136,9 @@ class WholeTables:
         self._words = np.ascontiguousarray(ids_BFN.transpose(0, 2, 1)).reshape(-1)
 
     def rows(self, _table: str) -> int:
-        """Return the rows of every table."""
         return self._rows
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        """Return all keys of a table, in hash order."""
         return _hash_ordered(self._rows, self._tables[table].table_id)
 
     def rare_keys(self) -> None:
@@ -184,7 +170,6 @@ class Ours:
         self._grads = [torch.from_numpy(grad) for grad in grads]
 
     def step(self, number: int) -> None:
-        """Forward, backward and update of one batch."""
         out = self._bag(self._batches[number % NUM_BATCHES])
         out.backward(self._grads[number % len(self._grads)])
         self._cache.optimizer.step()
@@ -212,7 +197,6 @@ class TorchBags:
         self._offsets = torch.arange(self._ids[0][0].numel(), device=device)
 
     def step(self, number: int) -> None:
-        """Forward, backward and update of one batch."""
         ids = self._ids[number % len(self._ids)]
         outs = [bag(mine, self._offsets) for bag, mine in zip(self._bags, ids, strict=True)]
         torch.autograd.backward(outs, self._grads[number % len(self._grads)])
@@ -231,7 +215,6 @@ class RowWise:
         self._grads = [torch.from_numpy(grad.reshape(-1, shape.dim)) for grad in grads]
 
     def step(self, number: int) -> None:
-        """Forward, backward and update of one batch."""
         ids, grad = self._ids[number % NUM_BATCHES], self._grads[number % len(self._grads)]
         self._weights.index_select(0, ids)
         rows, inverse = torch.unique(ids, return_inverse=True)
@@ -278,7 +261,6 @@ class Fbgemm:
         self._grads = [torch.from_numpy(grad).to(device) for grad in grads]
 
     def step(self, number: int) -> None:
-        """Forward, backward and update of one batch."""
         out = self._bags(self._ids[number % NUM_BATCHES], self._offsets)
         out.backward(self._grads[number % len(self._grads)])
 
@@ -292,7 +274,6 @@ class Copy:
         self._from, self._to = (torch.full((self.NUM_BYTES // 4,), float(i)) for i in range(2))
 
     def step(self, _number: int) -> None:
-        """Copy once; ``2 * NUM_BYTES`` move."""
         self._to.copy_(self._from)
 
 
@@ -301,28 +282,29 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def serve(pipe: Connection, name: str, threads: int) -> None:
-    """Execute commands until the pipe closes, and answer with the seconds of each step."""
-    torch.set_num_threads(threads)
-    contender: Any = None
-    number = 0
-    with contextlib.suppress(EOFError):
-        while True:
-            command, *words = pipe.recv()
-            seconds: list[float] = []
-            if command == "build":
-                shape, optimizer, warm_up = words
-                given = () if name == "copy" else (shape, optimizer, batches_of(shape), gradients_of(shape))
-                contender = CONTENDERS[name](*given)
-                for number in range(warm_up):
-                    contender.step(number)
-            elif command == "run":
-                contender.step(number)  # caches and clocks were idle
-                for _ in range(words[0]):
-                    number += 1
-                    begun = time.perf_counter()
-                    contender.step(number)
-                    seconds.append(time.perf_counter() - begun)
-            else:
-                contender = None
-            pipe.send(seconds)
+_current: dict[str, Any] = {}
+"""The contender of this process, and the number of its next step."""
+
+
+def build(name: str, shape: Shape, optimizer: str, warm_up: int) -> None:
+    """Build the contender of this process and train some steps."""
+    torch.set_num_threads(THREADS)
+    given = () if name == "copy" else (shape, optimizer, batches_of(shape), gradients_of(shape))
+    _current.update(contender=CONTENDERS[name](*given), number=0)
+    run(warm_up)
+
+
+def run(steps: int) -> list[float]:
+    """Return the seconds of some steps, after an uncounted one: caches and clocks were idle."""
+    seconds = []
+    for _ in range(steps + 1):
+        begun = time.perf_counter()
+        _current["contender"].step(_current["number"])
+        seconds.append(time.perf_counter() - begun)
+        _current["number"] += 1
+    return seconds[1:]
+
+
+def drop() -> None:
+    """Free the contender of this process."""
+    _current.clear()

@@ -29,17 +29,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, called, middle, options_of
-from tiercache.dist.communicator import communicator_of
+from benchmarks.machine import Goal, Run, benchmark, middle
+from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.dist.exchange import RowExchange
-from tiercache.dist.requests import InputDist, LocalInput
+from tiercache.dist.requests import ExchangedInput, InputDist, LocalInput
 from tiercache.dist.shard_layout import Owners, find_owners
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.backends.optimizer_step import OptimizerStep
@@ -55,15 +56,7 @@ from tiercache.train.row_view import RowView
 from tiercache.train.table_lookup import FeaturePart, TableLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.requests import ExchangedInput
-    from tiercache.values.lookups import GroupRows
+from tiercache.values.lookups import GroupRows
 
 NUM_RANKS = 2
 LIMIT_SECONDS = 300.0
@@ -159,7 +152,6 @@ class Rank:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that left this rank."""
         return self.exchange.wire.bytes_sent + self.input_dist.wire.bytes_sent
 
     def train(self, exchanged: ExchangedInput, following: int) -> tuple[dict[str, float], ExchangedInput]:
@@ -294,28 +286,23 @@ def figures_of(shape: str, told: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of("exchange", __doc__, "26 tables of 20k rows only")
-    parser.add_argument("--rank", nargs=3, metavar=("SHAPE", "TURNS", "WARM_UP"), help="be one rank")
-    with called(parser, arguments) as run:
-        if run.options.rank is not None:
-            shape, *numbers = run.options.rank
-            be_a_rank(SHAPES[shape], *map(int, numbers))
-            return
-        shapes = run.size(("26x100k", "26x20k"), ("26x20k",), ("4xtiny",))
-        turns, warm_up = run.size((30, 5), (10, 3), (3, 1))
-        record = run.record
-        for shape in shapes:
-            record |= figures_of(shape, measure(shape, turns, warm_up))
-        for name in ("wire_ratio", "time_ratio", "time_ratio_of_calls", "cpu_ratio"):
-            record[name] = max(record[f"{name}_{shape}"] for shape in shapes)
-        for name in ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"):
-            record[name] = min(record[f"{name}_{shape}"] for shape in shapes)
-        record |= {"num_ranks": NUM_RANKS, "turns": turns}
-    run.show()
-    run.report(GOALS)
+def measure_all(run: Run) -> None:
+    """Add the figures of each shape, and of the least favorable one."""
+    shapes = run.size(("26x100k", "26x20k"), ("26x20k",), ("4xtiny",))
+    turns, warm_up = run.size((30, 5), (10, 3), (3, 1))
+    for shape in shapes:
+        run.record |= figures_of(shape, measure(shape, turns, warm_up))
+    for worst, names in {
+        max: ("wire_ratio", "time_ratio", "time_ratio_of_calls", "cpu_ratio"),
+        min: ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"),
+    }.items():
+        run.record |= {name: worst(run.record[f"{name}_{shape}"] for shape in shapes) for name in names}
+    run.record |= {"num_ranks": NUM_RANKS, "turns": turns}
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--rank"]:
+        be_a_rank(SHAPES[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        with benchmark("exchange", __doc__, "26 tables of 20k rows only", GOALS) as run:
+            measure_all(run)

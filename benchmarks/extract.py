@@ -15,8 +15,10 @@ import importlib.util
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +26,8 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, called, of_process, options_of
+from benchmarks.machine import Goal, benchmark, of_process
 from tiercache.kernels.cpu.compile import prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 COLUMNS = 26
 GOALS = (
@@ -157,19 +155,12 @@ def measure_peak(folder: Path) -> dict[str, Any]:
     return {"peak_over_limit": (most - before) / _LIMIT}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    with called(options_of("extract", __doc__, "fewer rows"), arguments) as run:
-        rows, data = run.size(4_000_000, 400_000, 5000), run.folder / "data.parquet"
+if __name__ == "__main__":
+    with benchmark("extract", __doc__, "fewer rows", GOALS) as run:
+        num_rows, data = run.size(4_000_000, 400_000, 5000), run.folder / "data.parquet"
         if not run.options.tiny:
             run.record |= measure_peak(run.folder)
-        names = [f"{kind}{c}" for kind in "is" for c in range(COLUMNS)]
-        sizes = np.linspace(10_000_000, 20_000_000, COLUMNS).astype(int).tolist()
-        write_data(data, rows, dict(zip(names, 2 * sizes, strict=True)))
-        run.record |= measure(data, rows, run.folder, 1 if run.options.tiny else 2)
-    run.show()
-    run.report(GOALS)
-
-
-if __name__ == "__main__":
-    main()
+        columns = [f"{kind}{c}" for kind in "is" for c in range(COLUMNS)]
+        values = np.linspace(10_000_000, 20_000_000, COLUMNS).astype(int).tolist()
+        write_data(data, num_rows, dict(zip(columns, 2 * values, strict=True)))
+        run.record |= measure(data, num_rows, run.folder, 1 if run.options.tiny else 2)

@@ -21,22 +21,19 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import gpu_parts as parts
 from benchmarks import gpu_step as resident
+from benchmarks.device import TrainingDevice, open_device
+from benchmarks.gpu_step import Keep
 from benchmarks.idle_gpu import idle_backend
-from benchmarks.machine import console, say, table_of
-from benchmarks.window import TrainingMachine, open_training
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from benchmarks.gpu_step import Keep
+from benchmarks.machine import console, say, shown, table_of
 
 MOST_SECONDS = 540
 
@@ -44,7 +41,7 @@ MOST_SECONDS = 540
 class Part(NamedTuple):
     """A part of the benchmark and its time limit."""
 
-    measure: Callable[[TrainingMachine, Keep], None]
+    measure: Callable[[TrainingDevice, Keep], None]
     seconds: int
 
 
@@ -78,18 +75,18 @@ def run_part(name: str, path: Path, *, dry: bool) -> None:
     if dry:
         torch.set_num_threads(1)
     try:
-        PARTS[name].measure(machine_of(dry=dry), keep)
+        PARTS[name].measure(device_of(dry=dry), keep)
     except BaseException as error:
         keep({"error": f"{type(error).__name__}: {error}"})
         traceback.print_exc()
         sys.exit(1)
 
 
-def machine_of(*, dry: bool) -> TrainingMachine:
+def device_of(*, dry: bool) -> TrainingDevice:
     """Return the GPU, or a stand-in for a dry run."""
     if dry:
-        return TrainingMachine("idle", lambda: idle_backend(ahead=2)[0])
-    return open_training("cuda", dry=False)
+        return TrainingDevice("idle", lambda: idle_backend(ahead=2)[0])
+    return open_device("cuda")
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
@@ -137,19 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = json.loads(path.read_text()) if path.exists() else {}
         found = {"ended": ended[name], "seconds": round(time.monotonic() - since, 1), **found}
         write(path, found)
-        show(name, found)
+        table = table_of(name, "", "")
+        for key, value in found.items():
+            table.add_row(key, shown(key, value))
+        console.print(table, markup=False)
     bad = {name: how for name, how in ended.items() if how != "done"}
     took = time.monotonic() - begun
     say(f"{len(ended) - len(bad)} parts of {len(ended)} done in {took:.0f} s; not done: {bad or 'none'}")
     return int(bool(bad))
-
-
-def show(name: str, found: dict[str, Any]) -> None:
-    """Print the figures of a part."""
-    table = table_of(name, "", "")
-    for key, value in found.items():
-        table.add_row(key, f"{value:,.4g}" if isinstance(value, float) else str(value))
-    console.print(table, markup=False)
 
 
 if __name__ == "__main__":

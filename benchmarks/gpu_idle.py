@@ -6,11 +6,11 @@ They depend on the speed of the machine at that moment, so compare them with pyt
 autograd function that does nothing, forward and backward. Real CUDA calls come on top.
 
 python_us_X: one step on two kept batches, without a dense part. X is `bags` (10 tables of dim 128, Adam,
-EmbeddingBagCollection), `rows` (the same tables, EmbeddingCollection), `adagrad` (8 tables of dim 64) or `tiny`
-(Merlin's synthetic model with 58 inputs). Calls of that step: python_calls_X (functions, as a profiler counts them),
-aten_ops_X (torch operators), launches_X (our kernels and torch's sorts), allocations_X (device and pinned memory),
-copies_X (host to device, launch tables included), waits_X (copies that block), contexts_X (context managers that
-switch the device or the stream).
+EmbeddingBagCollection), `rows` (the same tables, EmbeddingCollection), `adagrad` (8 tables of dim 64), `groups` (25
+tables of five dims) or `tiny` (Merlin's synthetic model with 58 inputs). Calls of that step: python_calls_X (functions,
+as a profiler counts them), aten_ops_X (torch operators), launches_X (our kernels and torch's sorts), allocations_X
+(device and pinned memory), copies_X (host to device, launch tables included), waits_X (copies that block), contexts_X
+(context managers that switch the device or the stream).
 
 maker_us: thread time to make one batch of `tiny` ahead; launches_maker and so on are its calls. fresh_over_kept:
 process CPU time of a step of `tiny` with its dense part, on batches made by threads, divided by that on kept batches.
@@ -23,30 +23,27 @@ import cProfile
 import itertools
 import pstats
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.drawn_passes import DrawnTables, write_drawn
+from benchmarks.gpu_step import EmbeddingStep
 from benchmarks.idle_gpu import idle_backend
-from benchmarks.machine import Goal, called, options_of, say
+from benchmarks.machine import Goal, benchmark, say
 from benchmarks.synthetic_case import Data, Size, Trainer
 from benchmarks.synthetic_case import dataset as synthetic_dataset
-from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.kernels.arrays import NONE_I4
 
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Generator, Sequence
-    from pathlib import Path
-
 BATCH, BATCHES, PASSES = 64, 64, 2
-CASES = ("bags", "rows", "adagrad", "tiny")
+CASES = ("bags", "rows", "adagrad", "groups", "tiny")
 GOALS = (
     Goal(key="python_us_bags", goal=100, below=True),
     Goal(key="python_us_rows", goal=130, below=True),
@@ -64,50 +61,16 @@ _ROWS, _PART_BYTES, _ROW_WORDS = 1000, 32 << 20, 3 * 128
 _WARM = 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """Passes over tables of one dim. Each table has one feature with one id per sample."""
-
-    num_tables: int
-    dim: int
-    optimizer: tc.optim.Adam | tc.optim.Adagrad
-    passes: int = PASSES
-
-    @property
-    def size(self) -> Any:
-        """Return this object, which has the number of passes."""
-        return self
-
-    def schema(self) -> tc.Schema:
-        """Return the schema."""
-        begin = tc.init.Uniform(low=-0.1, high=0.1)
-        tables = tuple(
-            tc.Table(name=f"t{i}", dim=self.dim, optimizer=self.optimizer, initializer=begin)
-            for i in range(self.num_tables)
-        )
-        features = tuple(tc.Feature(name=f"f{i}", table=f"t{i}") for i in range(self.num_tables))
-        return tc.Schema(label="label", dense=(), features=features, tables=tables)
-
-    def draw(self, index: int) -> RawBatch:
-        """Return a pass."""
-        rng, count = np.random.default_rng(index), BATCH * BATCHES
-        drawn = {
-            f"f{i}": FeatureKeys(permuted_power_law(rng, _ROWS, count), None, None) for i in range(self.num_tables)
-        }
-        return RawBatch(rng.integers(0, 2, count).astype(np.float32), np.zeros((count, 0), np.float32), drawn)
-
-
 def _passes_of(case: str, folder: Path) -> tc.PassDataset:
     """Open the dataset of a case in ``folder``, or write it."""
     if case == "tiny":
         size = Size(name="idle", batch=BATCH, batches=BATCHES, passes=PASSES, divisor=1024, window_passes=1)
         return synthetic_dataset(folder, Data("tiny", size))
-    kind = (
-        _Tables(8, 64, tc.optim.Adagrad(learning_rate=0.01))
-        if case == "adagrad"
-        else _Tables(10, 128, tc.optim.Adam(learning_rate=0.01))
-    )
-    return write_drawn(folder / f"passes-{kind.num_tables}x{kind.dim}", kind)
+    dims = {"adagrad": (64,) * 8, "groups": (8, 16, 32, 64, 128) * 5}.get(case, (128,) * 10)
+    rule = tc.optim.Adam if len(dims) == 10 else tc.optim.Adagrad
+    samples = BATCH * BATCHES
+    data = DrawnTables(dims=dims, optimizer=rule(learning_rate=0.01), rows=_ROWS, samples=samples, passes=PASSES)
+    return write_drawn(folder / f"passes-{'x'.join(map(str, dims))}", data)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -120,31 +83,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Embeddings:
-    """A step of a module without a dense part."""
-
-    def __init__(self, cache: tc.InMemoryCache, *, rows: bool) -> None:
-        kind = tc.EmbeddingCollection if rows else tc.EmbeddingBagCollection
-        self._cache, self._module = cache, kind(cache.schema)
-        cache.register(model=self._module)
-        self._gradients: list[torch.Tensor] | None = None
-
-    def __call__(self, batch: Any) -> None:
-        """Run forward, backward with a constant gradient, and the optimizer step."""
-        out = self._module(batch)
-        outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
-        if self._gradients is None:
-            self._gradients = [torch.full_like(one, 1e-3) for one in outs]
-        torch.autograd.backward(outs, self._gradients)
-        self._cache.optimizer.step()
-
-
 class _Nothing(torch.autograd.Function):
     """An operator with an empty output and no gradient."""
 
     @staticmethod
     def forward(_ctx: Any, _anchor: torch.Tensor) -> torch.Tensor:
-        """Return an output."""
         return torch.empty(BATCH, 1280)
 
     @staticmethod
@@ -219,7 +162,6 @@ class _Training:
         return 1e6 * _low(taken), self.gpu.counts.copy(), len(taken)
 
     def close(self) -> None:
-        """Close the cache."""
         self._passes.close()
         self._cache.close()
 
@@ -238,7 +180,8 @@ def _calls(counts: Counter[str], steps: int, tail: str) -> dict[str, float]:
 
 def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
     """Return the keys of a case."""
-    training = _Training(_passes_of(case, folder), partial(_Embeddings, rows=case == "rows"))
+    kind = tc.EmbeddingCollection if case == "rows" else tc.EmbeddingBagCollection
+    training = _Training(_passes_of(case, folder), partial(EmbeddingStep, kind=kind))
     step, taken = training.kept(), []
     for _ in range(_WARM):
         step()
@@ -302,10 +245,8 @@ def measure_switch(repeats: int) -> dict[str, float]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of("gpu_idle", __doc__, "fewer steps", tiny="as few steps as show that all of it runs")
-    with called(parser, arguments) as run:
+if __name__ == "__main__":
+    with benchmark("gpu_idle", __doc__, "fewer steps", GOALS) as run:
         steps, turns = run.size((2000, 9), (400, 3), (5, 1))
         torch.set_num_threads(1)
         run.record |= measure_nothing(steps)
@@ -315,9 +256,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say("fresh and kept batches")
         run.record |= measure_fresh(run.folder, turns)
         run.record |= measure_switch(steps)
-    run.show()
-    run.report(GOALS)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,80 +13,70 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 import tiercache as tc
+from benchmarks import disk_case
 from benchmarks import synthetic_case as synthetic
-from benchmarks.drawn_passes import permuted_power_law, write_drawn
-from benchmarks.gpu_step import copy_bytes_per_second, forget, gpu_ms, loop_ms, torch_device
+from benchmarks.device import TrainingDevice
+from benchmarks.drawn_passes import DrawnTables, write_drawn
+from benchmarks.gpu_step import EmbeddingStep, Keep
 from benchmarks.machine import environment
-from benchmarks.window import Budgets, TieredRun, Window, open_store
-from tiercache.data.raw_batch import RawBatch
+from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.kernels.cuda import rows as cuda_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
-    from benchmarks.gpu_step import Keep
-    from benchmarks.window import TrainingMachine
 
 ROOT = Path(__file__).parents[1]
 
 
-def env(machine: TrainingMachine, keep: Keep) -> None:
+def env(device: TrainingDevice, keep: Keep) -> None:
     """Record the machine and the versions, and measure a copy."""
     keep(environment("benchmarks.gpu", sys.argv[1:]))
-    if machine.is_gpu:
+    if device.is_gpu:
         seen = torch.cuda.get_device_properties(0)
         keep({"gpu": seen.name, "sms": seen.multi_processor_count, "l2_bytes": seen.L2_cache_size})
         keep({"gpu_bytes": seen.total_memory})
-    keep({"copy_TB_per_second": copy_bytes_per_second(machine) / 1e12})
+    keep({"copy_TB_per_second": device.copy_bytes_per_second() / 1e12})
 
 
-def link(machine: TrainingMachine, keep: Keep) -> None:
+def link(device: TrainingDevice, keep: Keep) -> None:
     """Measure copies between pinned host memory and the device, each way, and both ways at once."""
-    size, device = 256 << 20 if machine.is_gpu else 1 << 16, torch_device(machine)
-    hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=machine.is_gpu) for _ in range(2)]
-    there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    keep({"to_device_GB_per_second": size / 1e6 / gpu_ms(machine, lambda: there[0].copy_(hosts[0], non_blocking=True))})
-    keep({"to_host_GB_per_second": size / 1e6 / gpu_ms(machine, lambda: hosts[1].copy_(there[1], non_blocking=True))})
-    if machine.is_gpu:
-        keep({"both_ways_GB_per_second_each": size / 1e6 / gpu_ms(machine, lambda: _both_ways(hosts, there))})
+    to_host, to_device = device.link_bytes_per_second()
+    keep({"to_device_GB_per_second": to_device / 1e9, "to_host_GB_per_second": to_host / 1e9})
+    if device.is_gpu:
+        size = 256 << 20
+        hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        there = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        sides = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+        def both_ways() -> None:
+            current = torch.cuda.current_stream()
+            for side, target, source in zip(sides, (there[0], hosts[1]), (hosts[0], there[1]), strict=True):
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    target.copy_(source, non_blocking=True)
+            for side in sides:
+                current.wait_stream(side)
+
+        keep({"both_ways_GB_per_second_each": size / 1e6 / device.gpu_ms(both_ways)})
 
 
-def _both_ways(hosts: list[torch.Tensor], there: list[torch.Tensor]) -> None:
-    current = torch.cuda.current_stream()
-    sides = [_SIDES.setdefault(number, torch.cuda.Stream()) for number in range(2)]  # type: ignore[no-untyped-call]
-    for number, side in enumerate(sides):
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            if number:
-                hosts[1].copy_(there[1], non_blocking=True)
-            else:
-                there[0].copy_(hosts[0], non_blocking=True)
-    for side in sides:
-        current.wait_stream(side)
-
-
-_SIDES: dict[int, torch.cuda.Stream] = {}
-
-
-def register(machine: TrainingMachine, keep: Keep) -> None:
+def register(device: TrainingDevice, keep: Keep) -> None:
     """Measure pinning and unpinning of pages, and the longest launch of another thread at the same time.
 
     idle: the GPU does nothing else. busy: it has 50 ms of work queued.
     """
-    backend = _backend(machine)
-    ones = torch.zeros(1 << 20, device=torch_device(machine))
-    for mib in (4, 16, 64, 256) if machine.is_gpu else (1,):
+    backend = _backend(device)
+    ones = torch.zeros(1 << 20, device=device.torch_name)
+    for mib in (4, 16, 64, 256) if device.is_gpu else (1,):
         size = mib << 20
         pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         pages[::4096] = 1
@@ -104,7 +94,7 @@ def register(machine: TrainingMachine, keep: Keep) -> None:
             thread = threading.Thread(target=launches)
             thread.start()
             time.sleep(0.01)
-            if state == "busy" and machine.is_gpu:
+            if state == "busy" and device.is_gpu:
                 torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
             times = [time.perf_counter()]
             backend.pin(pages.ctypes.data, size)
@@ -113,15 +103,15 @@ def register(machine: TrainingMachine, keep: Keep) -> None:
             times.append(time.perf_counter())
             stop.set()
             thread.join()
-            machine.rest()
+            device.rest()
             pin, unpin = (1e3 * (end - begin) for begin, end in pairwise(times))
             if state != "warm":
                 keep({f"{mib}MiB_{state}_pin_ms": pin, f"{mib}MiB_{state}_unpin_ms": unpin})
                 keep({f"{mib}MiB_{state}_longest_launch_ms": 1e3 * max(distances)})
 
 
-def _backend(machine: TrainingMachine) -> Any:
-    made = machine.device()
+def _backend(device: TrainingDevice) -> Any:
+    made = device.open()
     if isinstance(made, str):
         from tiercache.rows.backends.open_backend import open_backend
 
@@ -129,14 +119,14 @@ def _backend(machine: TrainingMachine) -> Any:
     return made
 
 
-def switch(machine: TrainingMachine, keep: Keep) -> None:
+def switch(device: TrainingDevice, keep: Keep) -> None:
     """Measure the rows of a switch over the link: 1 GiB each way, 64 KiB pages, 1, 2, 4 and 8 blocks per SM."""
-    backend, words = _backend(machine), 3 * 128
+    backend, words = _backend(device), 3 * 128
     page_rows = (64 << 10) // (4 * words)
-    pages = (1 << 30 if machine.is_gpu else 1 << 20) // (64 << 10)
+    pages = (1 << 30 if device.is_gpu else 1 << 20) // (64 << 10)
     count = pages * page_rows
-    fields = tuple(torch.rand((2 * count, 128), device=torch_device(machine)) for _ in range(3))
-    order = torch.randperm(2 * count, device=torch_device(machine)).to(torch.int32)
+    fields = tuple(torch.rand((2 * count, 128), device=device.torch_name) for _ in range(3))
+    order = torch.randperm(2 * count, device=device.torch_name).to(torch.int32)
     out, into = order[:count].contiguous(), order[count:].contiguous()
     pieces = []
     for _ in range(2):
@@ -160,9 +150,9 @@ def switch(machine: TrainingMachine, keep: Keep) -> None:
     for blocks in (1, 2, 4, 8):
         cuda_rows._LINK_BLOCKS = blocks
         for name, call in (("both", both), ("unpack", unpack), ("pack", lambda: _then_wait(backend, pack))):
-            keep({f"{name}_GB_per_second_{blocks}_blocks": gigabytes / gpu_ms(machine, call, 5, 1)})
+            keep({f"{name}_GB_per_second_{blocks}_blocks": gigabytes / device.gpu_ms(call, 5, 1)})
     cuda_rows._LINK_BLOCKS = usual
-    keep({f"{key}_both": value for key, value in loop_ms(machine, both, 4).items()})
+    keep({f"{key}_both": value for key, value in device.loop_ms(both, 4).items()})
 
 
 def _then_wait(backend: Any, pack: Callable[[], None]) -> None:
@@ -172,30 +162,24 @@ def _then_wait(backend: Any, pack: Callable[[], None]) -> None:
         pass
 
 
-def fresh(machine: TrainingMachine, keep: Keep) -> None:
+def fresh(device: TrainingDevice, keep: Keep) -> None:
     """Train Merlin tiny without its dense part, 64 batches of 1,024 per pass: made ahead by threads, or kept."""
-    batch, batches = (1024, 64) if machine.is_gpu else (64, 4)
+    batch, batches = (1024, 64) if device.is_gpu else (64, 4)
     size = synthetic.Size(name="fresh", batch=batch, batches=batches, passes=2, divisor=96, window_passes=1)
     with tempfile.TemporaryDirectory() as folder:
         data = synthetic.dataset(Path(folder), synthetic.Data("tiny", size))
-        cache = tc.InMemoryCache(data, device=machine.device())
-        module = tc.EmbeddingBagCollection(cache.schema)
-        cache.register(model=module)
-        gradient = torch.full((batch, module.out_features), 1e-3, device=torch_device(machine))
+        cache = tc.InMemoryCache(data, device=device.open())
+        train = EmbeddingStep(cache)
         passes = cast("Generator[Any, None, None]", cache.passes(epochs=1 << 20))
-
-        def train(one: Any) -> None:
-            module(one).backward(gradient)
-            cache.optimizer.step()
 
         def of_pass(prefetch: int) -> dict[str, float]:
             p = next(passes)
-            machine.rest()
+            device.rest()
             begun, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
             for one in p.batches(batch, prefetch=prefetch):
                 train(one)
             thread, process = time.thread_time() - thread, time.process_time() - process
-            machine.rest()
+            device.rest()
             times = {"ms": time.perf_counter() - begun, "host_ms": thread, "process_ms": process}
             return {key: 1e3 * seconds / batches for key, seconds in times.items()}
 
@@ -209,58 +193,12 @@ def fresh(machine: TrainingMachine, keep: Keep) -> None:
         keep({"prefetch_4_switching_at_0.2_ms": min(of_pass(4)["ms"] for _ in range(3))})
         sys.setswitchinterval(usual)
         two = cycle(list(islice(next(passes).batches(batch, prefetch=2), 2)))
-        keep({f"kept_{key}": value for key, value in loop_ms(machine, lambda: train(next(two))).items()})
+        keep({f"kept_{key}": value for key, value in device.loop_ms(lambda: train(next(two))).items()})
         passes.close()
         cache.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """Passes over ten tables with one id per sample each."""
-
-    passes: int
-    batches: int
-    batch: int
-    rows: int
-    optimizer: str
-
-    @property
-    def size(self) -> Any:
-        """Return this object, which has the number of passes."""
-        return self
-
-    def schema(self) -> tc.Schema:
-        """Return the schema."""
-        rule = {"sgd": tc.optim.SGD, "adam": tc.optim.Adam}[self.optimizer](learning_rate=0.1)
-        tables = tuple(tc.Table(name=f"t{i}", dim=128, optimizer=rule, initializer=tc.init.Zeros()) for i in range(10))
-        features = tuple(tc.Feature(name=f"f{i}", table=f"t{i}") for i in range(10))
-        return tc.Schema(label="label", dense=(), features=features, tables=tables)
-
-    def draw(self, index: int) -> RawBatch:
-        """Return a pass."""
-        rng, count = np.random.default_rng((3, index)), self.batch * self.batches
-        keys = {f"f{i}": permuted_power_law(rng, self.rows, count) for i in range(10)}
-        return RawBatch.of(self.schema(), keys, label=np.zeros(count, np.float32))
-
-
-class _Embeddings:
-    """A step without a dense part: forward, backward with a constant gradient, optimizer step."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache, self._module = cache, tc.EmbeddingBagCollection(cache.schema)
-        cache.register(model=self._module)
-        self._gradient: torch.Tensor | None = None
-
-    def __call__(self, batch: Any) -> None:
-        """Train a batch."""
-        out = self._module(batch)
-        if self._gradient is None or self._gradient.shape != out.shape:
-            self._gradient = torch.full_like(out, 1e-3)
-        out.backward(self._gradient)
-        self._cache.optimizer.step()
-
-
-def stream(machine: TrainingMachine, keep: Keep) -> None:
+def stream(device: TrainingDevice, keep: Keep) -> None:
     """Train ten tables of 2.68 million rows; a tenth of the rows fits on the device, the rest is in host memory.
 
     This is DynamicEmb's protocol (10 x 26.8M rows, 10 % of them in HBM) with a tenth of its rows. resident_*: 100 steps
@@ -268,31 +206,31 @@ def stream(machine: TrainingMachine, keep: Keep) -> None:
     the same a second later. fresh_ms: a stream of fresh ids over all rows, including the switches between passes.
     """
     for optimizer in ("adam", "sgd"):
-        data = _Stream(5, 10, 104_857, 2_684_354, optimizer)
-        if not machine.is_gpu:
-            data = replace(data, batch=32, rows=900, batches=2)
+        rows, batches, batch = (2_684_354, 10, 104_857) if device.is_gpu else (900, 2, 32)
+        rule = {"sgd": tc.optim.SGD, "adam": tc.optim.Adam}[optimizer](learning_rate=0.1)
+        data = DrawnTables(dims=(128,) * 10, optimizer=rule, rows=rows, samples=batches * batch, passes=5)
         with tempfile.TemporaryDirectory() as folder:
             passes = write_drawn(Path(folder) / "d", data)
             budgets = Budgets.in_host(passes)
             row_bytes = 4 * 128 * (3 if optimizer == "adam" else 1)
-            keep({f"{optimizer}_device_share": budgets.device / (10 * data.rows * row_bytes)})
+            keep({f"{optimizer}_device_share": budgets.device / (10 * rows * row_bytes)})
             with open_store(passes, None) as store:
-                run = TieredRun(passes, store, budgets, _Embeddings, data.batch, machine)
+                run = TieredRun(passes, store, budgets, EmbeddingStep, batch, device)
                 seconds, steps = run.seconds(Window.warm(passes, 2))
                 keep({f"{optimizer}_fresh_ms": 1e3 * seconds / steps})
                 report = run.cache.reports[-2]
                 times = report.wait_seconds | report.work_seconds
                 keep({f"{optimizer}_switch_{name}_ms": 1e3 * taken for name, taken in times.items()})
                 keep({f"{optimizer}_loaded_MB": report.bytes_loaded / 1e6, f"{optimizer}_rows": report.rows})
-                train = _kept(run, data.batch)
-                found = loop_ms(machine, train, 100)
+                train = _kept(run, batch)
+                found = device.loop_ms(train, 100)
                 keep({f"{optimizer}_resident_{key}": value for key, value in found.items()})
-                time.sleep(1 if machine.is_gpu else 0)  # the next pass is in host memory by then
-                found = loop_ms(machine, train, 100)
+                time.sleep(1 if device.is_gpu else 0)  # the next pass is in host memory by then
+                found = device.loop_ms(train, 100)
                 keep({f"{optimizer}_quiet_{key}": value for key, value in found.items()})
                 run.close()
             del run
-            forget(machine)
+            device.free_unused()
 
 
 def _kept(run: TieredRun, batch: int) -> Callable[[], None]:
@@ -301,50 +239,62 @@ def _kept(run: TieredRun, batch: int) -> Callable[[], None]:
     return lambda: run.train(next(batches))
 
 
-def merlin(machine: TrainingMachine, keep: Keep) -> None:
+def merlin(device: TrainingDevice, keep: Keep) -> None:
     """Train Merlin's tiny and small models at batch 65,536 with all rows on the GPU, on fresh and on kept batches."""
     from benchmarks.synthetic_models import Benchmark
 
     size = synthetic.Size(name="gpu", batch=65_536, batches=2, passes=4, divisor=1, window_passes=1)
     for model in synthetic.MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            found = Benchmark(model, size if machine.is_gpu else synthetic.DRY, Path(folder), machine).memory()
+            found = Benchmark(model, size if device.is_gpu else synthetic.DRY, Path(folder), device).memory()
         keep({f"{model}_{key}": value for key, value in found.items()})
-        forget(machine)
+        device.free_unused()
 
 
-def out_of_core(machine: TrainingMachine, keep: Keep) -> None:
-    """Run a small form of `out_of_core --device cuda`, without a dense part: from disk, and in memory."""
-    from benchmarks.disk_case import GPU_DRY, GPU_QUICK
-    from benchmarks.out_of_core import DEMANDS
-    from benchmarks.out_of_core_gpu import DiskBenchmark
-
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        benchmark = DiskBenchmark(GPU_QUICK if machine.is_gpu else GPU_DRY, Path(folder), machine)
-        benchmark.prepare()
-        keep(benchmark.found)
-        keep(benchmark.measure(DEMANDS["high"]))
+def out_of_core(device: TrainingDevice, keep: Keep) -> None:
+    """Train a table from disk and in memory, without a dense part: a window of warm passes."""
+    size = disk_case.GPU if device.is_gpu else disk_case.GPU_DRY
+    step_of = partial(disk_case.Step, width=0, light=True)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+        folder = Path(name)
+        passes = disk_case.dataset(folder, size, "adagrad")
+        budgets, window, (rows, num_bytes) = Budgets.least(passes), Window.warm(passes, 3), rows_held(passes)
+        keep({"table_rows": rows, "table_bytes": num_bytes, "device_budget_bytes": budgets.device})
+        keep({"host_budget_bytes": budgets.host, "passes_per_epoch": size.passes})
+        cache = tc.InMemoryCache(passes, device=device.open())
+        memory = MemoryRun(cache, step_of(cache), size.batch, device)
+        memory.upto(window.first - 1, train=False)
+        in_memory, _ = memory.seconds(window)
+        memory.close()
+        del memory, cache
+        device.free_unused()
+        with open_store(passes, folder / "store.tc") as store:
+            run = TieredRun(passes, store, budgets, step_of, size.batch, device)
+            tiered, _ = run.seconds(window)
+            found = figures_of(device, run, window, memory=in_memory, tiered=tiered, folder=folder)
+            run.close()
+        keep({f"{key}_high": value for key, value in found.items()})
 
 
 # -- other commands ------------------------------------------------------------------------------------------
 
 
-def tests(machine: TrainingMachine, keep: Keep) -> None:
+def tests(device: TrainingDevice, keep: Keep) -> None:
     """Run the tests that only a GPU can run."""
-    variables = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"} if machine.is_gpu else {}
+    variables = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"} if device.is_gpu else {}
     _run(keep, [sys.executable, "-m", "pytest", "tests/train/test_real_gpu.py"], variables)
 
 
-def racecheck(machine: TrainingMachine, keep: Keep) -> None:
+def racecheck(device: TrainingDevice, keep: Keep) -> None:
     """Run racecheck on the update and pooling kernels."""
-    if not machine.is_gpu:
+    if not device.is_gpu:
         keep({"status": "not run: needs a GPU"})
         return
     only = "cuda and (test_update or test_pooling)"
     _run(keep, [sys.executable, "-m", "tests.gpu", "--part", "racecheck", "-x", "-k", only])
 
 
-def ncu(machine: TrainingMachine, keep: Keep) -> None:
+def ncu(device: TrainingDevice, keep: Keep) -> None:
     """Count bytes and occupancy of the kernels of a step, if Nsight Compute is installed."""
     metrics = (
         "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,"
@@ -352,10 +302,10 @@ def ncu(machine: TrainingMachine, keep: Keep) -> None:
         "launch__registers_per_thread"
     )
     program = (
-        "from benchmarks.gpu_step import few_steps; from benchmarks.window import open_training; "
-        "few_steps(open_training('cuda', dry=False), {!r})"
+        "from benchmarks.gpu_step import few_steps; from benchmarks.device import open_device; "
+        "few_steps(open_device('cuda'), {!r})"
     )
-    if not machine.is_gpu:
+    if not device.is_gpu:
         keep({"status": "not run: needs a GPU"})
         return
     for optimizer in ("sgd", "adam"):

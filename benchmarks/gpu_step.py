@@ -14,16 +14,19 @@ per step in each kernel, from torch's profiler.
 from __future__ import annotations
 
 import cProfile
-import gc
 import pstats
 import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from itertools import count, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 import tiercache as tc
+from benchmarks.device import TrainingDevice
 from benchmarks.embedding_contenders import (
     Fbgemm,
     Shape,
@@ -34,111 +37,42 @@ from benchmarks.embedding_contenders import (
     gradients_of,
     state_floats,
 )
-from benchmarks.machine import middle
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+Keep = Callable[[dict[str, Any]], None]
 
-    from benchmarks.window import TrainingMachine
-
-    Keep = Callable[[dict[str, Any]], None]
 
 FULL = Shape(name="step", num_tables=10, rows=1_677_721, num_features=10, num_samples=104_857, dim=128)
 DRY = Shape(name="step", num_tables=10, rows=300, num_features=10, num_samples=64, dim=128)
 MODULES = {"bags": tc.EmbeddingBagCollection, "rows": tc.EmbeddingCollection}
-_WAIT_CYCLES = 16_000_000  # 8 ms, enough for the host to queue a whole step
-_KERNELS = 14
 
 
-def copy_bytes_per_second(machine: TrainingMachine) -> float:
-    """Return the bytes per second that a copy on the device reads and writes."""
-    size = 2 << 30 if machine.is_gpu else 1 << 20
-    source = torch.zeros(size, dtype=torch.uint8, device=torch_device(machine))
-    target = torch.empty_like(source)
-    return 2e3 * size / gpu_ms(machine, lambda: target.copy_(source))
+class EmbeddingStep:
+    """A step of one module without a dense part: forward, backward with a constant gradient, optimizer step."""
 
+    def __init__(self, cache: Any, kind: type[torch.nn.Module] = tc.EmbeddingBagCollection) -> None:
+        self._cache, self._module = cache, kind(cache.schema)
+        cache.register(model=self._module)
+        self._gradients: list[torch.Tensor] = []
 
-def torch_device(machine: TrainingMachine) -> str:
-    """Return the device of torch's own tensors."""
-    return "cuda" if machine.is_gpu else "cpu"
-
-
-def gpu_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 20, warm: int = 3) -> float:
-    """Return the median GPU milliseconds of a call; without a GPU, its wall milliseconds."""
-    taken = []
-    for number in range(warm + repeats if machine.is_gpu else 2):
-        if machine.is_gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            took = begin.elapsed_time(end)
-        else:
-            begun = time.perf_counter()
-            call()
-            took = 1e3 * (time.perf_counter() - begun)
-        if number >= warm or not machine.is_gpu:
-            taken.append(took)
-    return middle(taken)
-
-
-def loop_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 50) -> dict[str, float]:
-    """Return wall and thread milliseconds per call of a loop that waits once, at its end."""
-    repeats = repeats if machine.is_gpu else 2
-    for _ in range(min(5, repeats)):
-        call()
-    machine.rest()
-    begun, thread = time.perf_counter(), time.thread_time()
-    for _ in range(repeats):
-        call()
-    thread = time.thread_time() - thread
-    machine.rest()
-    return {"wall_ms": 1e3 * (time.perf_counter() - begun) / repeats, "host_ms": 1e3 * thread / repeats}
-
-
-def synced_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 40) -> float:
-    """Return the mean milliseconds between events around a call; the host waits after each call."""
-    if not machine.is_gpu:
-        return gpu_ms(machine, call)
-    taken = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end))
-    return float(np.mean(taken[5:]))
-
-
-def kernels_us(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 20) -> dict[str, float]:
-    """Return the microseconds per call of each kernel, largest first; nothing without a GPU."""
-    if not machine.is_gpu:
-        return {}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    ordered = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)[:_KERNELS]
-    return {
-        f"us_{event.key[:70]} x{event.count / repeats:g}": event.self_device_time_total / repeats for event in ordered
-    }
+    def __call__(self, batch: Any) -> None:
+        out = self._module(batch)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
+        if not self._gradients or self._gradients[0].shape != outs[0].shape:
+            self._gradients = [torch.full_like(one, 1e-3) for one in outs]
+        torch.autograd.backward(outs, self._gradients)
+        self._cache.optimizer.step()
 
 
 class Resident:
     """Both modules over whole tables in memory, with kept batches."""
 
-    def __init__(self, machine: TrainingMachine, optimizer: str) -> None:
-        self.machine, self.shape = machine, FULL if machine.is_gpu else DRY
+    def __init__(self, device: TrainingDevice, optimizer: str) -> None:
+        self.device, self.shape = device, FULL if device.is_gpu else DRY
         whole = WholeTables(self.shape, optimizer, batches_of(self.shape))
-        self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole), device=machine.device())
+        self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole), device=device.open())
         self._modules = {name: kind(self._cache.schema) for name, kind in MODULES.items()}
         self._cache.register(model=torch.nn.ModuleList(self._modules.values()))
-        flat = torch.from_numpy(gradients_of(self.shape)[0]).to(torch_device(machine))
+        flat = torch.from_numpy(gradients_of(self.shape)[0]).to(device.torch_name)
         self._gradients = {
             "bags": [flat],
             "rows": [part.contiguous() for part in torch.split(flat, self.shape.dim, dim=1)],
@@ -147,34 +81,22 @@ class Resident:
         for batch in next(self._passes).batches(self.shape.num_samples):
             for name in MODULES:
                 self.train(name, batch)
-        self._batches = list(next(self._passes).batches(self.shape.num_samples))
-        self._number = 0
+        self._next = cycle(list(next(self._passes).batches(self.shape.num_samples)))
 
     def train(self, name: str, batch: Any) -> None:
-        """Run forward, backward and the optimizer step of one module."""
         out = self._modules[name](batch)
         torch.autograd.backward([out] if name == "bags" else list(out.values()), self._gradients[name])
         self._cache.optimizer.step()
 
     def step(self, name: str) -> None:
         """Train the next of the kept batches."""
-        self.train(name, self._batches[self._number % len(self._batches)])
-        self._number += 1
+        self.train(name, next(self._next))
 
     def close(self) -> None:
-        """Free the memory."""
         self._passes.close()
-        self._batches.clear()
         self._cache.close()
-        del self._cache, self._passes, self._modules, self._gradients
-        forget(self.machine)
-
-
-def forget(machine: TrainingMachine) -> None:
-    """Free the GPU memory that no tensor uses."""
-    gc.collect()
-    if machine.is_gpu:
-        torch.cuda.empty_cache()
+        del self._cache, self._passes, self._modules, self._gradients, self._next
+        self.device.free_unused()
 
 
 def roof_bytes(shape: Shape, optimizer: str) -> float:
@@ -184,67 +106,64 @@ def roof_bytes(shape: Shape, optimizer: str) -> float:
     return 4 * entries + 4 * shape.dim * (distinct + 2 * entries) + 8 * distinct * (shape.dim + state)
 
 
-def step(machine: TrainingMachine, keep: Keep) -> None:
+def step(device: TrainingDevice, keep: Keep) -> None:
     """Measure both modules with four optimizers."""
-    copied = copy_bytes_per_second(machine)
+    copied = device.copy_bytes_per_second()
     keep({"copy_TB_per_second": copied / 1e12})
     for optimizer in ("sgd", "adam", "adagrad", "rowwise"):
-        resident = Resident(machine, optimizer)
+        resident = Resident(device, optimizer)
         moved = roof_bytes(resident.shape, optimizer)
         keep({f"{optimizer}_roof_MB": moved / 1e6, f"{optimizer}_roof_ms": 1e3 * moved / copied})
         for name in MODULES:
-
-            def call(name: str = name, resident: Resident = resident) -> None:
-                resident.step(name)
-
-            tail = f"{optimizer}_{name}_"
-            took = gpu_ms(machine, call)
+            call, tail = partial(resident.step, name), f"{optimizer}_{name}_"
+            took = device.gpu_ms(call)
             keep({f"{tail}gpu_ms": took, f"{tail}roof_fraction": 1e3 * moved / copied / took})
-            keep({f"{tail}{key}": value for key, value in loop_ms(machine, call).items()})
-            keep({f"{tail}synced_ms": synced_ms(machine, call)})
+            keep({f"{tail}{key}": value for key, value in device.loop_ms(call).items()})
+            keep({f"{tail}synced_ms": device.gpu_ms(call, 35, 5, alone=False)})
             if optimizer in ("sgd", "adam"):
-                keep({f"{tail}{key}": value for key, value in kernels_us(machine, call).items()})
+                keep({f"{tail}{key}": value for key, value in device.kernels_us(call).items()})
+        del call
         resident.close()
 
 
-def peers(machine: TrainingMachine, keep: Keep) -> None:
+def peers(device: TrainingDevice, keep: Keep) -> None:
     """Measure `nn.EmbeddingBag(sparse=True)` with torch's optimizers, and FBGEMM if it is installed."""
-    shape = FULL if machine.is_gpu else DRY
+    shape = FULL if device.is_gpu else DRY
     contenders: list[tuple[str, Any, str]] = [("torch", TorchBags, "adagrad"), ("torch", TorchBags, "adam")]
     contenders += [("fbgemm", Fbgemm, optimizer) for optimizer in ("sgd", "adam", "adagrad", "rowwise")]
     for name, kind, optimizer in contenders:
-        if name == "fbgemm" and not machine.is_gpu:
+        if name == "fbgemm" and not device.is_gpu:
             continue
         try:
-            peer = kind(shape, optimizer, batches_of(shape), gradients_of(shape), torch_device(machine))
+            peer = kind(shape, optimizer, batches_of(shape), gradients_of(shape), device.torch_name)
         except ImportError as error:
             keep({name: f"not installed: {error}"})
             break
-        numbers = iter(range(1 << 30))
-
-        def call(peer: Any = peer, numbers: Any = numbers) -> None:
-            peer.step(next(numbers))
-
-        keep({f"{name}_{optimizer}_gpu_ms": gpu_ms(machine, call)})
-        keep({f"{name}_{optimizer}_{key}": value for key, value in loop_ms(machine, call, 20).items()})
-        keep({f"{name}_{optimizer}_synced_ms": synced_ms(machine, call, 20)})
+        call = partial(_next_step, peer, count())
+        keep({f"{name}_{optimizer}_gpu_ms": device.gpu_ms(call)})
+        keep({f"{name}_{optimizer}_{key}": value for key, value in device.loop_ms(call, 20).items()})
+        keep({f"{name}_{optimizer}_synced_ms": device.gpu_ms(call, 15, 5, alone=False)})
         del peer, call
-        forget(machine)
+        device.free_unused()
 
 
-def host(machine: TrainingMachine, keep: Keep) -> None:
+def _next_step(peer: Any, numbers: Iterator[int]) -> None:
+    peer.step(next(numbers))
+
+
+def host(device: TrainingDevice, keep: Keep) -> None:
     """Profile the training thread by its CPU clock: microseconds per step of each function, own and cumulative."""
-    resident, steps = Resident(machine, "adam"), 100 if machine.is_gpu else 2
+    resident, steps = Resident(device, "adam"), 100 if device.is_gpu else 2
     for name in MODULES:
-        for _ in range(10 if machine.is_gpu else 1):
+        for _ in range(10 if device.is_gpu else 1):
             resident.step(name)
-        machine.rest()
+        device.rest()
         profiler = cProfile.Profile(time.thread_time)
         profiler.enable()
         for _ in range(steps):
             resident.step(name)
         profiler.disable()
-        machine.rest()
+        device.rest()
         found: Any = pstats.Stats(profiler).stats  # type: ignore[attr-defined] # typeshed leaves it out
         keep({f"{name}_calls": sum(calls for calls, *_ in found.values()) / steps})
         for (file, line, function), (_, calls, own, total, _) in sorted(found.items(), key=lambda it: -it[1][2])[:25]:
@@ -253,9 +172,9 @@ def host(machine: TrainingMachine, keep: Keep) -> None:
     resident.close()
 
 
-def few_steps(machine: TrainingMachine, optimizer: str) -> None:
+def few_steps(device: TrainingDevice, optimizer: str) -> None:
     """Run a few steps under an external profiler."""
-    resident = Resident(machine, optimizer)
+    resident = Resident(device, optimizer)
     for _ in range(3):
         resident.step("bags")
-    machine.rest()
+    device.rest()

@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
+from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda.cupy_device import CudaDevice
 from tiercache.kernels.cuda.launch import describe
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from numpy.typing import DTypeLike, NDArray
-
-    from tiercache.kernels.arrays import View
 
 _SMS = 132  # as in an H100
 _FREE_BYTES, _BYTES = 8 << 30, 16 << 30
@@ -76,40 +72,32 @@ class IdleGpu(CudaDevice):
     # -- called by kernels ------------------------------------------------------------------------------------
 
     def stream(self) -> int:
-        """Return the address of a stream."""
         return 7
 
     def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
-        """Return an uninitialized tensor."""
         return self.tensor((size,), TORCH_DTYPES[np.dtype(dtype)])
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
-        """Return a copy."""
         self.counts["copy table"] += 1
         return torch.from_numpy(table.reshape(-1).view(np.uint8)).clone()
 
     def read(self, array: torch.Tensor) -> NDArray[Any]:
-        """Return a copy."""
         return self.download(array)
 
     def sort(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return uninitialized memory in place of a sorted order."""
         self.counts["sort"] += 1
         return self.empty(keys.shape[0], np.int32), self.empty(keys.shape[0], np.int64)
 
     def describe(self, array: Any) -> View | None:
-        """Return the description of a tensor's memory."""
         return describe(array, "__array_interface__")
 
     def prepare(self) -> None:
         """Compile nothing."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Count the call."""
         self.counts["pin"] += 1
 
     def unpin(self, address: int) -> None:
-        """Count the call."""
         self.counts["unpin"] += 1
 
     def _function(self, kernel: str) -> Callable[..., None]:
@@ -139,46 +127,37 @@ class IdleGpu(CudaDevice):
             return tensor.detach()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor."""
         self.counts["allocate pinned"] += 1
         return torch.empty(tuple(shape), dtype=dtype)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
-        """Return a copy."""
         self.counts["copy"] += 1
         return pinned.clone()
 
     def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
-        """Copy."""
         self.counts["copy" if lasting else "copy waiting"] += 1
         there.copy_(host)
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
-        """Return a copy."""
         self.counts["copy waiting"] += 1
         copied: NDArray[Any] = tensor.numpy().copy()
         return copied
 
     def address_of(self, array: NDArray[np.float32]) -> int:
-        """Return the host's address."""
         return int(array.ctypes.data)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return free and total bytes."""
         return _FREE_BYTES, _BYTES
 
     def wait_event(self, _event: Any) -> None:
-        """Count the call."""
         self.counts["event"] += 1
 
     wait_uploaded = wait_event
 
     def record_use(self, _tensor: torch.Tensor) -> None:
-        """Count the call."""
         self.counts["record stream"] += 1
 
     def receive(self, _sent: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Count the wait, and one recorded stream per tensor."""
         self.counts["event"] += 1
         self.counts["record stream"] += len(tensors)
 
@@ -186,11 +165,9 @@ class IdleGpu(CudaDevice):
         """Return at once: nothing is queued."""
 
     def enter_thread(self) -> None:
-        """Count the call."""
         self.counts["context"] += 1
 
     def random_state(self) -> torch.Tensor:
-        """Return an unused state."""
         return torch.zeros(1, dtype=torch.uint8)
 
     def set_random_state(self, state: torch.Tensor) -> None:

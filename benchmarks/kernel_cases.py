@@ -9,13 +9,15 @@ Lookups are uniform over the rows, so that caches help little; the batch of the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.kernel_machines import Machine
 from tiercache.kernels import step as stepping
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
@@ -23,12 +25,7 @@ from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.rows.backends.optimizer_step import rule_of
 from tiercache.store.bits import to_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from benchmarks.kernel_machines import Machine
-    from tiercache.store.optimizer import Optimizer
+from tiercache.store.optimizer import Optimizer
 
 DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
 """Dtypes of vectors, and the suffixes of operations on them."""

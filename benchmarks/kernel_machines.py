@@ -8,20 +8,17 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 from benchmarks.machine import middle, say
 from tiercache.errors import CudaError
 from tiercache.kernels.arrays import aligned_zeros
 from tiercache.rows.backends.cuda_runtime import open_runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import DTypeLike, NDArray
 
 COPY_BYTES = 256 << 20
 _CALLS_OF_SAMPLE = 10
@@ -56,7 +53,6 @@ class GpuClock:
         self._cupy.copyto(self._to, self._from)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the medians of single calls, after two warm-up calls."""
         call()
         self._cupy.cuda.Device().synchronize()
         begun = time.perf_counter()
@@ -108,7 +104,6 @@ class CpuMachine:
         self._copied: tuple[Any, Any] | None = None
 
     def place(self, array: NDArray[Any]) -> Any:
-        """Return the array itself, or an aligned copy of rows."""
         if array.ndim == 2 and array.dtype == np.float32:
             rows = aligned_zeros(*array.shape)
             rows[...] = array
@@ -116,11 +111,9 @@ class CpuMachine:
         return array
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array whose pages were touched."""
         return self.place(np.zeros(shape, dtype))
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the median of single calls, after one warm-up call."""
         call()
         taken = []
         for _ in range(samples):
@@ -138,7 +131,7 @@ class CpuMachine:
 
 
 class CudaMachine:
-    """GPU 0, on the default stream, except for concurrent calls; time by CUDA events."""
+    """GPU 0, on the default stream; time by CUDA events."""
 
     on_device = True
 
@@ -147,51 +140,17 @@ class CudaMachine:
         self.kernels = _operations("Cuda", device)
         device.prepare()
         self._cupy = importlib.import_module("cupy")
-        self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         self._clock = GpuClock(self._cupy)
 
     def place(self, array: NDArray[Any]) -> Any:
-        """Copy to the GPU."""
         return self._cupy.asarray(array)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return zeros on the GPU."""
         return self._cupy.zeros(shape, dtype)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the median over samples of ten calls, on the GPU and to launch."""
         return self._clock.times(call, samples)
-
-    def pinned(self, num_bytes: int) -> Any:
-        """Return pinned host memory, which has the same address on the GPU."""
-        return self._cupy.cuda.alloc_pinned_memory(num_bytes)
-
-    def copy_over_link(self, pinned: Any, array: Any, way: str) -> None:
-        """Copy an array "to_host" or "from_host" with the copy engine."""
-        runtime = self._cupy.cuda.runtime
-        if way == "to_host":
-            runtime.memcpyAsync(pinned.ptr, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, 0)
-        else:
-            runtime.memcpyAsync(array.data.ptr, pinned.ptr, array.nbytes, runtime.memcpyHostToDevice, 0)
-
-    def beside(self, *calls: Callable[[], Any]) -> None:
-        """Run two calls at once, each on its own stream, after earlier and before later work."""
-        cupy = self._cupy.cuda
-        begun = cupy.Event(disable_timing=True)
-        begun.record(cupy.Stream.null)
-        for stream, call in zip(self._beside, calls, strict=True):
-            stream.wait_event(begun)
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):  # type: ignore[no-untyped-call]
-                call()
-            done = cupy.Event(disable_timing=True)
-            done.record(stream)
-            cupy.Stream.null.wait_event(done)
-
-    def forget(self) -> None:
-        """Return unused memory to the GPU: torch has a separate pool."""
-        torch.cuda.empty_cache()
-        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB on the GPU."""
@@ -208,11 +167,9 @@ class ShimMachine:
         self.kernels = _operations("Cuda", self.device)
 
     def place(self, array: NDArray[Any]) -> Any:
-        """Copy to guarded memory."""
         return self.device.place(array)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return garbage in guarded memory."""
         return self.device.array(shape, dtype)
 
 

@@ -16,10 +16,12 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import psutil
 from rich.console import Console
@@ -27,11 +29,8 @@ from rich.table import Table
 
 from tiercache.sizes import format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from types import TracebackType
+Size = TypeVar("Size")
 
-    Size = TypeVar("Size")
 
 console = Console(highlight=False)
 PACKAGES = (
@@ -65,10 +64,12 @@ class Goal:
 class Run:
     """A run of a benchmark: its options, a folder on the measured disk, and its figures so far."""
 
-    def __init__(self, name: str, options: argparse.Namespace, given: Sequence[str], *, keep: bool) -> None:
-        self.name, self.options, self._keep = name, options, keep
+    def __init__(self, name: str, options: argparse.Namespace, given: Sequence[str], goals: Sequence[Goal]) -> None:
+        self.name, self.options, self.goals = name, options, goals
         self.record = environment(f"benchmarks.{name}", given)
         self.record["size"] = next((form for form in ("dry", "tiny", "quick") if getattr(options, form, False)), "full")
+        self.is_judged = True
+        """False: goals are of another machine, or of a larger batch, and have no verdict."""
         self._facts = len(self.record)
 
     def size(self, full: Size, quick: Size, tiny: Size) -> Size:
@@ -77,77 +78,70 @@ class Run:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """A folder that is deleted at the end, or the named folder of a benchmark that keeps its data."""
-        named: Path | None = getattr(self.options, "folder", None)
-        parent = named or Path.cwd()
+        """A folder that is deleted at the end."""
+        parent: Path = self.options.folder or Path.cwd()
         parent.mkdir(parents=True, exist_ok=True)
-        kept = self._keep and named is not None
-        made = parent if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent))
+        made = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=parent))
         self.record["file_system"] = file_system(made)
         return made.resolve()
 
     def show(self) -> None:
-        """Print all figures except the verdicts."""
-        table = table_of(f"{self.name}, size {self.record['size']}", "", "")
-        for key, value in list(self.record.items())[self._facts :]:
-            if isinstance(value, str | bool) or value is None:
-                table.add_row(key, str(value))
-            elif key.endswith("_bytes") and value >= 0:
-                table.add_row(key, format_bytes(int(value)))
-            else:
-                table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+        """Print the figures, and those with a goal with their verdicts."""
+        record, table = self.record, table_of(f"{self.name}, size {self.record['size']}", "", "")
+        for key, value in list(record.items())[self._facts :]:
+            table.add_row(key, shown(key, value))
         console.print(table)
-
-    def report(self, goals: Sequence[Goal], *, judged: bool = True, title: str = "what was promised") -> None:
-        """Print and write the figures; not judged: goals of another machine, or of a larger batch, have no verdict."""
-        record, table = self.record, table_of(title, "figure", "reached", "goal", "at least", "verdict")
-        for goal in goals:
-            value = record.get(goal.key)
-            verdict = goal.verdict(value) if judged or value is None else "no verdict"
+        table = table_of("what was promised", "figure", "reached", "goal", "at least", "verdict")
+        for goal in self.goals:
+            value, sign = record.get(goal.key), "<= " if goal.below else ""
+            verdict = goal.verdict(value) if self.is_judged or value is None else "no verdict"
             record[f"{goal.key}_verdict"] = verdict
-            sign = "<= " if goal.below else ""
             least = "" if goal.least is None else f"{sign}{goal.least:g}"
-            reached = "-" if value is None else f"{value:.3f}"
-            table.add_row(goal.key, reached, f"{sign}{goal.goal:g}", least, verdict)
+            table.add_row(goal.key, "-" if value is None else f"{value:.3f}", f"{sign}{goal.goal:g}", least, verdict)
         console.print(table)
         names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
         console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
         console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
-        self.write()
 
     def write(self) -> None:
-        """Write the figures, so far or all of them, as one flat object, if requested."""
+        """Write the figures so far as one flat object, if requested."""
         if self.options.json is not None:
             flat = {key: value for key, value in self.record.items() if not isinstance(value, dict | list | tuple)}
             self.options.json.write_text(json.dumps(flat, indent=1) + "\n")
             console.print(f"figures written to {self.options.json}")
 
 
-def options_of(
-    name: str, description: str | None, quick: str, *, tiny: str = "so small that times mean nothing", folder: str = ""
-) -> argparse.ArgumentParser:
-    """Return the common options: --quick, --tiny, --json and, if ``folder`` is its help text, --folder."""
+@contextlib.contextmanager
+def benchmark(
+    name: str,
+    description: str | None,
+    quick: str,
+    goals: Sequence[Goal],
+    arguments: Sequence[str] | None = None,
+    **more: dict[str, Any],
+) -> Iterator[Run]:
+    """Read the command line; at the end delete the folder, and print and write the figures.
+
+    quick: what --quick leaves out. more: other options, by name, as arguments of ``add_argument``.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help=f"{quick}, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    if folder:
-        parser.add_argument("--folder", type=Path, help=f"on the disk to measure; {folder}")
-    return parser
-
-
-@contextlib.contextmanager
-def called(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, keep: bool = False) -> Iterator[Run]:
-    """Read the command line; at the end delete the folder and note the seconds. keep: --folder is not deleted."""
+    parser.add_argument("--folder", type=Path, help="on the disk to measure, for data that are deleted at the end")
+    for option, how in more.items():
+        parser.add_argument(f"--{option}", **how)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    run = Run(parser.prog.rpartition(".")[2], parser.parse_args(given), given, keep=keep)
+    run = Run(name, parser.parse_args(given), given, goals)
     begun = time.perf_counter()
     try:
         yield run
     finally:
-        if "folder" in vars(run) and not (keep and run.options.folder):
+        if "folder" in vars(run):
             shutil.rmtree(run.folder, ignore_errors=True)
     run.record["benchmark_seconds"] = time.perf_counter() - begun
+    run.show()
+    run.write()
 
 
 def _without_places(arguments: Sequence[str]) -> Iterator[str]:
@@ -179,12 +173,23 @@ def environment(module: str, arguments: Sequence[str], packages: Iterable[str] =
     return record
 
 
-def table_of(title: str, *columns: str, left: int = 1) -> Table:
-    """Return a table whose first columns hold words and the others numbers."""
+def table_of(title: str, *columns: str) -> Table:
+    """Return a table whose first column holds words and the others numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right")
+        table.add_column(column, justify="right" if number else "left")
     return table
+
+
+def shown(key: str, value: Any) -> str:
+    """Return a figure for people."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if key.endswith("_bytes") and value >= 1024:
+        return format_bytes(value)
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def say(what: str) -> None:

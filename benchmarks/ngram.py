@@ -23,26 +23,23 @@ import os
 import re
 import sysconfig
 import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, PeakMemory, called, middle, options_of, say
+from benchmarks.machine import Goal, PeakMemory, benchmark, middle, say
 from benchmarks.window import Budgets, rows_held, same_rows
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.train.raw_keys import IndexPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-    from numpy.typing import NDArray
 
 VOCAB, HEADS = 32_768, 8
 GOALS = (
@@ -144,7 +141,6 @@ class Net(nn.Module):
         """False: without the hidden layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a loss of tokens (N, T)."""
         found = self.memory(self.grams(x))
         total = found.sum(-2)
         guess = self.head(total) + (self.hidden(found.flatten(-2)) if self.is_whole else 0)
@@ -220,10 +216,11 @@ def measure_training(size: Size, folder: Path) -> dict[str, Any]:
     memory.close()
     step = sum(seconds["memory"]) / (passes * size.turns * len(tokens) / len(data) / size.batch)
     batches = [torch.from_numpy(tokens.read(at, at + size.batch)) for at in range(0, 8 * size.batch, size.batch)]
-    figures["rows_share"] = 1 - seconds_of(_dense_step(size, grams), batches) / step
-    for name, make in {"memmap": _memmap, "sparse": _sparse}.items():
-        taken = seconds_of(make(size, grams, folder), batches)
-        figures[f"{name}_tokens_per_second"] = size.batch * size.length / taken
+    makers = {"dense": _dense, "memmap": _memmap, "sparse": _sparse}
+    taken = {name: seconds_of(make(size, grams, folder), batches) for name, make in makers.items()}
+    figures["rows_share"] = 1 - taken["dense"] / step
+    for name in ("memmap", "sparse"):
+        figures[f"{name}_tokens_per_second"] = size.batch * size.length / taken[name]
     return figures
 
 
@@ -237,24 +234,34 @@ def seconds_of(step: Callable[[torch.Tensor], None], batches: Sequence[torch.Ten
     return middle(taken[len(batches) :])
 
 
-def _dense_step(size: Size, grams: tc.NGrams) -> Callable[[torch.Tensor], None]:
-    """Return a step with the same dense part, and with vectors that are not looked up."""
-    vectors = torch.randn(size.batch, size.length, grams.num_heads, size.dim, requires_grad=True)
-
-    class Given(nn.Module):
-        def forward(self, _: torch.Tensor) -> torch.Tensor:
-            return vectors
-
-    model = Net(Given(), grams, size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _step_of(model: Net, *more: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+    """Return a step of the dense part and of other optimizers."""
+    dense = [*model.head.parameters(), *model.hidden.parameters()]
+    optimizers = [torch.optim.SGD(dense, lr=0.1), *more]
 
     def step(x: torch.Tensor) -> None:
         model(x).backward()
-        vectors.grad = None  # a lookup does not add to what it had
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
 
     return step
+
+
+def _dense(size: Size, grams: tc.NGrams, _folder: Path) -> Callable[[torch.Tensor], None]:
+    """Return a step with the same dense part, and with vectors that are not looked up."""
+    shape = size.batch, size.length, grams.num_heads, size.dim
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vectors = torch.randn(shape, requires_grad=True)
+
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            self.vectors.grad = None  # a lookup does not add to what it had
+            return self.vectors
+
+    return _step_of(Net(Given(), grams, size))
 
 
 def _memmap(size: Size, grams: tc.NGrams, folder: Path) -> Callable[[torch.Tensor], None]:
@@ -270,18 +277,14 @@ def _memmap(size: Size, grams: tc.NGrams, folder: Path) -> Callable[[torch.Tenso
             made.append((unique, vectors))
             return vectors[torch.from_numpy(inverse.reshape(-1))].view(*keys.shape, size.dim)
 
-    model = Net(Mapped(), grams, size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense_step = _step_of(Net(Mapped(), grams, size))
 
     def step(x: torch.Tensor) -> None:
-        model(x).backward()
+        dense_step(x)
         unique, vectors = made.pop()
-        assert vectors.grad is not None
         gradient = vectors.grad.numpy()
         sums[unique] += np.square(gradient).mean(1)
         rows[unique] -= 0.05 * gradient / (np.sqrt(sums[unique]) + 1e-8)[:, None]
-        optimizer.step()
-        optimizer.zero_grad()
 
     return step
 
@@ -289,28 +292,12 @@ def _memmap(size: Size, grams: tc.NGrams, folder: Path) -> Callable[[torch.Tenso
 def _sparse(size: Size, grams: tc.NGrams, _folder: Path) -> Callable[[torch.Tensor], None]:
     """Return a step over nn.Embedding with sparse gradients."""
     model = Net(nn.Embedding(grams.num_embeddings, size.dim, sparse=True), grams, size)
-    dense = [*model.head.parameters(), *model.hidden.parameters()]
-    optimizers = [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(model.memory.parameters())]
-
-    def step(x: torch.Tensor) -> None:
-        model(x).backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-
-    return step
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of("ngram", __doc__, "fewer tokens and a smaller table", folder="on the disk that is measured")
-    with called(parser, arguments) as run:
-        size = run.size(FULL, QUICK, TINY)
-        run.record |= measure_key_sets(size, run.folder)
-        run.record |= measure_training(size, run.folder)
-    run.show()
-    run.report(GOALS, judged=size is not TINY)
+    return _step_of(model, torch.optim.SparseAdam(model.memory.parameters()))
 
 
 if __name__ == "__main__":
-    main()
+    with benchmark("ngram", __doc__, "fewer tokens and a smaller table", GOALS) as run:
+        amount = run.size(FULL, QUICK, TINY)
+        run.is_judged = amount is not TINY
+        run.record |= measure_key_sets(amount, run.folder)
+        run.record |= measure_training(amount, run.folder)

@@ -23,24 +23,20 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, called, of_process, options_of, say
+from benchmarks.machine import Goal, benchmark, of_process, say
 from benchmarks.ngram import text_tokens
 from tiercache.sizes import parse_bytes
 from tiercache.store.inspect import file_bytes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 TENSOR, TARGETS, STRIPE_BYTES = "model.ngram_embedding.weight", 1024, 64 << 10
 GOALS = (
@@ -110,7 +106,6 @@ class Net(nn.Module):
         self.down, self.out = nn.Linear(grams.num_heads * dim, 64), nn.Linear(64, TARGETS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of tokens (N, T)."""
         found = self.memory(self.grams(x)[:, :-1]).flatten(-2).float()
         logits = self.out(torch.relu(self.down(found)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), (x[:, 1:] % TARGETS).flatten())
@@ -267,16 +262,9 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it from the command line."""
-    parser = options_of("ngram_table", __doc__, "60,000 tokens, the same table", folder="for stores of about 15 GB")
-    with called(parser, arguments) as run:
-        size = run.size(FULL, QUICK, TINY)
-        run.record |= {f"size_{name}": value for name, value in asdict(size).items()}
-        run.record |= measure(size, run.folder)
-    run.show()
-    run.report(GOALS, judged=size is not TINY)
-
-
 if __name__ == "__main__":
-    main()
+    with benchmark("ngram_table", __doc__, "60,000 tokens, the same table", GOALS) as run:
+        amount = run.size(FULL, QUICK, TINY)
+        run.is_judged = amount is not TINY
+        run.record |= {f"size_{name}": value for name, value in asdict(amount).items()}
+        run.record |= measure(amount, run.folder)

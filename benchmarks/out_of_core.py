@@ -1,8 +1,5 @@
 """Training over the tiers compared with training in memory: python -m benchmarks.out_of_core [--quick] [--json FILE].
 
---device cuda [--dry] is another form, for a table of 40 GB, described in `out_of_core_gpu`. This module is the CPU
-form.
-
 The same model is trained on the same batches twice: with every row in memory, and with rows on the device, in host
 memory and in a store on disk that is at least 10 times the device budget and 3 times the host budget. Compute has
 one thread in both. The first epoch only fills the store, without the dense part. Later epochs are measured in
@@ -24,29 +21,24 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+import tiercache as tc
 from benchmarks import disk_case
 from benchmarks import window as windows
+from benchmarks.device import CPU
 from benchmarks.disk_raw import BareDisk, Replay
-from benchmarks.machine import Goal, called, middle, options_of, say
-from benchmarks.out_of_core_gpu import DiskBenchmark
+from benchmarks.machine import Goal, benchmark, middle, say
 from tiercache import InMemoryCache
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    import tiercache as tc
-    from tiercache.planning.pass_plan import PassPlan
-
+from tiercache.planning.pass_plan import PassPlan
 
 NEVER = np.iinfo(np.int64).max
 
@@ -133,7 +125,6 @@ DEMANDS = {
     "high": Demand(suffix="_high", target=None, optimizer="adam", longer_turns=3),
 }
 
-GOALS_OF_GPU = ("throughput_ratio", "bound_ratio", "wait_fraction", "planned_equals_measured")
 BARE_EPOCHS = 4
 """Epochs measured on the bare disk: one after each turn, or after every few turns if there are more."""
 
@@ -156,16 +147,17 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
             wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
             width = disk_case.DenseTimer(size).width(wanted - _seconds_without_dense(passes, size))
         say(f"dense width {width}: first epochs")
-        machine, step_of = windows.CPU, partial(disk_case.Step, width=width, light=True, track=True)
+        device, step_of = CPU, partial(disk_case.Step, width=width, light=True, track=True)
         cache = InMemoryCache(passes)
-        memory = windows.MemoryRun(cache, step_of(cache), size.batch, machine, shuffle=True)
-        tiered = windows.TieredRun(passes, store, budgets, step_of, size.batch, machine, shuffle=True)
+        memory = windows.MemoryRun(cache, step_of(cache), size.batch, device, shuffle=True)
+        tiered = windows.TieredRun(passes, store, budgets, step_of, size.batch, device, shuffle=True)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         try:
             for run in (memory, tiered):
                 run.turn(size.passes)
                 run.train.net.light = False  # type: ignore[attr-defined] # a Step
-            work = replay(state_bytes=tiered.state_bytes)
+            state_bytes = store.commit.state_bytes if store.commit else 0
+            work = replay(state_bytes=state_bytes)
             for turn in range(size.turns):
                 say(f"turn {turn + 1} of {size.turns}")
                 both = [("memory", memory), ("tiered", tiered)]
@@ -174,8 +166,10 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
                 seconds["rests"].append(tiered.rest_seconds)
                 if turn * BARE_EPOCHS % size.turns < BARE_EPOCHS:
                     seconds["bare"].append(disk.seconds(work))
-            tiered.finish()
-            figures = _figures(size, tiered, seconds, work) | _facts(passes, plans, memory, tiered, size)
+            tiered.current  # noqa: B018 - the switch after the last turn
+            tiered.rest()
+            files = {"store_file_bytes": (path / "blocks.bin").stat().st_size, "state_bytes": state_bytes}
+            figures = _figures(size, tiered, seconds, work) | files | _facts(passes, plans, memory, tiered, size)
         finally:
             memory.close()
             tiered.close()
@@ -196,7 +190,7 @@ def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any
 def _seconds_without_dense(passes: tc.PassDataset, size: disk_case.Size) -> float:
     """Return the seconds of one sample in memory without a dense part."""
     cache = InMemoryCache(passes)
-    run = windows.MemoryRun(cache, disk_case.Step(cache, 0, light=True), size.batch, windows.CPU, shuffle=True)
+    run = windows.MemoryRun(cache, disk_case.Step(cache, 0, light=True), size.batch, CPU, shuffle=True)
     run.turn(1)
     seconds = run.turn(3) / (3 * size.samples)
     run.close()
@@ -237,10 +231,8 @@ def _figures(
         "store_bytes_written": work.bytes_written,
         "store_commits": len(work.commits),
         "bytes_read_per_useful_byte": tiered.bytes_read / max(1, tiered.bytes_useful),
-        "store_file_bytes": tiered.file_bytes,
         "host_bytes_peak": tiered.cache.host_bytes_peak,
         "device_bytes": tiered.cache.device_bytes,
-        "state_bytes": tiered.state_bytes,
         "samples_per_epoch": size.epoch_samples,
         "passes_per_epoch": size.passes,
         "turns": size.turns,
@@ -286,45 +278,14 @@ def _facts(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of(
-        "out_of_core", __doc__, "the first demand on a small table", folder="its datasets are used again"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.out_of_core_gpu")
-    parser.add_argument("--dry", action="store_true", help="cuda without a GPU: all of it, at the smallest size")
-    parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")
-    parser.add_argument(
-        "--demand", choices=tuple(DEMANDS), help="measure one; where not given all, or the first of few"
-    )
-    with called(parser, arguments, keep=True) as run:
-        options, record = run.options, run.record
-        wanted = [demand for name, demand in DEMANDS.items() if options.demand in (None, name)]
-        on_a_gpu = options.dry or options.device == "cuda"
-        if on_a_gpu:
-            if not options.dry and (options.quick or options.tiny):
-                parser.error(
-                    "--quick and --tiny are of the CPU's form, and --device cuda has a table of 40 GB: try it with "
-                    "--dry, or write its data with --prepare and measure one --demand a call"
-                )
-            machine = windows.open_training("cuda", dry=options.dry)
-            benchmark = DiskBenchmark(disk_case.GPU_DRY if options.dry else disk_case.GPU_FULL, run.folder, machine)
-            demands = [] if options.prepare else wanted
-            record |= benchmark.run(demands, prepare=options.prepare or options.demand is None)
-        else:
-            torch.set_num_threads(1)
-            size = run.size(disk_case.FULL, disk_case.QUICK, disk_case.TINY)
-            for demand in wanted if size is disk_case.FULL else wanted[:1]:
-                figures = measure(demand, size, run.folder)
-                record |= {f"{key}{demand.suffix}": value for key, value in figures.items()}
-            record["threads"] = torch.get_num_threads()
-    run.show()
-    if on_a_gpu:
-        goals = [goal for goal in GOALS if goal.key.startswith(GOALS_OF_GPU)]
-        run.report(goals, judged="H200" in machine.name, title="what was promised, on one H200")
-    else:
-        run.report([goal for goal in GOALS if goal.key in record])
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    only: dict[str, Any] = {"choices": tuple(DEMANDS), "help": "measure one; default: all, or the first of few"}
+    with benchmark("out_of_core", __doc__, "the first demand on a small table", (), demand=only) as run:
+        amount = run.size(disk_case.FULL, disk_case.QUICK, disk_case.TINY)
+        demands = [demand for name, demand in DEMANDS.items() if run.options.demand in (None, name)]
+        for demand in demands if amount is disk_case.FULL else demands[:1]:
+            figures = measure(demand, amount, run.folder)
+            run.record |= {f"{key}{demand.suffix}": value for key, value in figures.items()}
+        run.record["threads"] = torch.get_num_threads()
+        run.goals = [goal for goal in GOALS if goal.key in run.record]

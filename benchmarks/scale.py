@@ -37,26 +37,22 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
-from benchmarks.machine import Goal, called, files_below, of_process, options_of, say
+from benchmarks.machine import Goal, benchmark, files_below, of_process, say
 from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
 from tiercache.data.dataset import PassDataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.plan_file import TrainingPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from tiercache.store.segment import Segment
-
+from tiercache.store.segment import Segment
 
 TABLE = "items"
 WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
@@ -82,7 +78,6 @@ class Size:
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
         return self.passes * self.samples
 
 
@@ -107,7 +102,6 @@ class Walk:
         return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
     def draw(self, index: int) -> RawBatch:
-        """Return a pass."""
         rows, samples = self.size.rows, self.size.samples
         rng = np.random.default_rng((7, index))
         factor = int(0.382 * rows)
@@ -351,14 +345,7 @@ def _command(*words: object) -> None:
         raise RuntimeError(f"tiercache {words[0]} ended with {done.returncode}: {done.stderr}{done.stdout}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    parser = options_of("scale", __doc__, "80 MB of rows", folder="what it makes there it deletes")
-    with called(parser, arguments) as run:
-        run.record |= Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()
-    run.show()
-    run.report(GOALS if run.record["size"] == "full" else SMALL_GOALS)
-
-
 if __name__ == "__main__":
-    main()
+    with benchmark("scale", __doc__, "80 MB of rows", GOALS) as run:
+        run.goals = run.size(GOALS, SMALL_GOALS, SMALL_GOALS)
+        run.record |= Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()

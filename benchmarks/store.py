@@ -23,22 +23,18 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
-from benchmarks.machine import Goal, PeakMemory, called, console, middle, options_of, say, table_of
+from benchmarks.machine import Goal, PeakMemory, benchmark, console, middle, say
 from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-    from rich.table import Table
-
-    Rows = NDArray[np.float32]
+Rows = NDArray[np.float32]
 
 
 SHARE = 0.05
@@ -56,7 +52,6 @@ class Contender:
         """Open it with cold caches; the store itself caches nothing."""
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Return the rows of ``keys`` (n,), in their order: (n, numbers of a row)."""
         return np.concatenate(list(self._store.lookup(self._name, keys).values()), axis=1)
 
     def close(self) -> None:
@@ -78,19 +73,16 @@ class LmdbRows(Contender):
         env.close()
 
     def open(self) -> None:
-        """Open it: mapped pages would stay in the page cache."""
         import lmdb
 
         self._env: Any = lmdb.open(str(self.path), map_size=1 << 40, readonly=True)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Get all rows in one call."""
         with self._env.begin() as txn, txn.cursor() as cursor:
             found = cursor.getmulti(_key_bytes(keys))
         return np.frombuffer(b"".join(value for _, value in found), np.float32).reshape(keys.size, -1)
 
     def close(self) -> None:
-        """Close it."""
         self._env.close()
 
 
@@ -112,18 +104,15 @@ class RocksRows(Contender):
         db.close()
 
     def open(self) -> None:
-        """Open it."""
         import rocksdict
 
         access = rocksdict.AccessType.read_only()
         self._db: Any = rocksdict.Rdict(str(self.path), rocksdict.Options(raw_mode=True), access_type=access)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Get all rows in one call."""
         return np.frombuffer(b"".join(self._db.get(_key_bytes(keys))), np.float32).reshape(keys.size, -1)
 
     def close(self) -> None:
-        """Close it."""
         self._db.close()
 
 
@@ -246,53 +235,11 @@ def measure(size: runs.Size, engines: Sequence[str], folder: Path) -> dict[str, 
     return figures | {"better_engine": max(worst, key=worst.__getitem__), "better_engine_ratio": max(worst.values())}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    quick = "small passes, rows of 260 bytes only"
-    parser = options_of("store", __doc__, quick, folder="what it makes there it deletes")
-    with called(parser, arguments) as run:
-        record, size = run.record, run.size(runs.FULL, runs.QUICK, runs.TINY)
-        engines = [engine for engine in ENGINES if importlib.util.find_spec(engine) is not None]
-        record |= {f"{engine}_measured": engine in engines for engine in ENGINES}
-        record |= measure(size, engines, run.folder)
-    for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
-        console.print(table)
-    for engine in engines:
-        dumped, heap, taken = (record[f"{engine}_heap_{name}bytes"] for name in ("dump_", "", "transaction_"))
-        console.print(
-            f"{engine}: a dump of {dumped / 1e6:,.0f} MB from one buffer took {heap / 1e6:,.1f} MB of memory "
-            f"in transactions of {taken / 1e6:,.0f} MB"
-        )
-    dumps = (Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in DUMPS.get(record["size"], {}).items())
-    without_peer = importlib.util.find_spec("rocksdict") is None
-    known = {*record, "lookup_over_rocksdict"} if without_peer else record
-    run.report([goal for goal in (*dumps, *GOALS) if goal.key in known])
-
-
-def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[str]) -> list[Table]:
-    """Return a table of dumps and loads, and one of lookups."""
-    moves = table_of(
-        f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
-        "engine", "what", "row bytes", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most", left=2,
-    )  # fmt: skip
-    for suffix in suffixes:
-        for engine in engines:
-            for what, segments in (("dump", ""), ("load", ""), ("load", "_400")):
-                tail = segments + suffix
-                num_bytes = record[f"{what}_bytes{tail}"]
-                rates = [num_bytes / record[f"{who}_{what}_seconds{tail}"] / 1e9 for who in (f"{engine}_raw", engine)]
-                ratios = [record[f"{engine}_{what}_ratio{part}{tail}"] for part in ("", "_least", "_most")]
-                name = what if what == "dump" else f"load from {segments[1:] or runs.PASSES}"
-                shown = [f"{rate:.2f}" for rate in rates] + [f"{ratio:.3f}" for ratio in ratios]
-                moves.add_row(engine, name, suffix[1:] or "260", f"{num_bytes / 1e6:,.0f}", *shown)
-    title = f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold"
-    lookups = table_of(title, "by", "rows/s", "memory")
-    for name in (*engines, "getmulti", "rocksdict"):
-        if f"lookup_rows_per_s_{name}" in record:
-            memory = f"{record[f'lookup_memory_bytes_{name}'] / 1e6:,.0f} MB"
-            lookups.add_row(name, f"{record[f'lookup_rows_per_s_{name}']:,.0f}", memory)
-    return [moves, lookups]
-
-
 if __name__ == "__main__":
-    main()
+    with benchmark("store", __doc__, "small passes, rows of 260 bytes only", ()) as run:
+        present = [engine for engine in ENGINES if importlib.util.find_spec(engine) is not None]
+        run.record |= {f"{engine}_measured": engine in present for engine in ENGINES}
+        run.record |= measure(run.size(runs.FULL, runs.QUICK, runs.TINY), present, run.folder)
+        dumps = DUMPS.get(run.record["size"], {}).items()
+        goals = (*(Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in dumps), *GOALS)
+        run.goals = [goal for goal in goals if goal.key in run.record or goal.key == "lookup_over_rocksdict"]

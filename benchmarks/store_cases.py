@@ -16,27 +16,21 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks import store_runs as runs
-from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
+from benchmarks.disk_raw import BareDisk, Replay, Span, slot_bytes
 from benchmarks.machine import PeakMemory, files_below, middle, of_process
-from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
+from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Case, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.row_codec import blocks_of
 from tiercache.store.segment import base_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from benchmarks.disk_raw import Span
-    from benchmarks.store_runs import Case
 
 TABLE = Table(name="items", dim=8, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 SMALL_BYTES = 400 << 10

@@ -7,27 +7,19 @@ import mmap
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
+from benchmarks.disk_raw import Span, blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.rows.store_kernels import COMPUTE
-from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
+from tiercache.store import Cursor, Range, RowWiseAdagrad, Segment, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from benchmarks.disk_raw import Span
-    from tiercache.store import Segment
-
 
 PASSES = 24
 SEGMENTS = 400
@@ -96,7 +88,6 @@ class Case:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.table.row_bytes
 
     def layout(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
@@ -110,7 +101,6 @@ class Case:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes of the rows of a pass."""
         return self.rows * self.row_bytes
 
 

@@ -17,31 +17,26 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.machine import Goal, called, middle, options_of, say
+from benchmarks.machine import Goal, benchmark, middle, say
 from tiercache.store import NEVER, SGD, Cursor, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store import rewrite as rewriting
 from tiercache.store.bits import keys_of
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, RankList, State, head_of
-from tiercache.store.engines.engine import Blob
+from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.layout import KEY_PAGE_ROWS
 from tiercache.store.live import Live
 from tiercache.store.records import checksum, digest
 from tiercache.store.segment import GroupMeta, Segment, meta_to_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+Int64s = NDArray[np.int64]
 
-    from numpy.typing import NDArray
-
-    from tiercache.store.engines.engine import ReadRequest
-
-    Int64s = NDArray[np.int64]
 
 PASSES = (50, 200, 800)
 TERABYTES = (0.1, 1, 10)
@@ -290,8 +285,9 @@ def rewrite_writes(folder: Path, rows: int, num_passes: int, memory_bytes: int) 
 # -- all -------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, size: Size, passes: Sequence[int], many: int) -> dict[str, float]:
+def measure(folder: Path, size: Size) -> dict[str, float]:
     """Measure all parts."""
+    passes, many = ((3, 4, 6), 50) if size is TINY else (PASSES, 5000)
     found: dict[str, float] = {}
     for num_tables in size.tables:
         for num_passes in passes:
@@ -314,15 +310,8 @@ def measure(folder: Path, size: Size, passes: Sequence[int], many: int) -> dict[
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    with called(options_of("store_scale", __doc__, "26 tables only, and fewer rows rewritten"), arguments) as run:
-        size = run.size(FULL, QUICK, TINY)
-        passes, many = ((3, 4, 6), 50) if size is TINY else (PASSES, 5000)
-        run.record |= measure(run.folder, size, passes, many)
-    run.show()
-    run.report(GOALS, judged=size is not TINY)
-
-
 if __name__ == "__main__":
-    main()
+    with benchmark("store_scale", __doc__, "26 tables only, and fewer rows rewritten", GOALS) as run:
+        amount = run.size(FULL, QUICK, TINY)
+        run.is_judged = amount is not TINY
+        run.record |= measure(run.folder, amount)

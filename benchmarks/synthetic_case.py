@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.values.batch import Batch
+from tiercache.values.batch import Batch
 
 NUM_NUMERICAL = 10
 LEARNING_RATE = 0.01
@@ -50,12 +46,10 @@ class Model(NamedTuple):
 
     @property
     def num_tables(self) -> int:
-        """Tables of all kinds."""
         return sum(kind.num for kind in self.tables)
 
     @property
     def num_inputs(self) -> int:
-        """Inputs of all tables."""
         return sum(kind.num * len(kind.lengths) for kind in self.tables)
 
     @property
@@ -128,7 +122,6 @@ class Data:
         ]
 
     def schema(self) -> tc.Schema:
-        """Return the schema: a feature for each input."""
         tables = tuple(
             tc.Table(
                 name=name, dim=kind.width, optimizer=tc.optim.Adagrad(learning_rate=LEARNING_RATE),
@@ -147,7 +140,6 @@ class Data:
         return tc.Schema(label="label", dense=dense, features=features, tables=tables)
 
     def draw(self, index: int) -> RawBatch:
-        """Return a pass."""
         rng, count = np.random.default_rng((11, index)), self.size.batch * self.size.batches
         features = {
             f"{name}_{length}": FeatureKeys(
@@ -183,7 +175,6 @@ class Net(nn.Module):
         self.mlp = nn.Sequential(*parts, nn.Linear(widths[-1], 1), nn.Flatten(0))
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Return one logit per sample."""
         logits: torch.Tensor = self.mlp(torch.cat([self.bag(batch), batch.dense], dim=1))
         return logits
 
@@ -198,7 +189,6 @@ class Trainer:
         cache.register(model=self.net, optimizer=torch.optim.Adagrad(self.net.parameters(), lr=LEARNING_RATE))
 
     def __call__(self, batch: Batch) -> None:
-        """Train a batch."""
         self._loss_of(self.net(batch), batch.label).backward()
         self._cache.optimizer.step()
         self._cache.optimizer.zero_grad()

@@ -21,46 +21,28 @@ bound_ratio is the smaller of bound_ratio_host and bound_ratio_disk.
 device_share: the device budget over the rows of all keys in the data, with their optimizer state; 0.21 for both
 models. device_share_of_model: the same budget over all rows of the tables, including keys that do not occur.
 
-On a machine that is available per call: --prepare writes the data to --folder; --part memory, host or disk runs one of
-them; results stay in the folder for the next call. --dry runs everything with the tests' shim, without a GPU; there and
-with --tiny rows and optimizer state of memory and tiers are compared (bits_equal).
+--dry runs everything with the tests' shim, without a GPU; there and with --tiny rows and optimizer state of memory and
+tiers are compared (bits_equal).
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import tiercache as tc
-from benchmarks.machine import Goal, called, console, options_of, say
+from benchmarks.device import TrainingDevice, open_device
+from benchmarks.machine import Goal, benchmark, say
 from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, Trainer, dataset
-from benchmarks.window import (
-    Budgets,
-    MemoryRun,
-    TieredRun,
-    TrainingMachine,
-    Window,
-    figures_of,
-    open_store,
-    open_training,
-    rows_held,
-    same_rows,
-)
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-    from pathlib import Path
-
-PARTS = ("memory", "host", "disk")
+from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held, same_rows
 
 
 class Benchmark:
-    """One model at one size on one machine."""
+    """One model at one size on one device."""
 
-    def __init__(self, model: str, size: Size, folder: Path, machine: TrainingMachine) -> None:
-        self.model, self.size, self.folder, self.machine = model, size, folder, machine
+    def __init__(self, model: str, size: Size, folder: Path, device: TrainingDevice) -> None:
+        self.model, self.size, self.folder, self.device = model, size, folder, device
         say(f"{model}, {size.name}: data")
         self.passes = dataset(folder, Data(model, size))
         self.window = Window.warm(self.passes, size.window_passes)
@@ -69,8 +51,8 @@ class Benchmark:
         return Trainer(cache, self.model)
 
     def _in_memory(self) -> MemoryRun:
-        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        return MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
+        cache = tc.InMemoryCache(self.passes, device=self.device.open())
+        return MemoryRun(cache, self._train_of(cache), self.size.batch, self.device)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that are known before the runs."""
@@ -107,12 +89,12 @@ class Benchmark:
         path = self.folder / "store.tc" if part == "disk" else None
         budgets = Budgets.least(self.passes) if part == "disk" else Budgets.in_host(self.passes)
         with open_store(self.passes, path) as store:
-            run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.machine)
+            run = TieredRun(self.passes, store, budgets, self._train_of, self.size.batch, self.device)
             try:
                 say(f"{part}: the first epoch, then {self.window.passes} warm passes")
                 seconds, steps = run.seconds(self.window)
                 found = figures_of(
-                    self.machine, run, self.window, memory=memory_seconds, tiered=seconds,
+                    self.device, run, self.window, memory=memory_seconds, tiered=seconds,
                     folder=self.folder if path else None,
                 )  # fmt: skip
                 if part == "disk" and self.size.name in ("tiny", "dry"):
@@ -131,55 +113,26 @@ class Benchmark:
         run.close()
         return same_rows(run.cache, tiers)
 
-    def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Run the requested parts, and return their results with those of earlier calls in the same folder."""
-        kept = self.folder / f"figures-{self.model}-{self.size.name}-{self.machine.name}.json"
-        found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-        found |= {"device": self.machine.name} | self.facts()
-        say(
-            f"the device budget is {found['device_share']:.3f} of the rows held, with their state, and "
-            f"{found['device_share_of_model']:.3f} of all weights and state"
-        )
-        for part in () if options.prepare else PARTS if options.part is None else (options.part,):
-            say(f"{part} on {self.machine.name}")
-            if part == "memory":
-                found |= self.memory()
-            elif "in_memory_seconds" not in found:
-                raise SystemExit(
-                    f"--part {part} is compared with --part memory: run that first, with the same --folder."
-                )
-            else:
-                found |= self.tiered(part, found["in_memory_seconds"])
-                found["bound_ratio"] = min(found[f"bound_ratio_{p}"] for p in PARTS if f"bound_ratio_{p}" in found)
-            kept.write_text(json.dumps(found, indent=1))
-        return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
-    quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table"
-    parser = options_of("synthetic_models", __doc__, quick, folder="data and figures stay there")
-    parser.add_argument("--model", choices=("tiny", "small"), required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--dry", action="store_true", help="no GPU: the CUDA sources on the CPU, at the smallest size")
-    parser.add_argument("--prepare", action="store_true", help="write the data and end")
-    parser.add_argument("--part", choices=PARTS, help="one of the runs; default: all")
-    with called(parser, arguments, keep=True) as run:
-        options = run.options
-        size = DRY if options.dry else run.size(FULL, QUICK, TINY)
-        machine = open_training(options.device, dry=options.dry)
-        run.record["model"] = options.model
-        run.record |= Benchmark(options.model, size, run.folder, machine).run(options)
-    if options.dry:
-        console.print("The CUDA sources ran on the CPU, and no time means anything.")
-    goals = (
-        Goal(key="ms_per_step", goal=MODELS[options.model].goal_ms, below=True),
-        Goal(key="throughput_ratio_host", goal=0.97),
-        Goal(key="bound_ratio_disk", goal=0.95),
-    )
-    run.show()
-    run.report(goals, judged=size is FULL and "H200" in machine.name, title="what was promised, on one H200")
+    def run(self) -> dict[str, Any]:
+        """Run all parts."""
+        found = {"device": self.device.name} | self.facts() | self.memory()
+        for part in ("host", "disk"):
+            found |= self.tiered(part, found["in_memory_seconds"])
+        return found | {"bound_ratio": min(found["bound_ratio_host"], found["bound_ratio_disk"])}
 
 
 if __name__ == "__main__":
-    main()
+    quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table"
+    dry: dict[str, Any] = {"action": "store_true", "help": "no GPU: the CUDA sources on the CPU, at the smallest size"}
+    device: dict[str, Any] = {"choices": ("cpu", "cuda"), "help": "default: cuda if there is a GPU"}
+    models: dict[str, Any] = {"choices": tuple(MODELS), "required": True}
+    with benchmark("synthetic_models", __doc__, quick, (), model=models, device=device, dry=dry) as run:
+        name, amount = run.options.model, DRY if run.options.dry else run.size(FULL, QUICK, TINY)
+        used = open_device(run.options.device, dry=run.options.dry)
+        run.is_judged = amount is FULL and "H200" in used.name
+        run.goals = (
+            Goal(key="ms_per_step", goal=MODELS[name].goal_ms, below=True),
+            Goal(key="throughput_ratio_host", goal=0.97),
+            Goal(key="bound_ratio_disk", goal=0.95),
+        )
+        run.record |= {"model": name} | Benchmark(name, amount, run.folder, used).run()

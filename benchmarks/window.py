@@ -12,100 +12,32 @@ the training thread waits for queued GPU steps.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
-import torch
 
 import tiercache as tc
+from benchmarks.device import TrainingDevice
 from benchmarks.disk_raw import BareDisk, Replay, Span
 from benchmarks.machine import drop_cache, middle, process_bytes_read
 from tiercache.data.pass_builder import RowBudget
-from tiercache.errors import CudaError
 from tiercache.planning.budgets import HostBudget, paged
+from tiercache.planning.pass_plan import PassPlan
 from tiercache.planning.row_offsets import RowOffsets
-from tiercache.rows.backends.cuda_runtime import open_runtime
+from tiercache.reporting.report import PassReport
 from tiercache.store import MemoryEngine
 from tiercache.store.table import group_tables
+from tiercache.train.passes import Pass
+from tiercache.values.batch import Batch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from pathlib import Path
-
-    from tiercache.planning.pass_plan import PassPlan
-    from tiercache.reporting.report import PassReport
-    from tiercache.train.passes import Pass
-    from tiercache.values.batch import Batch
-
-
-_LINK_BYTES, _LINK_COPIES = 256 << 20, 7
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingMachine:
-    """The machine of a training: the CPU, a GPU, or the CUDA sources run on the CPU by the tests' shim."""
-
-    name: str
-    device: Callable[[], Any]
-    """Returns the ``device`` argument of a cache."""
-    is_gpu: bool = False
-
-    def rest(self) -> None:
-        """Wait until the device is idle."""
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def link_bytes_per_second(self) -> tuple[float, float] | None:
-        """Return the rates of copies of 256 MiB to pinned host memory and from it; None without a link."""
-        if not self.is_gpu:
-            return None
-        host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device="cuda")
-        return _rate(there, host), _rate(host, there)
-
-
-CPU = TrainingMachine("cpu", lambda: "cpu")
-
-
-def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
-    """Return the requested machine; by default the GPU if there is one.
-
-    dry: run the GPU code with the shim; times are meaningless.
-    """
-    if dry:
-        devices = importlib.import_module("tests.train.devices")
-        return TrainingMachine("shim", partial(devices.shim, "random", free_bytes=8 << 30))
-    if wanted != "cpu":
-        try:
-            open_runtime(None)
-            return TrainingMachine(torch.cuda.get_device_name(), lambda: "cuda", is_gpu=True)
-        except CudaError as error:
-            if wanted == "cuda":
-                raise SystemExit(f"{error} Or take --dry.") from error
-    return CPU
-
-
-def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
-    taken = []
-    for _ in range(_LINK_COPIES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return source.numel() / middle(taken)
-
-
-DATA = "blocks.bin"
 WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are steady
 _READ_BYTES, _FILE_BYTES = 4 << 20, 1 << 30
 _AT_RATE = {"pack": 0, "commit": 0, "durable": 0, "room": 0, "unpack": 1, "store": 1}
@@ -170,9 +102,9 @@ class MemoryRun:
     """A training that advances from pass to pass, with every row on the device."""
 
     def __init__(
-        self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, *, shuffle: bool = False
+        self, cache: Any, train: Callable[[Batch], None], batch: int, device: TrainingDevice, *, shuffle: bool = False
     ) -> None:
-        self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
+        self.cache, self.train, self._batch, self._device, self._shuffle = cache, train, batch, device, shuffle
         self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=1 << 20))
         self._pass: Pass | None = None
         self.rest_seconds = 0.0
@@ -193,12 +125,12 @@ class MemoryRun:
     def seconds(self, window: Window) -> tuple[float, int]:
         """Train a window and return its seconds and steps."""
         self.upto(window.first)
-        self._machine.rest()
+        self._device.rest()
         begun, steps = time.perf_counter(), 0
         for _ in range(window.passes):
             steps += self._train()
             self.current  # noqa: B018 - the window includes the switch to the next pass
-        self._machine.rest()
+        self._device.rest()
         return time.perf_counter() - begun, steps
 
     def turn(self, passes: int) -> float:
@@ -233,7 +165,6 @@ class MemoryRun:
         """Wait until all background work is done."""
 
     def close(self) -> None:
-        """Close the cache."""
         self._passes.close()
 
     def batch_seconds(self, window: Window) -> float:
@@ -243,7 +174,7 @@ class MemoryRun:
             begun, made = time.perf_counter(), 0
             for _batch in self.current.batches(self._batch, prefetch=0):
                 made += 1
-            self._machine.rest()
+            self._device.rest()
             taken.append((time.perf_counter() - begun) / made)
             self.current.skip()
             self._pass = None
@@ -255,11 +186,11 @@ class MemoryRun:
         kept = [batch for batch, _ in zip(self.current.batches(self._batch), range(2), strict=False)]
         for batch in kept:
             self.train(batch)
-        self._machine.rest()
+        self._device.rest()
         begun = time.perf_counter()
         for number in range(repeats):
             self.train(kept[number % len(kept)])
-        self._machine.rest()
+        self._device.rest()
         return (time.perf_counter() - begun) / repeats
 
 
@@ -278,28 +209,28 @@ class TieredRun(MemoryRun):
         budgets: Budgets,
         train_of: Callable[[Any], Callable[[Batch], None]],
         batch: int,
-        machine: TrainingMachine,
+        device: TrainingDevice,
         *,
         shuffle: bool = False,
     ) -> None:
         self.store = store
-        self._file = None if store.path is None else store.path / DATA
+        self.file = None if store.path is None else store.path / "blocks.bin"
         self._dropper = ThreadPoolExecutor(1, initializer=_step_back)
         cache = tc.TierCache(
-            store, passes, device=machine.device(), device_budget=budgets.device, host_budget=budgets.host,
+            store, passes, device=device.open(), device_budget=budgets.device, host_budget=budgets.host,
             progress=False,
         )  # fmt: skip
         self.bytes_read = self.bytes_useful = 0
-        super().__init__(cache, train_of(cache), batch, machine, shuffle=shuffle)
+        super().__init__(cache, train_of(cache), batch, device, shuffle=shuffle)
 
     def at_pass(self) -> None:
         """Drop durable pages from the page cache."""
-        if self._file is not None and len(self.cache.reports) > 1:
+        if self.file is not None and len(self.cache.reports) > 1:
             self._dropper.submit(self._drop_after, self.cache.reports[-2])
 
     def _drop_after(self, report: PassReport) -> None:
-        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
-            drop_cache(self._file)
+        if report.durable.wait(timeout=60) and self.file is not None and self.file.exists():
+            drop_cache(self.file)
 
     def seconds(self, window: Window) -> tuple[float, int]:
         """Measure, and count the bytes read from disks."""
@@ -317,28 +248,10 @@ class TieredRun(MemoryRun):
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
 
-    def finish(self) -> None:
-        """Write the last pass."""
-        self.current  # noqa: B018 - the switch to it
-        self.rest()
-
     def rest(self) -> None:
-        """Wait for reader and writer."""
         self.cache.drain()
 
-    @property
-    def file_bytes(self) -> int:
-        """The size of the store's file of blocks."""
-        return 0 if self._file is None else self._file.stat().st_size
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of dense state in the last commit."""
-        assert self.store.commit is not None
-        return self.store.commit.state_bytes
-
     def close(self) -> None:
-        """End the threads; the store stays open."""
         super().close()
         self.cache.close()
         self._dropper.shutdown()
@@ -385,7 +298,7 @@ def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits
 
 
 def figures_of(
-    machine: TrainingMachine, run: TieredRun, window: Window, *, memory: float, tiered: float, folder: Path | None
+    device: TrainingDevice, run: TieredRun, window: Window, *, memory: float, tiered: float, folder: Path | None
 ) -> dict[str, Any]:
     """Return the figures of a window's seconds; ``folder``: on the store's disk, None for a store in memory."""
     reports = [r for r in run.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
@@ -394,7 +307,7 @@ def figures_of(
     loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)
     read = sum(r.bytes_read for r in beginning)
     disk = 0.0 if folder is None else bare_disk_seconds(folder, read, written, window.passes)
-    rates = machine.link_bytes_per_second()
+    rates = device.link_bytes_per_second() if device.is_gpu else None
     link = 0.0 if rates is None else max(written / rates[0], loaded / rates[1])
     return {
         "bound_ratio": max(memory, disk, link) / tiered,

@@ -158,6 +158,7 @@ def test_a_step_over_an_idle_gpu_is_counted_and_waits_for_nothing(tmp_path: Path
         assert found[f"launches_{case}"] >= 3, "pool or gather, stretches and an update"
         assert found[f"waits_{case}"] == 0
     assert found["aten_ops_bags"] < found["aten_ops_rows"]
+    assert found["launches_groups"] == 5, "pool, and stretches and an update, of quick rows and of others: all at once"
     assert found["copies_maker"] > 0
     assert found["waits_maker"] == 0
     assert found["launches_maker"] == 4, "keys, a sort, and runs in two: at once, whatever modules look up"
