@@ -128,6 +128,16 @@ def test_diff_compares_commits_and_stores(trained: tuple[Path, dict[int, World]]
     assert "for example keys" in run("diff", path, tmp_path / "twin.tc", "--from", 1, code=1)
 
 
+def test_diff_compares_the_rows_of_stores_with_the_same_keys(tmp_path: Path) -> None:
+    tables = [tc.Table(name="t", dim=2, optimizer=tc.optim.SGD())]
+    for name, last in (("one", 0.0), ("other", -0.0)):  # two zeros that are equal, and not the same bits
+        tc.import_store({"t": np.array([[1, 2], [3, last]], np.float32)}, tmp_path / name, tables=tables)
+    (found,) = told("diff", tmp_path / "one", tmp_path / "other", code=1)["tables"]
+    assert found == {
+        "table": "t", "only_first": 0, "only_second": 0, "different": 1, "same": 1, "examples": [1],
+    }  # fmt: skip
+
+
 def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]]) -> None:
     """Each is a new commit; info shows all that are kept."""
     path, past = trained

@@ -310,3 +310,12 @@ def test_a_budget_of_several_devices_counts_what_each_holds(devices: int) -> Non
     budget.close([5000])
     assert budget.needed([3000]) == max_device_rows(5000, devices) * device_bytes(group_tables([A])[0])
     assert f"on each of {devices} devices with what earlier passes need" in budget.excess([3000])
+
+
+def test_a_budget_counts_the_largest_pass_of_each_group_of_tables() -> None:
+    """The device has memory for all of them, so smaller passes after a large one free nothing."""
+    tables = [A, table("b", 16)]
+    budget = RowBudget(tables, 0)
+    for rows in ([100, 10], [10, 100], [10, 10]):
+        budget.close(rows)
+    assert budget.needed([50, 1]) == 100 * sum(map(device_bytes, group_tables(tables)))

@@ -185,7 +185,7 @@ COUNTS = {
 
 
 @every_machine
-@pytest.mark.parametrize("dim", [1, 3, 16, 17, 40, 64, 96, 130, 132])
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 40, 49, 64, 96, 113, 130, 132])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_order_of_the_sum_is_defined_to_the_last_bit(kind: str, dim: int, optimizer: str) -> None:
     """Runs shorter and longer than each multiple of a stretch: like one entry with the sum, which is nearly exact."""

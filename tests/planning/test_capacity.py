@@ -48,6 +48,7 @@ def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: 
         capacity.at(points[0].host_budget - 1)
     for point in points:
         ours = capacity.at(point.host_budget, commit_every=commit_every).passes
+        assert [p.commits for p in ours] == [i % commit_every == 0 for i in range(1, len(ours) + 1)]
         with (
             open_store(tmp_path / "s", CASE, "memory") as store,
             tiered(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,8 @@ from tiercache.planning.plan_file import Rates
 from tiercache.planning.reuse import Reuse, ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
+from tiercache.rows.sizing import _warnings
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RATES = Rates(read=1e9, write=5e8, copy=5e9, link=5e9, commit_seconds=0.001, samples=1e6)
 TABLES = (
@@ -228,6 +228,17 @@ def test_what_this_machine_lacks_is_said() -> None:
     assert small.bound == "compute"
     assert small.hours == pytest.approx(1e5 / 1e3 / 3600, rel=0.1)
     assert any("a device budget of 8 GiB" in one for one in small.assumptions)
+
+
+def test_rows_on_the_device_take_host_memory_if_the_device_is_this_cpu() -> None:
+    """One byte too few for both is a warning; a GPU has separate memory."""
+    found = tc.estimate(TABLES[:1], 1e4, samples=1e5, disk_gbps=2)
+    bytes_of_both = found.host_bytes + found.device_bytes
+    memory = SimpleNamespace(total=bytes_of_both - 1, available=bytes_of_both - 1)
+    given = found, found.host_bytes, memory, found.disk_bytes, Path()
+    (warning,) = _warnings(*given, on_host=True)
+    assert "rows on the device, which is this CPU" in warning
+    assert _warnings(*given, on_host=False) == ()
 
 
 def test_an_estimate_imports_no_torch() -> None:

@@ -12,7 +12,10 @@ import pytest
 
 import tiercache as tc
 from tests.planning.memory_child import DEVICE_BYTES, TABLES
+from tiercache.dist.budget_checks import plans_of
 from tiercache.errors import BudgetError
+from tiercache.planning.budgets import _PAGE_RECORD_BYTES, _RANGE_BYTES, _RANGE_TABLE_BYTES, Budgets
+from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +48,19 @@ def test_a_process_stays_within_the_smallest_budget_for_many_passes(tmp_path: Pa
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
     assert child.stdout.split()[-1] == passes
+
+
+def test_planning_of_a_seeded_order_counts_the_ranges_of_two_epochs(tmp_path: Path) -> None:
+    """Rows wait for passes of this epoch and of the next, in dumps of as many passes."""
+    rng, count = np.random.default_rng(0), 200
+    keys = ({"a": rng.integers(0, 1 << 19, 1500)} for _ in range(count))
+    data = tc.write_key_sets(tmp_path / "d", TABLES, keys)
+    with tc.Store.open(None, tables=TABLES, engine=MemoryEngine()) as store:
+        plans, _ = plans_of(Budgets(device_budget=DEVICE_BYTES, host_budget=1 << 30), data, store, order=3)
+        ranges = [sum(one.next_use_R.size for one in plan.dumps) for plan in plans.passes(3 * count)]
+    held = max(sum(ranges[first : first + 2 * count]) for first in range(count))
+    least = held * (_RANGE_BYTES + _RANGE_TABLE_BYTES + _PAGE_RECORD_BYTES)  # a range has a page at least
+    assert least <= plans.host.planning
 
 
 def refused(folder: Path, host_bytes: int, order_seed: int | None, store: tc.Store | None = None) -> int:

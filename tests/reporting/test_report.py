@@ -150,13 +150,22 @@ def report(**numbers: int) -> PassReport:
     return found
 
 
+@pytest.mark.parametrize("name", ["rows_read", "bytes_read", "rows_written", "bytes_written"])
+def test_a_number_that_differs_from_its_plan_is_reported(name: str) -> None:
+    same = report(bytes_read_planned=3 << 20)
+    assert same.planned_equals_measured
+    setattr(same, name, getattr(same, name) + 1)
+    assert not same.planned_equals_measured
+    assert same.record()["planned_equals_measured"] is False
+
+
 def test_the_last_passes_show_where_their_rows_came_from() -> None:
     """One line for each, the bar divided by tier, and no output if it is off."""
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system="standard")
     shown = TrainingProgress(1000, shown=True, console=console)
     for _ in range(9):
-        shown.pass_done(100, report(rows_kept=50, rows_from_host=20, rows_read=20, rows_generated=10))
+        shown.pass_done(100, report(rows_kept=50, rows_from_host=30, rows_read=10, rows_generated=10))
     shown.batch(8, 50)
     shown.stop()
 
@@ -164,7 +173,7 @@ def test_the_last_passes_show_where_their_rows_came_from() -> None:
     last = text.rpartition("kept")[2]
     assert last.count("0.5000") == 6, "the last six passes and no more"
     bars = re.findall(r"\x1b\[32m(━+)\x1b\[0m\x1b\[36m(━+)\x1b\[0m\x1b\[33m(━+)\x1b\[0m\x1b\[35m(━+)", last)
-    assert [len(part) for part in bars[0]] == [15, 6, 6, 3]
+    assert [len(part) for part in bars[0]] == [15, 9, 3, 3]
     assert "3.0" in last
     assert "waited 13.50 s" in last
 

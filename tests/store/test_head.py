@@ -14,6 +14,7 @@ from tests.files import flipped
 from tests.store.blobs import Content, check, drop_all, head_of, plain, publish, some_bytes
 from tests.store.damage import assert_sentence
 from tiercache.store import CorruptStoreError, LmdbEngine, StoreError
+from tiercache.store.engines.lmdb_engine import BLOCKS
 from tiercache.store.engines.lmdb_map import HEAD, LmdbFile, Slot
 
 PAGE_BYTES, META_BYTES, SLOT_BYTES = 4096, 152, 52
@@ -202,6 +203,22 @@ def test_a_transaction_that_was_killed_before_head_named_it_counts(
     look(tmp_path, contents, commits=COMMITS + 1)
     look(tmp_path, contents, readonly=False, commits=COMMITS + 1)
     assert Slot.read(tmp_path) == Slot(COMMITS + 1, head_of(COMMITS).digest)
+
+
+def test_a_publish_syncs_its_blobs_then_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each before the next step: HEAD names nothing that lost power could undo, and is durable on return."""
+    engine, sync, synced = LmdbEngine(tmp_path, create=True), os.fdatasync, list[tuple[str, int]]()
+    publish(engine, 0)
+    names = {(tmp_path / name).stat().st_ino: name for name in (BLOCKS, HEAD)}
+
+    def recorded(handle: int) -> None:
+        sync(handle)
+        synced.append((names.get(os.fstat(handle).st_ino, "another"), Slot.read(tmp_path).number))
+
+    monkeypatch.setattr(os, "fdatasync", recorded)
+    publish(engine, 1)
+    assert synced == [(BLOCKS, 1), (HEAD, 2)]
+    engine.close()
 
 
 def test_another_head_one_ahead_of_head_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,21 @@ def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memo
                 worlds[store.rollback(oldest).id], world = worlds[oldest], copy.deepcopy(worlds[oldest])
                 world.schedule += 1  # other rows follow
     assert memory.num_bytes > 0
+
+
+def test_a_store_in_place_of_another_is_read_with_its_keys(memory: KeyMemory, tmp_path: Path) -> None:
+    """Its segments have the numbers of the former ones, and other keys."""
+    path = tmp_path / "s"
+    for seed in range(3):
+        world = World(small_tables(), num_passes=5, keys_per_pass=60, universe=150, seed=seed)
+        with Store.open(path, tables=world.tables) as store:
+            for _ in range(3):
+                train(world, store)
+            assert store.commit is not None
+            look_for_none(path, store.commit.id)
+            assert memory.num_bytes > 0
+            look(path, store.commit.id, world.rows)
+        shutil.rmtree(path)
 
 
 def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMemory, tmp_path: Path) -> None:

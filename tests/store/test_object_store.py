@@ -174,6 +174,25 @@ def test_a_writer_that_was_overtaken_changes_nothing(make: Make) -> None:
     with_reader.close()
 
 
+def test_a_writer_whose_number_is_free_again_is_refused(make: Make) -> None:
+    """The new writer took it and has deleted that head since; the head of the old one is not left either."""
+    old = opened(make, create=True)
+    publish(old, 0)
+    new = opened(make)
+    for number in (1, 2):
+        publish(new, number)
+    heads = {name for name in names_of(make) if name.startswith("heads/")}
+    with pytest.raises(StoreInUseError, match="another writer has opened"):
+        old.publish(head_of(7), head_of(0))
+    assert {name for name in names_of(make) if name.startswith("heads/")} == heads
+    publish(new, 3)
+    for engine in (old, new):
+        engine.close()
+    reader = opened(make, readonly=True)
+    assert reader.newest() == head_of(3)
+    reader.close()
+
+
 def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
     """They open and publish at any time: each commit is refused, or stays until the end."""
     engine = opened(make, create=True)
