@@ -14,7 +14,7 @@ TierCacheError
  CudaError            (a RuntimeError) a GPU cannot be used: names the cause and what to install
  └─ NoGpuError       no driver, or no GPU that it shows
 
-All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
+All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError instead.
 ImportExportWarning: files or state that an export or import leaves out. StoreError and its tree:
 `tiercache.store.store_errors`.
 """
@@ -72,7 +72,7 @@ class SchemaError(TierCacheError, ValueError):
 
 
 class SourceError(TierCacheError, ValueError):
-    """Input data is wrong: names the file, and the row (0-based in that file) and column where there is one."""
+    """Input data is wrong: names the file, and the row (0-based in that file) and column if there is one."""
 
 
 class ExtractionError(TierCacheError, ValueError):
@@ -84,7 +84,7 @@ class DatasetError(TierCacheError, ValueError):
 
 
 class BudgetError(TierCacheError, ValueError):
-    """Something does not fit into a budget: names the numbers and what to raise."""
+    """Something does not fit into a budget: gives the numbers and what to raise."""
 
     def __init__(self, message: str, *, least: int | None = None) -> None:
         super().__init__(message)

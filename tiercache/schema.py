@@ -63,11 +63,11 @@ class Schema:
 
     def __post_init__(self) -> None:
         if not self.features:
-            raise ValueError("has no features: name at least one that looks into a table")
+            raise ValueError("has no features: add at least one")
         _refuse_twice("feature", [f.name for f in self.features])
         _refuse_twice("dense column", [d.column for d in self.dense])
         if self.label is not None and self.labels:
-            raise ValueError("has a label and labels: give one of them")
+            raise ValueError("has a label and labels: set only one of them")
         names = [one.name for one in self.kept]
         _refuse_twice("name of a column", names)
         used = [f.name for f in self.features] + [d.column for d in self.dense] + [self.label]
@@ -75,7 +75,7 @@ class Schema:
             if name in used and self.kept:
                 raise ValueError(
                     f"keeps the column {name!r}, which is also the name of a feature, a dense column or the label: "
-                    "give it another name (name = ...)"
+                    "choose another name (name = ...)"
                 )
         known = {table.name for table in self.tables}
         for feature in self.features:
@@ -85,7 +85,7 @@ class Schema:
         for feature in self.features:
             if feature.table not in known:
                 raise ValueError(
-                    f"has a feature {feature.name!r} that looks into the unknown table {feature.table!r}"
+                    f"has a feature {feature.name!r} with the unknown table {feature.table!r}"
                     f"{nearest(feature.table, known)}: add [tables.{feature.table}] or name another table"
                 )
         for name in self.open_tables:
@@ -94,7 +94,7 @@ class Schema:
         try:
             group_tables(self.tables)
         except ValueError as error:
-            raise ValueError(f"has tables that do not go together: {error}") from error
+            raise ValueError(f"has tables that cannot be combined: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:
@@ -112,7 +112,7 @@ class Schema:
                 return schema
             return dataclasses.replace(schema, source=SourceFormat(format=format, columns=schema.source.columns))  # type: ignore[arg-type]
         if schema is None and format != "criteo":
-            raise SchemaError('no schema was given: give the path of a TOML file; only format "criteo" needs none')
+            raise SchemaError('no schema was given: pass the path of a TOML file; only format "criteo" needs none')
         return load_schema(cls, schema, format)
 
     @property
@@ -195,4 +195,4 @@ class Schema:
 def _refuse_twice(what: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"has the {what} {name!r} twice: name each once")
+            raise ValueError(f"has the {what} {name!r} twice: list each once")

@@ -23,7 +23,7 @@ NULL_WORDS = (
     "", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan", "-NaN", "-nan", "1.#IND",
     "-1.#IND", "1.#QNAN", "-1.#QNAN", r"\N",
 )  # fmt: skip
-"""The default texts for null in text files."""
+"""The default strings for null in text files."""
 
 Text = Annotated[str, Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -32,7 +32,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_LARGEST, 
 _T = TypeVar("_T")
 _EXPECTED = {
     "dict_type": "a table of keys and values",
-    "string_type": "a text",
+    "string_type": "a string",
     "string_too_short": "not be empty",
     "tuple_type": "a list",
     "list_type": "a list",
@@ -56,11 +56,13 @@ def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[s
 def unknown_key(where: str, key: object, known: Iterable[str]) -> str:
     """Return the message for an unknown key."""
     options = sorted(known)
-    return f"{where} has the unknown key {key!r}{nearest(str(key), set(options))}: known are {', '.join(options)}"
+    return (
+        f"{where} has the unknown key {key!r}{nearest(str(key), set(options))}: the known keys are {', '.join(options)}"
+    )
 
 
 def nearest(name: str, known: set[str]) -> str:
-    """Return `` (did you mean '...'?)`` if ``known`` has a similar name, else an empty text."""
+    """Return `` (did you mean '...'?)`` if ``known`` has a similar name, else ""."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
@@ -165,7 +167,7 @@ class Feature:
     length: Count | None = None
     """The number of keys per sample, for hotness "multi_hot"."""
     max_length: Count | None = None
-    """The most keys to keep of a list, the last ones; only for hotness "ragged"."""
+    """Maximum keys to keep of a list, the last ones; only for hotness "ragged"."""
     weights: Text | None = None
     """The column of float weights, one per key; None: all 1."""
     null: Literal["error", "embed"] = "error"
@@ -186,17 +188,16 @@ class Feature:
             raise ValueError(f'takes {len(self.columns)} columns: only key = "cross" takes more than one')
         if (self.hotness == "multi_hot") != (self.length is not None):
             raise ValueError(
-                f'has hotness = {self.hotness!r} and length = {self.length}: "multi_hot" takes a length, and nothing '
-                "else does"
+                f'has hotness = {self.hotness!r} and length = {self.length}: only "multi_hot" takes a length'
             )
         if self.max_length is not None and self.hotness != "ragged":
             raise ValueError(f'has max_length = {self.max_length}: only hotness = "ragged" takes one')
         if (self.key == "bucket") != bool(self.buckets):
             raise ValueError(f'has key = {self.key!r} and {len(self.buckets)} buckets: key = "bucket" takes boundaries')
         if any(high <= low for low, high in zip(self.buckets, self.buckets[1:], strict=False)):
-            raise ValueError(f"has buckets = {list(self.buckets)}: each boundary must be above the one before")
+            raise ValueError(f"has buckets = {list(self.buckets)}: each boundary must be above the previous one")
         if self.num_buckets is not None and self.key == "bucket":
-            raise ValueError("has buckets and num_buckets: give one of them")
+            raise ValueError("has buckets and num_buckets: set only one of them")
 
     @property
     def null_is_key(self) -> bool:
@@ -223,10 +224,10 @@ class CsvFormat:
     """The character around fields that hold delimiters or line breaks; empty: quotes are plain characters. None: ``"``,
     and in tab-separated text none."""
     null_words: tuple[str, ...] = NULL_WORDS
-    """The texts for null: unquoted, and in columns of numbers also quoted."""
+    """The strings for null: unquoted, and in numeric columns also quoted."""
     bad_rows: Literal["error", "skip", "pad"] = "error"
-    """Rows with another number of fields than the header: an error; skipped; or filled with null if fields are missing
-    and skipped if there are too many."""
+    """Rows with a different number of fields than the header: an error; skipped; or filled with null if fields are
+    missing and skipped if there are too many."""
 
 
 @with_schema_errors

@@ -50,7 +50,7 @@ def load_schema(cls: type[_T], path: str | Path | None, format: str | None = Non
         seen = getattr(error, "strerror", None) or error
         raise SchemaError(f"the schema {path} cannot be read: {seen}".replace("\0", "\\x00")) from error
     except RecursionError as error:
-        raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
+        raise SchemaError(f"the schema {path} has values that are nested too deeply: write them flat") from error
     try:
         return checked(cls, "the file", _schema_values(checked(_File, "the file", data), format))
     except SchemaError as error:
@@ -79,13 +79,13 @@ class _Label:
 def _schema_values(file: _File, format_: str | None) -> _Section:
     if file.label is not None and (not isinstance(file.label, dict) or isinstance(file.label.get("column"), list)):
         raise SchemaError(
-            f'the file has label = {file.label!r}: write label = {{ column = "click" }}, or of several labels label = '
+            f'the file has label = {file.label!r}: write label = {{ column = "click" }}, or for several labels label = '
             '{ columns = ["click", "buy"] }'
         )
     label = None if file.label is None else checked(_Label, "[label]", file.label)
     if label is not None and (label.column is None) == (not label.columns):
         has = "'column' and 'columns'" if label.columns else "no 'column'"
-        raise SchemaError(f"[label] has {has}: give the column of the label, or columns = [...] for several labels")
+        raise SchemaError(f"[label] has {has}: set the column of the label, or columns = [...] for several labels")
     source = checked(SourceFormat, "[source]", file.source | ({"format": format_} if format_ else {}))
     dense, features = [_dense(e) for e in file.dense], [_feature(name, e) for name, e in file.features.items()]
     if source.format == "criteo" and label is None and not dense and not features:
@@ -96,7 +96,7 @@ def _schema_values(file: _File, format_: str | None) -> _Section:
     if unused := [name for name in file.tables if name not in used]:
         hint = nearest(unused[0], used - file.tables.keys())
         raise SchemaError(
-            f"[tables.{unused[0]}] is the table of no feature{hint}: leave it out, or give a feature to it"
+            f"[tables.{unused[0]}] is not used by any feature{hint}: remove it, or set it as the table of a feature"
         )
     own: dict[str, _Section] = {f.table: {} for f in features if f.table == f.name and f.table not in file.tables}
     return {
@@ -132,13 +132,13 @@ def _feature(name: str, entry: _Section) -> Feature:
     if of_table := sorted(_TABLE.intersection(entry)):
         table = entry.get("table", name)
         raise SchemaError(
-            f"{where} has {of_table[0]!r}, which is of its table: write it in [tables.{table}] or [defaults]"
+            f"{where} has {of_table[0]!r}, which belongs to its table: write it in [tables.{table}] or [defaults]"
         )
     if "column" in entry and "columns" in entry:
-        raise SchemaError(f"{where} has 'column' and 'columns': give one of them")
+        raise SchemaError(f"{where} has 'column' and 'columns': set only one of them")
     for key in ("columns", "buckets"):
         if entry.get(key) == []:
-            raise SchemaError(f"{where} has {key} = []: leave it out, or give at least one")
+            raise SchemaError(f"{where} has {key} = []: remove it, or list at least one")
     if "column" in entry:
         entry = {("columns" if key == "column" else key): value for key, value in entry.items()}
         entry["columns"] = [entry["columns"]]
@@ -159,9 +159,9 @@ def _table(name: str, entry: _Section, defaults: _Section) -> Table:
             if key in values:
                 choice = {"name": values[key]} if isinstance(values[key], str) else values[key]
                 if not isinstance(choice, dict) or "name" not in choice:
-                    raise ValueError(f"{key} is {choice!r}: it must be a name, or a table with a name and its numbers")
+                    raise ValueError(f"{key} is {choice!r}: expected a name, or a table with a name and settings")
                 if "kind" in choice:
-                    raise ValueError(f"{key} has the unknown key 'kind': its name says which it is")
+                    raise ValueError(f"{key} has the unknown key 'kind': set name instead")
                 values[key] = build({("kind" if k == "name" else k): v for k, v in choice.items()})
         return Table(name=name, **values)
     except (ValueError, TypeError) as error:
@@ -171,5 +171,5 @@ def _table(name: str, entry: _Section, defaults: _Section) -> Table:
 def _is_open(name: str, entry: _Section, defaults: _Section) -> bool:
     value = {**defaults, **entry}.get("open", False)
     if not isinstance(value, bool):
-        raise SchemaError(f"[tables.{name}]: open is {value!r}: it must be true or false")
+        raise SchemaError(f"[tables.{name}]: open is {value!r}: expected true or false")
     return value

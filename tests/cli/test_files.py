@@ -42,10 +42,9 @@ def test_a_store_goes_to_files_and_back_by_command(tmp_path: Path) -> None:
     assert "rowwise (20 rows)" in done.stdout
     assert "69 rows in" in done.stdout
     assert done.stderr == (
-        "warning: format 'hugectr' has no place for the optimizer state of 'rowwise' (sum): only the vectors are "
-        "exported\n"
+        "warning: format 'hugectr' cannot hold the optimizer state of 'rowwise' (sum): only the vectors are exported\n"
     )
-    assert "(--initial-state) to begin with sum at 0.0" in error_of("import", tmp_path / "out", tmp_path / "b.tc")
+    assert "(--initial-state) to start with sum at 0.0" in error_of("import", tmp_path / "out", tmp_path / "b.tc")
     assert told("import", tmp_path / "out", tmp_path / "b.tc", "--initial-state")["rows"] == 69
     with Store.open(tmp_path / "b.tc") as store:
         assert rows_of(store) == expected_after("hugectr", tables, rows)
@@ -71,7 +70,7 @@ def test_files_without_a_manifest_are_imported_with_a_schema(tmp_path: Path) -> 
     (tmp_path / "model" / "t" / "key").write_bytes((5).to_bytes(8, "little"))
     (tmp_path / "model" / "t" / "emb_vector").write_bytes(bytes(8))
     command = ["import", tmp_path / "model", tmp_path / "b.tc", "--schema", tmp_path / "schema.toml"]
-    assert "give the format of its files (--format)" in error_of(*command)
+    assert "pass the format of its files (--format)" in error_of(*command)
     assert "the schema has no table 'x': it has 't', 'u'" in error_of(*command, "--table", "x")
     run(*command, "--format", "hugectr", "--table", "t")
     with Store.open(tmp_path / "b.tc") as store:
@@ -84,9 +83,9 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
     state = {"emb.t.weight": torch.rand(4, 2), "towers.0.weight": torch.rand(5, 3), "head.bias": torch.zeros(1)}
     torch.save({"model": state, "epoch": 3}, tmp_path / "model.pt")
     command = ["import", tmp_path / "model.pt", tmp_path / "s.tc", "--initial-state"]
-    assert "does not describe its tables: give the tables to import (--schema)" in error_of(*command)
+    assert "does not describe its tables: pass the tables to import (--schema)" in error_of(*command)
     command += ["--schema", tmp_path / "schema.toml"]
-    assert "has no array for table 'u': name one of model.emb.t.weight, model.towers.0.weight" in error_of(*command)
+    assert "has no array for table 'u': choose one of model.emb.t.weight, model.towers.0.weight" in error_of(*command)
     assert "has no 'towers' for table 'u'" in error_of(*command, "--map", "u=towers")
     assert told(*command, "--map", "u=model.towers.0.weight")["rows"] == 9
     with Store.open(tmp_path / "s.tc", mode="r") as store:
@@ -108,4 +107,4 @@ def test_the_key_sets_of_a_dataset_leave_as_files_of_hugectr(tmp_path: Path) -> 
     assert (found["sub_datasets"], found["keys"], found["tables"]) == (2, 3, ["t"])
     keys = np.fromfile(tmp_path / "out" / "t" / "pass-00000.keys", "<i8")
     assert sorted(keys.tolist()) == [1, 3]
-    assert "give --format hugectr" in error_of("export", made.path, tmp_path / "other", "--format", "numpy")
+    assert "pass --format hugectr" in error_of("export", made.path, tmp_path / "other", "--format", "numpy")

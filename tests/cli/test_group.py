@@ -116,7 +116,7 @@ def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
     done = {"commit": 2, "changes": changes, "dropped_rows": {}, "waiting_bytes": 0}
     assert told("alter", "s.tc", "--schema", "wider.toml") == done
     assert len(told("lookup", "s.tc", "a", "1")[0]["vector"]) == 6
-    assert "s.tc has these tables already" in run("alter", "s.tc", "--schema", "wider.toml")
+    assert "s.tc already has these tables" in run("alter", "s.tc", "--schema", "wider.toml")
     Path("new.toml").write_text(wider.replace("[tables.a]\ndim = 6", "[tables.c]").replace(".a]", ".c]"))
     assert "a table cannot be renamed" in error_of("alter", "s.tc", "--schema", "new.toml")
     Path("b.toml").write_text(
@@ -138,12 +138,12 @@ def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
     assert told("forget", "s.tc", "a", "--keys", "keys.txt") == done
     assert "have no row" in error_of("lookup", "s.tc", "a", "1")
     found = run("forget", "s.tc", "a", "--keys", "keys.npy", "--now")
-    assert "commit 4 has 2 rows less in table a" in found
-    assert "no commit lists the rows any more, and their bytes are free" in found
+    assert "commit 4 has 2 fewer rows in table a" in found
+    assert "no commit lists the rows anymore, and their bytes are free" in found
     assert told("info", "s.tc")["rows"] == 696
     Path("keys.txt").write_text("1\nx\n")
-    assert "line 2 of keys.txt is 'x': expected an int64 key" in error_of("forget", "s.tc", "a", "--keys", "keys.txt")
-    assert "give either keys or unused_since" in error_of("forget", "s.tc", "a")
+    assert "line 2 of keys.txt is 'x': expected one int64 key" in error_of("forget", "s.tc", "a", "--keys", "keys.txt")
+    assert "pass either keys or unused_since" in error_of("forget", "s.tc", "a")
 
 
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
     found = told("info", "passes")
     assert [(one["samples"], one["rows"]) for one in found["passes"]] == [(2000, 700), (3000, 700)]
     assert "passes: 2 passes, 5,000 samples" in run("info", "passes")
-    assert "passes is whole: 2 passes, 5,000 samples, as extracted" in run("verify", "passes")
+    assert "passes is intact: 2 passes, 5,000 samples, as extracted" in run("verify", "passes")
     samples = next(folder.glob("passes/*00001*"))
     flip(samples, samples.stat().st_size // 2)
     assert "sub-dataset 1" in error_of("verify", "passes")
@@ -168,7 +168,7 @@ def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: P
         "repartition", "passes", "new", "--rows", "650", "--batch-multiple", "50"
     )
     assert told("info", "new")["samples"] == 5000
-    assert "give either device_budget or rows" in error_of("repartition", "passes", "other")
+    assert "pass either device_budget or rows" in error_of("repartition", "passes", "other")
     with tc.Store.open("empty.tc", tables=tc.PassDataset.open("passes").tables):
         pass
     assert "empty.tc has no commit, so it may follow any dataset" in run("reorganize", "empty.tc", "passes")
@@ -200,7 +200,7 @@ def failing(error: BaseException) -> Callable[..., Any]:
     [
         (PermissionError(13, "Permission denied", "s.tc/data.mdb"), "s.tc/data.mdb: Permission denied"),
         (OSError(28, "No space left on device"), "No space left on device"),
-        (KeyboardInterrupt(), "interrupted: the same command may be run again"),
+        (KeyboardInterrupt(), "interrupted: you can run the same command again"),
         (MemoryError(), "out of memory"),
         (ValueError("a message\nof two lines"), "a message of two lines"),
     ],
@@ -225,7 +225,7 @@ def test_commands_on_stores_name_a_dataset(folder: Path) -> None:
         ("rollback", "passes", "--to", "0"),
         ("reorganize", "passes", "s.tc"),
     ):
-        assert error_of(*command) == "passes is a dataset: give the directory of a store"
+        assert error_of(*command) == "passes is a dataset: pass the directory of a store"
     assert "exported whole" in error_of("export", "passes", "out", "--format", "hugectr", "--since", "0")
 
 
@@ -266,13 +266,13 @@ EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("info", "passes", "--segments"), "passes is a dataset: --segments is of stores"),
-        (("info", "s.tc", "--curve"), "s.tc is a store: --curve and --plot are of datasets"),
-        (("info", "s.tc", "--plot", "a.png"), "s.tc is a store: --curve and --plot are of datasets"),
+        (("info", "passes", "--segments"), "passes is a dataset: --segments is for stores"),
+        (("info", "s.tc", "--curve"), "s.tc is a store: --curve and --plot are for datasets"),
+        (("info", "s.tc", "--plot", "a.png"), "s.tc is a store: --curve and --plot are for datasets"),
         (("reorganize", "s.tc", "passes", "--order", "random"), "random"),
         (
             (*EXTRACT, "new", "no-*.csv", "--schema", "schema.toml"),
-            "no file matches 'no-*.csv': give files, folders or",
+            "no file matches 'no-*.csv': pass files, folders or",
         ),
         ((*EXTRACT, "new", "part-0.parquet", "--schema", "none.toml"), "the schema none.toml cannot be read"),
         ((*EXTRACT_ALL, "new", "--split-by", "day"), "invalid split_by 'day': expected one of budget"),
@@ -307,7 +307,7 @@ def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest
     assert "compiling the CPU kernels of tiercache" in done.output
     assert "kernels are compiled: " in done.stdout
     monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: True)
-    assert "it must be 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
+    assert "expected 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
 
 
 def test_the_command_extracts(folder: Path) -> None:
@@ -316,7 +316,7 @@ def test_the_command_extracts(folder: Path) -> None:
         "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "new", "--device-budget", "64MiB",
         "--split-by", "rows=1000", "--batch-multiple", "1000", "--min-count", "2", "--memory-limit", "32MiB",
     )  # fmt: skip
-    for begin in ("new: 5 passes, 5,000 samples, ", "new: 5 passes, 5,000 samples, extracted before, "):
+    for begin in ("new: 5 passes, 5,000 samples, ", "new: 5 passes, 5,000 samples, already extracted, "):
         done = ran(f"import sys; from tiercache.cli import main; sys.argv = {['tiercache', *command]}; main()")
         assert (done.returncode, done.stdout) == (0, "")
         assert done.stderr.startswith(begin)

@@ -160,12 +160,12 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
     """It is kept in addition to the newest ones; info shows it."""
     path, _ = trained
     assert told("pin", path, "best", 1) == {"commit": 4, "name": "best", "pinned": 1}
-    assert "commit 4 is kept as 'now'" in run("pin", path, "now")
+    assert "commit 4 is pinned as 'now'" in run("pin", path, "now")
     assert told("info", path)["pins"] == {"best": 1, "now": 4}
     assert "commit 1 as 'best', commit 4 as 'now'" in run("info", path)
     assert 1 in [commit["id"] for commit in told("info", path)["commits"]]
     assert told("unpin", path, "best") == {"commit": 6, "name": "best"}
-    assert "no commit is kept as 'now' any more" in run("unpin", path, "now")
+    assert "no commit is pinned as 'now' anymore" in run("unpin", path, "now")
     assert told("info", path)["pins"] == {}
 
 
@@ -173,17 +173,17 @@ def test_a_commit_is_pinned_by_name_and_let_go(trained: tuple[Path, dict[int, Wo
     ("arguments", "words"),
     [
         (["lookup", "PATH", "nobody", "1"], "has no table 'nobody'"),
-        (["lookup", "PATH", "user", "99999999999999999999"], "key 99999999999999999999 is beyond int64"),
-        (["lookup", "PATH", "user", "--", "-9223372036854775809"], "key -9223372036854775809 is beyond int64"),
-        (["lookup", "PATH", "user", "alice"], "'alice' is not an integer key: give --string"),
+        (["lookup", "PATH", "user", "99999999999999999999"], "key 99999999999999999999 does not fit in int64"),
+        (["lookup", "PATH", "user", "--", "-9223372036854775809"], "key -9223372036854775809 does not fit in int64"),
+        (["lookup", "PATH", "user", "alice"], "'alice' is not an integer key: pass --string"),
         (["lookup", "PATH", "user", "9999"], "1 of 1 keys have no row in table 'user'"),
         (["lookup", "PATH", "user"], "no key to look up"),
-        (["lookup", "PATH", "user", "--string", "--cross", "a"], "give either --string or --cross"),
+        (["lookup", "PATH", "user", "--string", "--cross", "a"], "pass either --string or --cross"),
         (["unpin", "PATH", "best"], "has no pinned commit 'best'"),
         (["pin", "PATH", "best", "0"], "has no commit 0"),
-        (["rollback", "PATH", "--to", "0"], "has no commit 0: give one of 1, 2, 3"),
+        (["rollback", "PATH", "--to", "0"], "has no commit 0: pass one of 1, 2, 3"),
         (["changes", "PATH", "--since", "7"], "has no changes since 7"),
-        (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': it must be TABLE=TENSOR"),
+        (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': expected TABLE=TENSOR"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_sentence(
@@ -254,7 +254,7 @@ def test_key_of_knows_integers_bytes_nulls_and_reserved_keys(monkeypatch: pytest
         tc.key_of()
     with pytest.raises(ValueError, match="num_buckets is 0: it must be at least 1"):
         tc.key_of("a", num_buckets=0)
-    with pytest.raises(ValueError, match="is beyond 64 bits"):
+    with pytest.raises(ValueError, match="does not fit in 64 bits"):
         tc.key_of(1 << 64)
     with pytest.raises(TypeError):
         tc.key_of(1.5)  # type: ignore[arg-type]
@@ -286,5 +286,5 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     assert "bob x 5" in run("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "5")
     gone = error_of("lookup", tmp_path / "s.tc", "user", "--string", "bob", "eve")
     assert "table 'user' of the store" in gone
-    assert gone.endswith("(eve): leave them out, or give --missing initial or zeros")
+    assert gone.endswith("(eve): leave them out, or pass --missing initial or zeros")
     assert "no row in table 'user_hour'" in error_of("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "6")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Sections = dict[str, dict[str, str]]
 """A schema: TOML's spelling of each value, by section and name."""
 _VALUE = r"\"[^\"]*\"|'[^']*'|\{[^}]*\}"
-_SAID = re.compile(rf"say ((?:\w+ = (?:{_VALUE})(?: and )?)+)(?: in (\[csv\]|\[label\]|the schema)| for the feature)?")
+_SAID = re.compile(rf"set ((?:\w+ = (?:{_VALUE})(?: and )?)+)(?: in (\[csv\]|\[label\]|the schema)| for the feature)?")
 _DATA = Path(tc.__file__).parent / "data"
 
 
@@ -157,7 +157,7 @@ def followed(sections: Sections, error: str, choice: int) -> Sections:
     settings, where = said[choice].groups()
     section = where.strip("[]") if where in ("[csv]", "[label]") else "features.u"
     changed = sections.get(section, {}) | dict(re.findall(rf"(\w+) = ({_VALUE})", settings))
-    if left_out := re.search(r"leave (\w+) out$", error):
+    if left_out := re.search(r"omit (\w+)$", error):
         del changed[left_out[1]]
     return sections | {section: changed}
 
@@ -189,5 +189,5 @@ def test_every_piece_of_advice_is_followed_by_a_case(tmp_path: Path) -> None:
         }
     given = set[str]()
     for path in _DATA.glob("*.py"):
-        given |= set(re.findall(r"\bsay (\w+) = ", path.read_text()))
+        given |= set(re.findall(r"\bset (\w+) = ", path.read_text()))
     assert given <= said

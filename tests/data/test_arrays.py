@@ -203,13 +203,13 @@ def test_offsets_that_are_none_are_refused(value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo: give values and offsets"),
+        (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo: pass values and offsets"),
         (torch.eye(2).to_sparse_csr(), "a tensor of layout torch.sparse_csr"),
         (torch.ones(2, dtype=torch.bfloat16), "torch.bfloat16 on cpu cannot become an array"),
         (torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
         (torch.empty(2, device="meta"), "on meta cannot become an array"),
         (torch.ones(2, dtype=torch.complex64), "an array of complex64"),
-        (torch.ones(2, 2, 2), r"an array of float32 of shape \(2, 2, 2\): give one or two dimensions"),
+        (torch.ones(2, 2, 2), r"an array of float32 of shape \(2, 2, 2\): expected one or two dimensions"),
         (np.array(3), r"an array of int64 of shape \(\)"),
         (np.array([1j, 2]), "an array of complex128"),
         (np.array([1, 2], np.longdouble), "an array of (longdouble|float128)"),

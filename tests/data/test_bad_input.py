@@ -101,7 +101,7 @@ def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
         text = text.replace(b",", b"\t") if "tsv" in name else text
         path.write_bytes(gzip.compress(text) if "gz" in name else pa.Codec("zstd").compress(text, asbytes=True))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refuse(tmp_path, path, f"{name} cannot be read .*damaged, cut short")
+    refuse(tmp_path, path, f"{name} cannot be read .*damaged, truncated")
     path.write_bytes(b"")
     refuse(tmp_path, path, rf"{name} is empty \(0 bytes\)")
 
@@ -152,7 +152,7 @@ def test_data_without_rows_is_refused(tmp_path: Path) -> None:
     """Some files may have no rows, but not all of them."""
     empty = pa.table({"a": pa.array([], pa.int64()), "y": pa.array([], pa.float64())})
     pq.write_table(empty, tmp_path / "a.parquet")
-    refuse(tmp_path, tmp_path / "a.parquet", "no row was found in .*/a.parquet: give some data")
+    refuse(tmp_path, tmp_path / "a.parquet", "no row was found in .*/a.parquet: pass files with data")
     pq.write_table(pa.table(GOOD), tmp_path / "b.parquet")
     assert extracted(tmp_path / "*.parquet", plain_schema(), tmp_path / "two", split_by="file").samples == 3
 
@@ -188,9 +188,9 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
     assert extracted(tmp_path / "linked", plain_schema(), tmp_path / "out").samples == 3
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "days" / "again").symlink_to(tmp_path / "days" / "1")
-    refuse(tmp_path, tmp_path / "linked", "x.parquet is given twice")
+    refuse(tmp_path, tmp_path / "linked", "x.parquet is listed twice")
     pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
-    refuse(tmp_path, [str(tmp_path / "*.parquet"), tmp_path / "x.parquet"], "x.parquet is given twice")
+    refuse(tmp_path, [str(tmp_path / "*.parquet"), tmp_path / "x.parquet"], "x.parquet is listed twice")
 
 
 def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
@@ -213,8 +213,17 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "columns", "message"),
     [
-        ({"tables": (table("a", 8),)}, GOOD, r"a row of table 'a' took 44 bytes .* takes 60 now, by its dim, dtype"),
-        ({"dense": (tc.DenseFeature(column="b"),)}, GOOD, r"\(the schema has other columns, features or tables now\)"),
+        (
+            {"tables": (table("a", 8),)},
+            GOOD,
+            r"a row of table 'a' took 44 bytes .* now takes 60, because of its dim, "
+            "dtype",
+        ),
+        (
+            {"dense": (tc.DenseFeature(column="b"),)},
+            GOOD,
+            r"\(the schema now has different columns, features or tables\)",
+        ),
         ({}, {**GOOD, "a": [4, 5, 6], "b": [0.0, 0.0, 1.0]}, r"add files .* with append=True \(--append\)"),
     ],
 )
@@ -242,7 +251,7 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
     try:
-        with pytest.raises(ExtractionError, match=r"out has no space left \(.*\): free space there") as caught:
+        with pytest.raises(ExtractionError, match=r"out has no space left \(.*\): free some space there") as caught:
             extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -255,7 +264,7 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     ("passes", "message"),
     [
         (None, "no passes were given"),
-        ([None], "sub-dataset 0 is NoneType: give a mapping from tables to their keys"),
+        ([None], "sub-dataset 0 is NoneType: pass a mapping from tables to their keys"),
         ([{"a": torch.empty(2, dtype=torch.int64, device="meta")}], "keys are a sparse tensor, or one without values"),
         ([{"a": torch.eye(2, dtype=torch.int64).to_sparse()}], "keys are a sparse tensor, or one without values"),
     ],

@@ -216,7 +216,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
         (replace(schema, tables=(*schema.tables, table("new"))), "other tables"),
         (replace(schema, features=otherwise), "feature 'a' is described differently"),
     ):
-        with pytest.raises(DatasetError, match=f"another schema \\({what}\\)"):
+        with pytest.raises(DatasetError, match=f"a different schema \\({what}\\)"):
             small.check_schema(other)
 
 

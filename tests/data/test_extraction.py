@@ -151,12 +151,12 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device_budget": "2MiB"}, "device_budget was 1048576 and is 2097152 now"),
-        ({"devices": 2}, "devices was null and is 2 now"),
-        ({"batch_multiple": 16}, "batch_multiple was 8192 and is 16 now"),
-        ({"split_by": "file"}, 'split_by was "budget" and is "file" now'),
-        ({"min_count": 2}, "min_count was 1 and is 2 now"),
-        ({"schema": plain_schema(label=None)}, "the schema has other columns, features or tables now"),
+        ({"device_budget": "2MiB"}, "device_budget was 1048576 and is now 2097152"),
+        ({"devices": 2}, "devices was null and is now 2"),
+        ({"batch_multiple": 16}, "batch_multiple was 8192 and is now 16"),
+        ({"split_by": "file"}, 'split_by was "budget" and is now "file"'),
+        ({"min_count": 2}, "min_count was 1 and is now 2"),
+        ({"schema": plain_schema(label=None)}, "the schema now has different columns, features or tables"),
         ({"schema": plain_schema(tables=(table("a", dim=9),))}, "a row of table 'a' took 44 bytes on the device but"),
     ],
 )
@@ -172,10 +172,10 @@ def test_a_finished_set_of_other_options_is_refused(
 def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:
     """Changed files are detected by size and modification time."""
     extract(paths, out=tmp_path / "out", **SMALL)
-    with pytest.raises(ExtractionError, match="it had 2 files and has 1 now"):
+    with pytest.raises(ExtractionError, match="it had 2 files and now has 1"):
         extract(paths[:1], out=tmp_path / "out", **SMALL)
     os.utime(paths[1], ns=(1, 1))
-    with pytest.raises(ExtractionError, match=r"part-1.parquet: its mtime_ns was .* and is 1 now"):
+    with pytest.raises(ExtractionError, match=r"part-1.parquet: its mtime_ns was .* and is now 1"):
         extract(paths, out=tmp_path / "out", **SMALL)
 
 
@@ -210,7 +210,7 @@ def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> N
     assert len(whole) > 3
     with pytest.raises(KeyboardInterrupt):
         extracted(paths, schema, tmp_path / "cut", progress=interrupt_at(2), **call)
-    with pytest.raises(ExtractionError, match="batch_multiple was 64 and is 128 now"):
+    with pytest.raises(ExtractionError, match="batch_multiple was 64 and is now 128"):
         extracted(paths, schema, tmp_path / "cut", **{**call, "batch_multiple": 128})
     extracted(paths, schema, tmp_path / "cut", **call)
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
@@ -250,11 +250,16 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
         ({"devices": 0}, ExtractionError, "devices is 0"),
         ({"min_count": 0}, ExtractionError, "min_count is 0"),
-        ({"workers": 0}, TierCacheError, "workers is 0: a whole number from 1"),
+        ({"workers": 0}, TierCacheError, "workers is 0: expected a whole number from 1"),
         ({"schema": "a\0b"}, TierCacheError, "a.x00b"),
-        ({"data": None}, TierCacheError, "the data are None: give files, folders or patterns"),
-        ({"data": 5}, TierCacheError, "the data are 5: give files"),
-        ({"out": "a\0b"}, TierCacheError, r"the path '.*a\\x00b' has a NUL character: give the dataset another dir"),
+        ({"data": None}, TierCacheError, "data is None: pass files, folders or patterns"),
+        ({"data": 5}, TierCacheError, "data is 5: pass files"),
+        (
+            {"out": "a\0b"},
+            TierCacheError,
+            r"the path '.*a\\x00b' has a NUL character: choose another directory for "
+            "the dataset",
+        ),
         ({"device_budget": "much"}, ValueError, "invalid size 'much'"),
     ],
 )
@@ -364,7 +369,7 @@ def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
     whole.verify()
     again = extract(paths[2], rich_schema(), tmp_path / "out", progress=False, append=True, **call)
     assert again.digest == whole.digest
-    with pytest.raises(ExtractionError, match="which of its keys are rare is decided"):
+    with pytest.raises(ExtractionError, match="its rare keys are already determined"):
         extract(paths[0], rich_schema(), first.path, append=True, min_count=2, **{**call, "progress": False})
 
 

@@ -223,5 +223,5 @@ def test_earlier_sets_must_mean_the_same(tmp_path: Path) -> None:
     other = replace(plain_schema(), label=None)
     with pytest.raises(DatasetError, match="other label"):
         extracted(paths, other, tmp_path / "x", min_count=2, prior_counts=[first.path])
-    with pytest.raises(ExtractionError, match="prior_counts changes nothing with min_count = 1"):
+    with pytest.raises(ExtractionError, match="prior_counts has no effect with min_count = 1"):
         extracted(paths, plain_schema(), tmp_path / "y", prior_counts=[first])

@@ -193,15 +193,23 @@ def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
     [
         (pa.array(["x", "y", "z"]), None, "it holds string, but keep needs numbers or bools: keep a column of numbers"),
         (pa.array([1, 2, 3], pa.timestamp("s")), None, r"it holds timestamp\[ms\], but keep needs numbers or bools: k"),
-        (pa.array([[1], [2], [3]]), None, "holds list<.*>, but keep needs numbers or bools: give the column one value"),
-        (pa.array([1, None, 3]), None, "row 1, column 'k': it is null, but int64 has no null: give it a value, or say"),
+        (pa.array([[1], [2], [3]]), None, "holds list<.*>, but keep needs numbers or bools: put one value"),
+        (
+            pa.array([1, None, 3]),
+            None,
+            "row 1, column 'k': it is null, but int64 has no null: replace it with a value, or set",
+        ),
         (pa.array([True, None, True]), None, "row 1, column 'k': it is null, but bool has no null"),
-        (pa.array([1, 2, 300]), "int8", "row 2, column 'k': it is 300, which int8 does not have: say another dtype"),
-        (pa.array([1, -2, 3]), "uint64", "row 1, column 'k': it is -2, which uint64 does not have"),
-        (pa.array([1.0, 2.5, 3.0]), "int32", "row 1, column 'k': it is 2.5, which int32 does not have"),
-        (pa.array([1.0, 2.0, float("nan")]), "int32", "row 2, column 'k': it is nan, which int32 does not have"),
-        (pa.array([0, 1, 2]), "bool", "row 2, column 'k': it is 2, which bool does not have"),
-        (pa.array([1.0, 1e300, 3.0]), "float32", "row 1, column 'k': it is 1e.300, which float32 does not have"),
+        (
+            pa.array([1, 2, 300]),
+            "int8",
+            "row 2, column 'k': it is 300, which int8 cannot represent: set a different dtype",
+        ),
+        (pa.array([1, -2, 3]), "uint64", "row 1, column 'k': it is -2, which uint64 cannot represent"),
+        (pa.array([1.0, 2.5, 3.0]), "int32", "row 1, column 'k': it is 2.5, which int32 cannot represent"),
+        (pa.array([1.0, 2.0, float("nan")]), "int32", "row 2, column 'k': it is nan, which int32 cannot represent"),
+        (pa.array([0, 1, 2]), "bool", "row 2, column 'k': it is 2, which bool cannot represent"),
+        (pa.array([1.0, 1e300, 3.0]), "float32", "row 1, column 'k': it is 1e.300, which float32 cannot represent"),
     ],
 )
 def test_what_a_dtype_cannot_hold_is_refused(tmp_path: Path, values: Any, dtype: Any, message: str) -> None:
@@ -226,7 +234,7 @@ def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> Non
     """The error shows the line; with it, each value must fit."""
     for name, dtype in (("x", np.int32), ("z", np.int64)):
         pq.write_table(pa.table({"a": [1, 2], "y": [0, 1], "k": np.array([1, 2], dtype)}), tmp_path / f"{name}.parquet")
-    with pytest.raises(SourceError, match=r"it holds int64 here and int32 in other files: say which in the schema"):
+    with pytest.raises(SourceError, match=r"it holds int64 here and int32 in other files: set it in the schema"):
         extracted(tmp_path, keeping("k"), tmp_path / "out")
     schema = plain_schema(keep=(tc.KeptColumn(column="k", dtype="int16"),))
     assert_column(extracted(tmp_path, schema, tmp_path / "out"), "k", np.array([1, 2, 1, 2], np.int16))
@@ -238,10 +246,10 @@ def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> Non
         ('keep = ["a"]\n[features.a]', "keeps the column 'a', which is also the name of a feature, a dense column or"),
         ('keep = ["k", "k"]\n[features.a]', "has the name of a column 'k' twice"),
         ('keep = [{column = "k", dtype = "int7"}]\n[features.a]', "keep has dtype = 'int7': it must be 'bool', 'int8'"),
-        ('keep = [7]\n[features.a]', "keep has column = 7: it must be a text"),
+        ('keep = [7]\n[features.a]', "keep has column = 7: it must be a string"),
         ('keep = [{column = "k", nam = "x"}]\n[features.a]', r"keep has the unknown key 'nam' \(did you mean 'name'"),
-        ('label = {column = "y", columns = ["z"]}\n[features.a]', r"\[label\] has 'column' and 'columns': give"),
-        ('label = {null = "drop"}\n[features.a]', r"\[label\] has no 'column': give the column of the label"),
+        ('label = {column = "y", columns = ["z"]}\n[features.a]', r"\[label\] has 'column' and 'columns': set"),
+        ('label = {null = "drop"}\n[features.a]', r"\[label\] has no 'column': set the column of the label"),
     ],
 )  # fmt: skip
 def test_what_a_schema_cannot_keep_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -319,7 +327,7 @@ def test_the_reference_writer_makes_the_same_files(tmp_path: Path) -> None:
         for low in range(0, SAMPLES, 100)
     ]  # fmt: skip
     assert write_dataset(tmp_path / "reference", dataset.schema, batches).digest == dataset.digest
-    with pytest.raises(DatasetError, match="the schema has no dtype for the kept column 'k_uint8': give it one"):
+    with pytest.raises(DatasetError, match="the schema has no dtype for the kept column 'k_uint8': set one"):
         write_dataset(tmp_path / "other", keeping("k_uint8", "k_int64"), batches)
 
 

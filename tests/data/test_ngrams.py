@@ -105,14 +105,14 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
         (ValueError, r"layer 3 is not among layers \(1, 2\)",
          lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, layers=(1, 2), layer=3)),
         (ValueError, "heads is 0", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9, border=0, heads=0)),
-        (ValueError, "border is 4, which no token has", lambda: tc.ngrams("exact", vocab_size=4, border=4)),
-        (ValueError, r"token_map and padding go up to 5: give numbers of canonical tokens, \[0, 4\)",
+        (ValueError, "border is 4, which is not a token", lambda: tc.ngrams("exact", vocab_size=4, border=4)),
+        (ValueError, r"token_map and padding go up to 5: expected numbers of canonical tokens, \[0, 4\)",
          lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, token_map=[0, 5])),
         (ValueError, "moduli are", lambda: replace(MADE["exact"], moduli=((0,), (-3,)))),
         (TypeError, "border", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9)),
         (ValueError, r"token 13 is outside the vocabulary, \[0, 13\)", lambda: MADE["exact"](np.array([1, 13]))),
         (ValueError, r"token -1 is outside", lambda: MADE["exact"](torch.tensor([-1, 3]))),
-        (TypeError, "tokens are float64: give integers", lambda: MADE["exact"](np.array([1.0]))),
+        (TypeError, "tokens are float64: expected integers", lambda: MADE["exact"](np.array([1.0]))),
     ],
 )  # fmt: skip
 def test_what_makes_no_keys_is_refused(error: type[Exception], words: str, call: Any) -> None:

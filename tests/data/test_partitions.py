@@ -153,7 +153,7 @@ def test_two_folders_of_one_name_must_agree(tmp_path: Path) -> None:
     assert keys(tmp_path, INTEGER) == [1, 1]
     place(tmp_path, "p=1/q=3/p=2")
     assert keys(tmp_path, tc.Feature(name="q")) == [2, 2, 3, 3]
-    with pytest.raises(SourceError, match="is in several folders 'p' of different values"):
+    with pytest.raises(SourceError, match="is in several folders 'p' with different values"):
         keys(tmp_path, INTEGER)
 
 

@@ -138,7 +138,7 @@ def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Pa
     most = max(one.rows("a") for one in new)
     assert max_device_rows(most, 4) <= 600 < max_device_rows(most + 8, 4)
     assert tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8).digest == new.digest
-    with pytest.raises(tc.TierCacheError, match="another dataset already"):
+    with pytest.raises(tc.TierCacheError, match="another dataset:"):
         tc.repartition(old, tmp_path / "new", device_budget=budget, batch_multiple=8)
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
         tc.repartition(old, tmp_path / "new", rows=5, batch_multiple=0)
     with pytest.raises(tc.TierCacheError, match="no dataset found"):
         tc.PassDataset.open(tmp_path / "new")
-    with pytest.raises(tc.TierCacheError, match="another dataset already: choose another"):
+    with pytest.raises(tc.TierCacheError, match="already holds another dataset: choose another"):
         tc.repartition(old, tmp_path / "old", rows=50)
     keys = write_key_sets(tmp_path / "keys", plain_schema(), [{"a": [1, 2]}])
     with pytest.raises(tc.TierCacheError, match="has a key set but no samples"):

@@ -131,7 +131,7 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
 def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, label: str) -> None:
     """One label or several, as in the schema."""
     with pytest.raises(
-        SchemaError, match=r'write label = \{ column = "click" \}, or of several .* columns = \["click"'
+        SchemaError, match=r'write label = \{ column = "click" \}, or for several .* columns = \["click"'
     ):
         load(tmp_path, f"label = {label}\n[features.a]\n")
 
@@ -142,13 +142,13 @@ def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, labe
         (
             "key =",
             "kee =",
-            r"\[features.origin\] has the unknown key 'kee' \(did you mean 'key'\?\): known are buckets",
+            r"\[features.origin\] has the unknown key 'kee' \(did you mean 'key'\?\): the known keys are buckets",
         ),
         ("dense =", "dence =", r"the file has the unknown key 'dence' \(did you mean 'dense'"),
         ("seed = 7", "sed = 7", r"\[tables.route\] has the unknown key 'sed' \(did you mean 'seed'"),
         ("dim = 16", "dims = 16", r"\[defaults\] has the unknown key 'dims' \(did you mean 'dim'"),
         ('table = "airport"\nnull', 'table = "airprot"\nnull', r"unknown table 'airprot' \(did you mean 'airport'\?\)"),
-        ("[tables.route]", "[tables.ruote]", r"\[tables.ruote\] is the table of no feature \(did you mean 'route'\?\)"),
+        ("[tables.route]", "[tables.ruote]", r"\[tables.ruote\] is not used by any feature \(did you mean 'route'\?\)"),
         ('"adam"', '"adom"', r"\[tables.route\]: optimizer 'adom' is unknown"),
         ('name = "adam"', 'name = "sgd", kind = "adam"', r"\[tables.route\]: optimizer has the unknown key 'kind'"),
         ("learning_rate = 0.1", "rate = 0.1", "optimizer 'adagrad' has no 'rate'"),
@@ -157,7 +157,11 @@ def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, labe
         ("dim = 8", "dim = 0", "dim of table 'route' is 0"),
         ("dim = 8", 'dim = "8"', "dim of table 'route' is '8'"),
         ('column = "late"', "", r"\[label\] has no 'column'"),
-        ("length = 4", "dim = 8", r"has 'dim', which is of its table: write it in \[tables\.airport\] or \[defaults\]"),
+        (
+            "length = 4",
+            "dim = 8",
+            r"has 'dim', which belongs to its table: write it in \[tables\.airport\] or \[defaults\]",
+        ),
         (
             'column = "late"',
             'column = "late"\nnull = "own"',
@@ -167,9 +171,9 @@ def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, labe
         ("length = 4", "length = 0", r"\[features.last\] has length = 0: it must be greater than or equal to 1"),
         ('hotness = "ragged"', 'hotness = "many"', "hotness = 'many': it must be 'one_hot', 'multi_hot' or 'ragged'"),
         ('hotness = "ragged"', "max_length = 3", 'only hotness = "ragged" takes one'),
-        ('hotness = "ragged"', "buckets = [1, 3, 2]", "each boundary must be above the one before"),
+        ('hotness = "ragged"', "buckets = [1, 3, 2]", "each boundary must be above the previous one"),
         ('hotness = "ragged"', "buckets = [1, nan]", "buckets.1 = nan: it must be a finite number"),
-        ('hotness = "ragged"', "buckets = []", r"buckets = \[\]: leave it out"),
+        ('hotness = "ragged"', "buckets = []", r"buckets = \[\]: remove it"),
         ('hotness = "ragged"', 'key = "bucket"', 'key = "bucket" takes boundaries'),
         ('hotness = "ragged"', "num_buckets = 2.5", "num_buckets = 2.5: it must be a whole number"),
         ('null = "embed"', 'null = "drop"', "null = 'drop': it must be 'error' or 'embed'"),
@@ -177,11 +181,11 @@ def test_a_label_that_is_not_a_section_says_how_to_write_it(tmp_path: Path, labe
         ('columns = ["origin", "destination", "hour"]', "columns = []", r"\[features.route\] has columns = \[\]"),
         ('columns = ["origin", "destination", "hour"]', 'columns = ["origin"]\nkey = "cross"', "at least 2 columns"),
         ('column = "destination"', 'columns = ["a", "b"]', 'only key = "cross" takes more'),
-        ('column = "destination"', 'column = "a"\ncolumns = ["b"]', "give one of them"),
-        ('column = "destination"', "column = 3", "columns.0 = 3: it must be a text"),
+        ('column = "destination"', 'column = "a"\ncolumns = ["b"]', "set only one of them"),
+        ('column = "destination"', "column = 3", "columns.0 = 3: it must be a string"),
         ('column = "destination"', 'name = "x"', r"\[features.dest\] has the unknown key 'name'"),
         ('"price"]', '"distance"]', "dense column 'distance' twice"),
-        ('"price"]', "3]", "dense has column = 3: it must be a text"),
+        ('"price"]', "3]", "dense has column = 3: it must be a string"),
         ("header = false", "header = 0", r"\[csv\] has header = 0: it must be true or false"),
         ("header = false", 'bad_rows = "drop"', "bad_rows = 'drop': it must be 'error', 'skip' or 'pad'"),
         ('hour = "integer"', 'hour = "float"', "types.hour = 'float': it must be 'integer' or 'string'"),

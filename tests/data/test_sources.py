@@ -153,11 +153,11 @@ def test_a_keyed_jagged_tensor_is_its_features() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([3], "batch 0 is int: give dicts of arrays"),
+        ([3], "batch 0 is int: expected dicts of arrays"),
         ([(1, 2)], "batch 0 is tuple: .* tuples of as many arrays as"),
         ([{"a": [1, 2], "y": [0.0]}], r"batch 0 has columns of different lengths \(y: 1, a: 2\)"),
         ([{"a": [1], "y": [0.0]}, {"a": ["x"], "y": [0.0]}], "batch 1, column 'a': it holds string"),
-        ([{"a": [1 << 63], "y": [0.0]}], "batch 0, column 'a': Python int too large .*: give an array"),
+        ([{"a": [1 << 63], "y": [0.0]}], "batch 0, column 'a': Python int too large .*: expected an array"),
         ([{"a": [1], "y": [0.0]}, {"a": [1]}], r"batch 1 has no column 'y'"),
         ([{"a": ([1, 2], [0, 3]), "y": [0.0]}], "column 'a': offsets .* do not go from 0 to the number of values, 2"),
         ([{"a": [1], "y": [0.0]}, {"a": [2, None], "y": [1.0, 1.0]}], "the Python iterable, row 2, column 'a': it is"),
@@ -171,7 +171,7 @@ def test_a_bad_batch_is_named(tmp_path: Path, data: Any, message: str) -> None:
 
 def test_an_iterator_that_must_be_read_twice_is_refused(tmp_path: Path) -> None:
     """Counting keys takes a separate pass over the data."""
-    with pytest.raises(SourceError, match="can be read once, and it must be read again"):
+    with pytest.raises(SourceError, match="can be read only once, but it must be read again"):
         run(batches(), rich_schema(), tmp_path / "out", min_count=2)
 
 
@@ -308,11 +308,11 @@ def test_split_binary_data_is_read_by_its_spec(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("train/cat_1.bin", "0" * 4001, "4,001 bytes, not a multiple of 4"),
-        ("train/cat_1.bin", "0" * 400, "different numbers of rows .*cat_1.bin: 100"),
+        ("train/cat_1.bin", "0" * 400, "different lengths .*cat_1.bin: 100"),
         ("train/cat_1.bin", None, "cat_1.bin cannot be read: No such file"),
         ("feature_spec.yaml", "a: [", "feature_spec.yaml cannot be read"),
         ("feature_spec.yaml", "a: 1", "has no source_spec"),
-        ("feature_spec.yaml", SPEC.replace("int8", "int9"), "cat_0.bin no dtype in common"),
+        ("feature_spec.yaml", SPEC.replace("int8", "int9"), "cat_0.bin no common dtype"),
         ("feature_spec.yaml", SPEC.replace("train:", "t:"), "no part 'train', or an empty one: it has t, test"),
         ("feature_spec.yaml", SPEC.replace("type: split", "type: no"), "has a chunk of 'train'"),
     ],
@@ -357,10 +357,10 @@ def test_numpy_arrays_are_columns(tmp_path: Path, form: str) -> None:
     ("make", "message"),
     [
         (lambda f: np.save(f / "a.npy", np.array([{}])), "a.npy holds object of shape"),
-        (lambda f: np.save(f / "a.npy", np.arange(2)), r"different numbers of rows \(a: 2, y: 3\)"),
+        (lambda f: np.save(f / "a.npy", np.arange(2)), r"different lengths \(a: 2, y: 3\)"),
         (lambda f: np.save(f / "a.npy", np.ones((3, 2)).T), "in Fortran order"),
         (lambda f: (f / "a.npy").write_bytes(b"no"), "a.npy is not a readable .npy file"),
-        (lambda f: (f / "a.npy").write_bytes((f / "a.npy").read_bytes()[:-8]), "a.npy is cut short"),
+        (lambda f: (f / "a.npy").write_bytes((f / "a.npy").read_bytes()[:-8]), "a.npy is truncated"),
     ],
 )
 def test_numpy_files_that_are_none_are_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:

@@ -103,7 +103,7 @@ def test_a_stage_says_which_pass_does_not_fit_and_which_directory_it_lacks(tmp_p
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
     with pytest.raises(BudgetError, match=r"sub-dataset 7 has .* rows"):
         write_pass(one, find_inputs(paths), 0, 400_000, 7, str(tmp_path / "out"))
-    with pytest.raises(ExtractionError, match=r"a worker cannot find .*/other/unfinished: give a directory that all"):
+    with pytest.raises(ExtractionError, match=r"a worker cannot find .*/other/unfinished: use a directory that all"):
         write_pass(one, find_inputs(paths), 0, 400_000, 7, str(tmp_path / "other"))
 
 
@@ -237,8 +237,8 @@ def test_the_command_counts_the_rows_that_a_cluster_left_out(cluster: tuple[Any,
         ({"out": "file://{}/done"}, "file://.*/done already has a dataset: choose another path"),
         ({"data": "bad.parquet"}, "bad.parquet, row 599, column 'y'"),
         ({"split_by": "rows=400", "batch_multiple": 400}, "sub-dataset 1, of 200 samples, needs 200 rows, .* but the"),
-        ({"dask": "tcp://127.0.0.1:9"}, "no Dask scheduler answers at tcp://127.0.0.1:9: .* give the address of one"),
-        ({"dask": "no address"}, "no Dask scheduler answers at no address: .* give the address of one"),
+        ({"dask": "tcp://127.0.0.1:9"}, "no Dask scheduler answers at tcp://127.0.0.1:9: .* pass the address of one"),
+        ({"dask": "no address"}, "no Dask scheduler answers at no address: .* pass the address of one"),
     ],
 )
 def test_what_a_cluster_cannot_do_is_one_sentence(

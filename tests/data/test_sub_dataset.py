@@ -269,7 +269,7 @@ def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
         ({"user": [1, -(1 << 63) + 1]}, "INT64_MIN"),
         ({"usr": [1]}, "unknown table 'usr' .did you mean 'user'"),
         ({"user": [0.5]}, "are float64: keys are int64"),
-        ({"user": ["bob"]}, r"are texts or objects: keys are int64, use tiercache.key_of\(text\) for texts"),
+        ({"user": ["bob"]}, r"are strings or objects: keys are int64, use tiercache.key_of\(text\) for strings"),
         ({"user": np.array([1], np.uint64)}, "are uint64: keys are int64"),
         ({"user": [True]}, "are bool"),
     ],

@@ -68,7 +68,7 @@ def test_a_null_word_is_null_unless_it_is_the_quoted_text_of_a_string(tmp_path: 
     text = {"integer": 12, "string": tc.key_of("12"), "hex": 0x12}[key]
     quoted = tc.key_of(word) if key == "string" else NULL_KEY
     assert keys_of(path, feature(key)) == [NULL_KEY, quoted, text]
-    with pytest.raises(SourceError, match=r"x.csv, row 0, column 'u': it is null, .*say null = \"embed\""):
+    with pytest.raises(SourceError, match=r"x.csv, row 0, column 'u': it is null, .*set null = \"embed\""):
         keys_of(path, feature(key, null="error"))
 
 
@@ -161,7 +161,7 @@ def test_integers_in_text_keep_all_their_bits(tmp_path: Path, values: list[str],
 def test_text_that_is_no_integer_is_refused_by_row_and_column(tmp_path: Path, value: str, said: str) -> None:
     """The error suggests other settings; also in a list."""
     path = written(tmp_path, f'u,y\n1,0\n"{value}",1\n')
-    with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{said}.*say key = \"string\""):
+    with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{said}.*set key = \"string\""):
         keys_of(path, feature("integer"))
     with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{said}"):
         keys_of(path, feature("integer", hotness="ragged"), LISTS)
@@ -210,7 +210,7 @@ def test_quotes_in_tab_separated_text_are_characters_unless_the_schema_says_so(t
     assert keys_of(path, feature("string")) == [tc.key_of(text) for text in ('"Oh', '12" record', '"No"')]
     quoted = written(tmp_path, 'u\ty\n"a\tb"\t0\n"c\nd"\t1\n', "q.tsv")
     assert keys_of(quoted, feature("string"), CsvFormat(quote='"')) == [tc.key_of("a\tb"), tc.key_of("c\nd")]
-    with pytest.raises(SourceError, match=r"q.tsv, row 0: it has 3 fields, .*say quote = '\"' in \[csv\]"):
+    with pytest.raises(SourceError, match=r"q.tsv, row 0: it has 3 fields, .*set quote = '\"' in \[csv\]"):
         keys_of(quoted, feature("string"))
 
 
@@ -221,7 +221,7 @@ def test_a_lone_quote_that_swallows_lines_is_refused(tmp_path: Path, lines: int,
     text = "u,y\na,0\n" + '"Oh,0\n' + "b,1\n" * lines + f"{end}\nc,1\n"
     path = written(tmp_path, text)
     with pytest.raises(
-        SourceError, match=r"x.csv, line 3: a quoted field continues to line .*say quote = \"\" in \[csv\]"
+        SourceError, match=r"x.csv, line 3: a quoted field continues to line .*set quote = \"\" in \[csv\]"
     ):
         keys_of(path, feature("string"))
     if '"z' not in end:
@@ -262,7 +262,7 @@ def test_a_delimiter_of_the_schema_is_read_and_one_that_is_not_named_is_told(
     assert found == [tc.key_of(f"k{i}") for i in range(2000)]
     if delimiter != "||":
         with pytest.raises(
-            SourceError, match=r"its first line is separated by .*: say delimiter = \".*\" .*in \[csv\]"
+            SourceError, match=r"its first line is separated by .*: set delimiter = \".*\" .*in \[csv\]"
         ):
             keys_of(path, feature("string"))
 

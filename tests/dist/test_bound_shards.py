@@ -28,7 +28,7 @@ from tiercache.store.engines.engine import Blob
 from tiercache.store.opening import newest_record, open_folder
 
 LISTS = (
-    r"ranks/1\.\d of the store at .*rank-1 (is not what was written|is missing.*|ends at byte .*|is not whole, .*): "
+    r"ranks/1\.\d of the store at .*rank-1 (is not what was written|is missing.*|ends at byte .*|is incomplete: .*): "
     "restore the store from a copy"
 )
 
@@ -199,7 +199,7 @@ def test_tables_are_bound_where_there_are_no_rows_yet(tmp_path: Path, monkeypatc
     assert train_shards(path, 2, 1) == [None] * 2
     with monkeypatch.context() as patch:
         patch.setattr(sharded_world, "TABLES", tuple(replace(table, seed=5) for table in tables))
-        assert "has seed 0 and 5 was given: give the tables it has" in sentences(train_shards(path, 2, 0))
+        assert "has seed 0, but 5 was given: pass the tables it has" in sentences(train_shards(path, 2, 0))
         assert train_shards(tmp_path / "twin", 2, 1) == [None] * 2
     with Store.open(path, mode="r") as store:
         seeds = [table.seed for table in store.tables]

@@ -34,7 +34,7 @@ SENTENCES = {
     "device_budget": "but device_budget is 4 KiB",
     "host_budget": "host_budget is 1 bytes, but the dump of one",
     "store_budget": "store_budget is 1 MiB, but the store needs",
-    "commit_every": "commit_every is 0: it must be at least 1 pass",
+    "commit_every": "commit_every is 0: expected at least 1 pass",
 }
 TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "commit_every": 0}
 

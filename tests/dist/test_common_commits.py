@@ -70,17 +70,17 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
     assert kept_by_ranks(path) == [[2, 3, 4]] * num_ranks
     assert train_shards(path, num_ranks, 2) == [None] * num_ranks
     assert kept(path) == [4, 5, 6]
-    with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: give one of 4, 5, 6"):
+    with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: pass one of 4, 5, 6"):
         tc.Store.open(path, commit=3, mode="r")
     with tc.Store.open(path, mode="r") as store:
-        with pytest.raises(CommitMissingError, match="has no commit 7: give one of 4, 5, 6"):
+        with pytest.raises(CommitMissingError, match="has no commit 7: pass one of 4, 5, 6"):
             store.at(7)
         before = store.at(4)
         if engine == "zarr":  # a process opens the other engine's files once
             assert train_shards(path, num_ranks, 3) == [None] * num_ranks
         assert list(problems(before.at(4))) == []  # a reader keeps what it sees
         if engine == "zarr":
-            with pytest.raises(CommitMissingError, match="has no commit 5: give one of 7, 8, 9"):
+            with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 7, 8, 9"):
                 before.at(5)
         else:
             assert list(problems(before.at(5))) == []
@@ -250,7 +250,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     assert train_shards(path, 2, 3) == [None] * 2
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []
-    with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6, 7, 8"):
+    with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6, 7, 8"):
         sharded_world.roll_back(path, 5)
 
 
@@ -285,12 +285,12 @@ def test_ranks_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) ->
     assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
     assert kept(path) == [6]
     for back in (lambda: tc.Store.open(path, commit=5, mode="r"), lambda: sharded_world.roll_back(path, 5)):
-        with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6"):
+        with pytest.raises(CommitMissingError, match="has no commit 5: pass one of 6"):
             back()
     with tc.Store.open(path, mode="r") as store:
         for since in (0, 1, 3, 4, 5):
             check_changes(store, since, None)
-        with pytest.raises(CommitMissingError, match=r"commit 2 of .* was given up by a rollback to commit 1: give 1"):
+        with pytest.raises(CommitMissingError, match=r"commit 2 of .* was dropped by a rollback to commit 1: pass 1"):
             store.changed_rows("item", since=2)
     assert train_shards(path, 3, 3, turn=1) == [None] * 3
     assert kept(path) == [7, 8, 9]
@@ -366,10 +366,10 @@ def test_commands_read_pin_and_roll_back_a_store_of_several_ranks(tmp_path: Path
     assert train_shards(path, 3, 4) == [None] * 3
     assert kept(path) == [4, 10, 11, 12]
     run("diff", path, tmp_path / "one", "--from", 4)
-    assert "no commit is kept as 'best' any more" in run("unpin", path, "best")
+    assert "no commit is pinned as 'best' anymore" in run("unpin", path, "best")
     assert kept(path) == [10, 11, 13]
     assert "has no pinned commit 'best': it has none" in error_of("unpin", path, "best")
-    assert "has no commit 4: give one of 10, 11, 13" in error_of("pin", path, "best", 4)
+    assert "has no commit 4: pass one of 10, 11, 13" in error_of("pin", path, "best", 4)
 
 
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, n
             assert newest.commits[0].id == 3
             check_changes(newest, 2, Cursor(1, 5))  # which is gone
             for since in (5, 6) if turn else ():
-                with pytest.raises(CommitMissingError, match=f"commit {since} of .* was given up by a rollback to"):
+                with pytest.raises(CommitMissingError, match=f"commit {since} of .* was dropped by a rollback to"):
                     list(newest.changes("item", since=since))
         sharded_world.roll_back(path, 4)
         assert train_shards(path, num_ranks, 1) == [None] * num_ranks

@@ -186,7 +186,7 @@ def test_alone_nothing_is_copied_and_nobody_is_asked() -> None:
 def test_ranks_on_cuda_need_nccl(ranks_pool: RanksPool) -> None:
     """A torch for CPUs names the cause, not a missing rank."""
     told = ranks_pool.errors(2, BODIES + "is_on_cuda")
-    assert all(one is not None and "need NCCL, which this torch lacks" in one[1] for one in told)
+    assert all(one is not None and "need NCCL, which torch lacks" in one[1] for one in told)
 
 
 def test_torch_distributed_is_called_in_one_module() -> None:
@@ -203,7 +203,7 @@ def test_torch_distributed_is_called_in_one_module() -> None:
 # -- facts that must agree on all ranks ------------------------------------------------------------------------
 
 COMPARE = "tests.dist.bodies:compare"
-END = ": give all ranks the same values and restart them"
+END = ": pass the same values on all ranks and restart them"
 
 
 @pytest.mark.parametrize("size", [1, 3])

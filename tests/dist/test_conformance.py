@@ -178,9 +178,9 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("a table that there is not", "a sharding is asked for the unknown table 't9'"),
-        ("a kind that there is not", "table 't0' is to be sharded by 'replicate': it must be one of"),
-        ("another number of ranks", "the sharding is for 3 ranks and there are 2"),
+        ("a table that there is not", "the sharding names the unknown table 't9'"),
+        ("a kind that there is not", "table 't0' is to be sharded by 'replicate': expected one of"),
+        ("another number of ranks", "the sharding is for 3 ranks, but there are 2"),
         ("a wire dtype", "unknown comm_dtype 'int8'"),
     ],
 )

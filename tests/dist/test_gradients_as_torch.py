@@ -272,7 +272,7 @@ def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:beside_batches", folder=str(tmp_path), when=when, evaluates=evaluates)
     for one in found:
-        assert "all ranks make the same" in one["error"], one
+        assert "all ranks must make the same" in one["error"], one
 
 
 def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_a_rank_that_fails_ends_a_lookup_of_the_others(ranks_pool: RanksPool, tm
     """Immediately, without a time-out, and the error says what they were doing."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:one_leaves", folder=str(tmp_path))
-    assert "RankErrora rank ended or did not answer while rank 0 was looking keys up" in found[0]["error"]
+    assert "RankErrora rank ended or did not answer while rank 0 was looking up keys" in found[0]["error"]
     assert "Timed out" not in found[0]["error"]
     assert found[1]["error"] == "ZeroDivisionError"
 

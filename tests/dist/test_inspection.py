@@ -94,7 +94,7 @@ def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
     assert train_shards(tmp_path / "s", 2, 0) == [None, None]
     assert (info(tmp_path / "s")["commit"], info(tmp_path / "s")["commits"]) == (None, [])
     assert "commit   none yet\n  rows     0, " in run("info", tmp_path / "s")
-    assert "is whole" in run("verify", tmp_path / "s")
+    assert "is intact" in run("verify", tmp_path / "s")
 
 
 def test_a_commit_that_some_ranks_prepared_is_not_seen(path: Path) -> None:
@@ -313,12 +313,12 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)
     assert str(key) in run("lookup", path, "word", "--", key)
     assert "keys have no row in table 'word' of the store" in error_of("lookup", path, "word", 999)
-    assert "has no commit 2: give one of 3" in error_of("lookup", path, "word", 1, "--commit", 2)
+    assert "has no commit 2: pass one of 3" in error_of("lookup", path, "word", 1, "--commit", 2)
 
 
 def test_commands_are_for_all_ranks(path: Path) -> None:
     """The folder of one rank is not a store for any of them, and the message names the store."""
-    words = "/rank-1 has the rows of one rank of a store: give the path of the whole store, which all ranks commit"
+    words = "/rank-1 has the rows of one rank of a store: pass the path of the whole store, which all ranks commit"
     for command in (
         ("info",), ("verify",), ("compact",), ("reorganize", path), ("rollback", "--to", 2), ("pin", "best"), ("diff",),
         ("unpin", "best"), ("changes", "--since", -1), ("lookup", "item", 1),
@@ -366,5 +366,5 @@ def test_one_process_writes_no_rows(path: Path) -> None:
         store.compact()
     with pytest.raises(TableMismatchError, match="has a table 'item' that was not given"):
         Store.open(path, tables=TABLES[1:])
-    with pytest.raises(ValueError, match="was made with engine 'lmdb', not 'zarr'"):
+    with pytest.raises(ValueError, match="was created with engine 'lmdb', not 'zarr'"):
         Store.open(path, engine="zarr")

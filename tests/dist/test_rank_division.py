@@ -141,9 +141,9 @@ def test_ranks_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
     check_shards(path, Cursor(3))
     assert train_shards(path, 2, 1) == [None] * 2
     check_shards(path, Cursor(3, 5))
-    with pytest.raises(ValueError, match="shard_dirs= names 1 folders for 2 ranks: give one for each rank"):
+    with pytest.raises(ValueError, match="shard_dirs= names 1 folders for 2 ranks: pass one for each rank"):
         raise train_shards(path, 2, 0, shard_dirs=[path])[0]
-    with pytest.raises(ValueError, match=r"shard_dirs\[0\] is .*: rank 0 has its rows in the store itself, so give"):
+    with pytest.raises(ValueError, match=r"shard_dirs\[0\] is .*: rank 0 has its rows in the store itself, so pass"):
         raise train_shards(path, 2, 0, shard_dirs=[disk, disk])[0]
     other = tmp_path / "other"
     words = "exists and is not a rank of this store"

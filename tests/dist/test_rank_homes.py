@@ -63,7 +63,7 @@ def test_a_copy_of_the_store_alone_is_not_trained(tmp_path: Path, writer: str, e
     held.release()
     for words in (sentences(found), str(caught.value)):
         assert f"{folder} has rank 1 of the store at {path}, and the store at {copy} is a copy of that one" in words
-        assert "train with shard_dirs= that name the copies" in words
+        assert "pass the copies as shard_dirs=" in words
     assert not any(isinstance(error, StoreInUseError) for error in found)
     assert {name: data for name, data in unlocked(folder).items() if name != "writer.lock"} == {
         name: data for name, data in before.items() if name != "writer.lock"

@@ -166,7 +166,7 @@ def test_a_key_that_the_pass_lacks_is_named_on_its_rank_and_told_to_all(ranks_po
             "rank 1 did something else while rank 0 was making batch 1 of pass 0",
             "rank 0 did something else",
         ),
-        ("shapes", "rank 1 failed while making batch 1 of pass 0: ValueError: label", "label has shape (1,): give"),
+        ("shapes", "rank 1 failed while making batch 1 of pass 0: ValueError: label", "label has shape (1,): expected"),
         ("leaves", "a rank ended or did not answer while rank 0 was making batch 1 of pass 0", "no such file"),
     ],
 )

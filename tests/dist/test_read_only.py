@@ -25,9 +25,9 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
             logits = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(32)]
         planned = [(plan.rows_read, plan.rows_from_host) for plan in cache.plan(passes=3)]
         if given:
-            with pytest.raises(StateError, match="is open read-only: to train, give a path"):
+            with pytest.raises(StateError, match="is open read-only: to train, pass a path"):
                 next(cache.passes(epochs=9))
-            with pytest.raises(ValueError, match=r"was opened with the rows of 2 ranks: use as many ranks"):
+            with pytest.raises(ValueError, match=r"was opened with the rows of 2 ranks: use the same number of ranks"):
                 tc.TierCache(store, passes, sharding="row_wise", **OPTIONS)
             assert store.commit is not None
             store.close()
@@ -58,4 +58,4 @@ def test_ranks_evaluate_a_store_that_was_opened_for_reading(ranks_pool: RanksPoo
     for mine, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine["logits"], other["logits"])
         assert mine["planned"] == other["planned"]
-    assert "give its path to 1" in ranks_pool.run(1, f"{__name__}:alone", case="bags", folder=str(tmp_path))[0]
+    assert "pass its path to 1" in ranks_pool.run(1, f"{__name__}:alone", case="bags", folder=str(tmp_path))[0]

@@ -211,7 +211,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         with tc.Store.open(path, mode="r") as store:
             assert (len(store.commit.ranks), store.commit.cursor) == (1, (3, 16))
 
-    refused(DatasetError, "is not the one that the store at .* was trained with, nor split from it", others)
+    refused(DatasetError, "is neither the one that the store at .* was trained with nor split from it", others)
     refused(DatasetError, "is not the one that the store at .* was trained with", order=3)
     refused(DatasetError, "is 16 samples inside pass 3, whose samples are shuffled", split)
     refused(BudgetError, r"store_budget is 100 bytes, but rank \d would have [\d.]+ KiB", store_budget=100)
@@ -338,7 +338,7 @@ def test_folders_get_names_that_commits_can_read(tmp_path: Path) -> None:
     check_shards(path, Cursor(0))
     assert newest_record(path).folders == (".", str(tmp_path / "disk" / "rank-1"))
     found = train_shards(tmp_path / "t", 2, 1, shard_dirs=[tmp_path / "t", tmp_path / "a\nb"])
-    assert "give a folder with a name that can be printed" in sentences(found)
+    assert "pass a folder with a printable name" in sentences(found)
     assert not (tmp_path / "t").exists()
 
 

@@ -17,7 +17,7 @@ from tiercache.dist.consistency import check_same_places
 from tiercache.errors import RankError
 
 OPEN = f"{__name__}:opened"
-END = ": give all ranks the same values and restart them"
+END = ": pass the same values on all ranks and restart them"
 
 
 def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -> None:

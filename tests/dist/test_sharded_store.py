@@ -86,7 +86,7 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
             store.lookup("nobody", keys)
         with pytest.raises(ValueError, match="keys are 1-dimensional float64"):
             store.lookup("item", np.array([0.5]))
-        with pytest.raises(ValueError, match="is beyond int64"):
+        with pytest.raises(ValueError, match="does not fit in int64"):
             store.lookup("item", np.array([2**63, 5], dtype=np.uint64))
 
 
@@ -314,7 +314,7 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
         other.touch()
     assert meet(1, lambda ranks: divide_anew(path, ranks, ShardingPlan.of_one(TABLES))) == [None]
     assert not (path / "rank-1").exists()
-    assert "rank-2 exists and is not a rank of this store: give shard_dirs= that are free" in sentences(
+    assert "rank-2 exists and is not a rank of this store: pass unused folders as shard_dirs=" in sentences(
         meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3)))
     )
     check_shards(path, Cursor(2))

@@ -44,10 +44,10 @@ def test_one_rank_that_is_given_its_folder_ends_with_the_bits_of_one_process(
     ("size", "folders", "words"),
     [
         (1, ["a"], "shard_dirs[0] is "),
-        (1, ["model.tc", "b"], "shard_dirs= names 2 folders for 1 ranks: give one for each rank"),
-        (1, [], "shard_dirs= names 0 folders for 1 ranks: give one for each rank"),
+        (1, ["model.tc", "b"], "shard_dirs= names 2 folders for 1 ranks: pass one for each rank"),
+        (1, [], "shard_dirs= names 0 folders for 1 ranks: pass one for each rank"),
         (2, ["a", "b"], "shard_dirs[0] is "),
-        (2, ["model.tc"], "shard_dirs= names 1 folders for 2 ranks: give one for each rank"),
+        (2, ["model.tc"], "shard_dirs= names 1 folders for 2 ranks: pass one for each rank"),
         (2, ["model.tc", "s3://bucket/b"], "the folder of a rank must be a local path"),
     ],
 )
@@ -223,10 +223,10 @@ class Counter:
     [
         ("seeds", "ranks differ in seed"),
         ("no step", "ended between backward and step"),
-        ("another batch", "looks up another batch than rank"),
+        ("another batch", "looks up a different batch than rank"),
         ("a step of one", "did something else while rank"),
         ("size", "invalid batch size"),
-        ("sizes", "makes another batch than rank"),
+        ("sizes", "makes a different batch than rank"),
         ("one rank's micro-batch", "the disk of rank 1 is gone"),
         ("one rank's samples", "the disk of rank 1 is gone"),
     ],
@@ -359,7 +359,9 @@ def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_
             assert {table.compression for table in store.tables} == {"zstd"}
     assert_close(tmp_path, "one", found[0])
     errors = ranks_pool.errors(2, "tests.dist.trainings:train", case="one", folder=str(tmp_path), engine="lmdb")
-    assert all("was made with engine 'zarr', not 'lmdb'" in error[1] for error in errors if error is not None), errors
+    assert all("was created with engine 'zarr', not 'lmdb'" in error[1] for error in errors if error is not None), (
+        errors
+    )
     assert None not in errors
     with tc.Store.open(path, mode="r") as store:
         assert {table.compression for table in store.tables} == {"zstd"}

@@ -89,7 +89,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
     ("change", "words"),
     [
         ("row", "a sharding plan's record is 'row': it must be an object"),
-        ({"num_ranks": 0}, "for 0 ranks: it must be a whole number >= 1"),
+        ({"num_ranks": 0}, "for 0 ranks: expected a whole number >= 1"),
         ({"num_ranks": True}, "for True ranks"),
         ({"num_ranks": "2"}, "for '2' ranks"),
         ({"more": 1}, "unknown 'more'"),
@@ -97,9 +97,9 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": "row"}}, "table 'a' is 'row': it must be an object"),
         ({"tables": {"a": {}}}, "table 'a' lacks 'kind'"),
         ({"tables": {"a": {"kind": "row_wise", "rank": 1}}}, "unknown 'rank'"),
-        ({"tables": {"a": {"kind": "best"}}}, "table 'a' is 'best': it must be one of 'row_wise', 'table_wise'"),
-        ({"tables": {"a": {"kind": ["row"]}}}, "it must be one of 'row_wise'"),
-        ({"tables": {"a": {"kind": "row"}}}, "table 'a' is 'row': it must be one of 'row_wise'"),
+        ({"tables": {"a": {"kind": "best"}}}, "table 'a' is 'best': expected one of 'row_wise', 'table_wise'"),
+        ({"tables": {"a": {"kind": ["row"]}}}, "expected one of 'row_wise'"),
+        ({"tables": {"a": {"kind": "row"}}}, "table 'a' is 'row': expected one of 'row_wise'"),
         ({"tables": {"a": {"kind": "row_wise", "slices": [[0, 0, 4]]}}}, "'row_wise' with 1 slices: it has no slices"),
         ({"tables": {"a": {"kind": "table_wise"}}}, "'table_wise' with 0 slices: it has 1 slice"),
         ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 4]]}}}, "it has 2 or more slices"),
@@ -113,7 +113,7 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 0, 0]]}}}, "it must have a column"),
         ({"tables": {"a": {"kind": "table_wise", "slices": [[0, 1, 4]]}}}, "must begin at 0"),
         ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 2], [1, 3, 4]]}}}, "must begin at 0 and follow"),
-        ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 2], [0, 2, 4]]}}}, "gives a rank two slices"),
+        ({"tables": {"a": {"kind": "column_wise", "slices": [[0, 0, 2], [0, 2, 4]]}}}, "has two slices for one rank"),
     ],
 )
 def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
@@ -162,7 +162,7 @@ def test_a_sharding_of_other_tables_or_columns_is_refused() -> None:
     sharding.check([table("a", 4)])
     with pytest.raises(ValueError, match="differ in b"):
         sharding.check([table("a", 4), table("b", 4)])
-    with pytest.raises(ValueError, match="has 4 columns and the table 5"):
+    with pytest.raises(ValueError, match="has 4 columns, but the table has 5"):
         sharding.check([table("a", 5)])
 
 
@@ -291,7 +291,7 @@ def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),
         (
             {"rules": {"kinds": {"users": "rows"}}},
-            "to be sharded by 'rows': it must be one of 'row_wise', 'table_wise'",
+            "to be sharded by 'rows': expected one of 'row_wise', 'table_wise'",
         ),
         ({"rules": {"kinds": {"user": "row_wise"}}}, "unknown table 'user': the tables are"),
     ):

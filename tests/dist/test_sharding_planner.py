@@ -170,9 +170,9 @@ def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
     tables, table_stats = sizes([(5, 1)])
     with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
         plan_sharding(tables, table_stats, 2, strategy="best")
-    with pytest.raises(ValueError, match="to be sharded by 'rows': it must be one of 'row_wise', 'table_wise'"):
+    with pytest.raises(ValueError, match="to be sharded by 'rows': expected one of 'row_wise', 'table_wise'"):
         plan_sharding(tables, table_stats, 2, kinds={"t0": "rows"})
-    with pytest.raises(ValueError, match="table 't0' is 'row': it must be one of 'row_wise', 'table_wise'"):
+    with pytest.raises(ValueError, match="table 't0' is 'row': expected one of 'row_wise', 'table_wise'"):
         ShardingPlan(2, {"t0": TableSharding("row")})
     with pytest.raises(ValueError, match="unknown table 't1': the tables are 't0'"):
         plan_sharding(tables, table_stats, 2, kinds={"t1": "row_wise"})
@@ -228,5 +228,5 @@ def test_statistics_are_those_of_the_largest_sub_dataset(tmp_path: Path) -> None
     assert sharding_of(passes, 3, {"b": "data_parallel"}).tables["b"].kind == "data_parallel"
     sharding = sharding_of(passes, 2, "auto")
     assert sharding_of(passes, 2, sharding) is sharding
-    with pytest.raises(ValueError, match="for 2 ranks and there are 3"):
+    with pytest.raises(ValueError, match="for 2 ranks, but there are 3"):
         sharding_of(passes, 3, sharding)

@@ -383,7 +383,11 @@ def test_what_was_never_committed_is_made_anew(tmp_path: Path, first: int, secon
     check_shards(path, Cursor(1))
     assert folders(path) == rank_folders(second) | {"rank-7", "rank-x"}
     assert (path / "rank-7" / "notes.txt").exists()
-    with pytest.raises(NotAStoreError, match=r"rank-7 exists and is not a rank of this store: give shard_dirs="):
+    with pytest.raises(
+        NotAStoreError,
+        match=r"rank-7 exists and is not a rank of this store: pass unused folders as "
+        "shard_dirs=",
+    ):
         raise next(error for error in meet(8, divided(path)) if not isinstance(error, RankError))
     assert (path / "rank-7" / "notes.txt").exists()
     check_shards(path, Cursor(1))

@@ -109,7 +109,7 @@ def damage(path: Path, what: str, engine: str) -> None:
             "missing",
             StoreMissingError,
             "rank 1 of the store at .* is missing: .*/rank-1 does not exist: restore it from a copy, move it back, "
-            "or train with shard_dirs=",
+            "or pass its new location in shard_dirs=",
         ),
         ("a file", StoreMissingError, "rank 1 of .* is missing: .*/rank-1 does not exist: restore"),
         ("empty", (NotAStoreError, StoreMissingError), "rank 1 of the store at .*rank-1.*: restore"),
@@ -119,11 +119,15 @@ def damage(path: Path, what: str, engine: str) -> None:
         ("a whole store", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
         ("older", CorruptStoreError, r"ranks/1\.7.* of .*rank-1.*: restore"),
         ("newer", CorruptStoreError, r"ranks/1\.3.* of .*rank-1.*: restore"),
-        ("newer format", FormatVersionError, "rank-1 has format version 6 and this tiercache reads version 5: use a "),
-        ("older format", FormatVersionError, "rank-1 has format version 4 and this tiercache reads version 5: use the"),
-        ("marker of nothing", NotAStoreError, "rank 1 of the store at .* has no marker: .*store.json is not a store's"),
+        ("newer format", FormatVersionError, "rank-1 has format version 6, but this tiercache reads version 5: use a "),
+        (
+            "older format",
+            FormatVersionError,
+            "rank-1 has format version 4, but this tiercache reads version 5: use the",
+        ),
+        ("marker of nothing", NotAStoreError, "rank 1 of the store at .* has no marker: .*json is not the marker of a"),
         ("no JSON", NotAStoreError, "rank 1 of the store at .* has no marker: .*/rank-1/store.json is not JSON"),
-        ("another engine", FormatVersionError, "rank-1 .* engine 'tape' and this tiercache has lmdb and zarr: use"),
+        ("another engine", FormatVersionError, "rank-1 .* engine 'tape', but this tiercache has lmdb and zarr: use"),
         ("another format", NotAStoreError, "rank-1/store.json does not belong to rank 1 of the store at .*: restore"),
     ],
 )
@@ -196,7 +200,7 @@ def test_the_rows_of_a_rank_are_no_store(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     tables, held = sharding_on(2).shard_tables(TABLES, 1), files_of(folder)
-    words = "has the rows of one rank of a store: give the path of the whole store, which all ranks commit together"
+    words = "has the rows of one rank of a store: pass the path of the whole store, which all ranks commit together"
     for place in (folder, str(folder), ".", tmp_path / "link", disk / ".." / "disk 1" / "rank-1"):
         for options in ({}, {"tables": tables}, {"mode": "r"}):
             with pytest.raises(NotAStoreError, match=words):
@@ -282,14 +286,14 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
             assert words in str(error)
     errors = train_shards(path, 2, 0, engine="zarr")
     assert isinstance(errors[0], ValueError)
-    assert "was made with engine 'lmdb', not 'zarr': leave engine out" in sentences(errors)
+    assert "was created with engine 'lmdb', not 'zarr': omit engine" in sentences(errors)
     errors = meet(2, lambda ranks: divide_anew(tmp_path / "new", ranks, sharding_on(2, 1)))
     assert "has no commit yet: there is nothing to divide" in sentences(errors)
-    with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: give"):
+    with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: pass"):
         ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
     Store.open(tmp_path / "chosen", tables=TABLES[1:]).close()
     for error in train_shards(tmp_path / "chosen", 2, 1):
-        assert "has no table 'item': give" in str(error)
+        assert "has no table 'item': pass" in str(error)
     with Store.open(tmp_path / "chosen", mode="r") as store:
         assert store.tables == tuple(sorted(TABLES[1:], key=lambda one: one.table_id))
     (tmp_path / "full").mkdir()
@@ -297,7 +301,7 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (path / "store.json").rename(tmp_path / "kept.json")
     for place, words in (
-        ("full", "without store.json that holds 'notes.txt', not a store: give"),
+        ("full", "without store.json that holds 'notes.txt', not a store: pass"),
         ("file", "is a file, not a store|is a file: no store can"),
         ("s", "holds commits but lost its marker: restore the store from a copy"),
     ):

@@ -96,8 +96,8 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
     ("change", "sentence"),
     [
         (lambda r: r.update(version=2), "version: Input should be 1"),
-        (lambda r: r.update(format="excel"), "format 'excel' is unknown: it must be one of numpy, parquet"),
-        (lambda r: r["tables"][0].update(rows=49), "counts 49 rows of table 'item', and its files hold 50"),
+        (lambda r: r.update(format="excel"), "unknown format 'excel': expected one of numpy, parquet"),
+        (lambda r: r["tables"][0].update(rows=49), "lists 49 rows of table 'item', but its files hold 50"),
         (lambda r: r["tables"][0].update(rows=-1), "cannot be read"),
         (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
         (lambda r: r["tables"][0]["table"].update(name="../item"), "%2E%2E%2Fitem.* does not exist"),
@@ -130,15 +130,15 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     np.save(folder / "vector.npy", np.zeros(good.shape, dtype=np.float64))
     refused(tmp_path / "out", tmp_path / "s.tc", "of float64: table 'item' with 50 keys needs")
     np.save(folder / "vector.npy", np.array([{"a": 1}] * 50), allow_pickle=True)
-    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole array of numbers")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a complete array of numbers")
     np.save(folder / "vector.npy", good)
     np.save(folder / "keys.npy", np.arange(50, dtype=np.uint64))
-    refused(tmp_path / "out", tmp_path / "s.tc", r"are \(50,\) of uint64: they must be \(n,\) of int64")
+    refused(tmp_path / "out", tmp_path / "s.tc", r"are \(50,\) of uint64: expected int64 of shape \(n,\)")
     np.save(folder / "keys.npy", np.zeros(50, np.int64))
-    refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' is given twice")
+    refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' occurs twice")
     shutil.copytree(exports / "numpy", tmp_path / "half")
     np.save(tmp_path / "half" / "item" / "exp_avg.npy", good)
-    words = "a part of the optimizer state of table 'item' and lacks exp_avg_sq"
+    words = "only part of the optimizer state of table 'item' and lacks exp_avg_sq"
     refused(tmp_path / "half", tmp_path / "t.tc", words, tables=[table("item", 2, "adam")])
 
 
@@ -180,8 +180,8 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     shutil.copytree(exports / "torch", tmp_path / "out")
     path = tmp_path / "out" / "item" / "table.pt"
     for content, sentence in (
-        ({"weight": Bomb()}, "is not a whole state dict of tensors"),
-        ({"bias": torch.zeros(50, 2)}, "holds 'bias': it must be the state dict of an embedding"),
+        ({"weight": Bomb()}, "is not a complete state dict of tensors"),
+        ({"bias": torch.zeros(50, 2)}, "holds 'bias': expected the state dict of an embedding"),
         (torch.zeros(50, 2), "holds Tensor"),
         ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "of float16: .* of float32"),
         ({"weight": torch.zeros(49, 2)}, r"is \(49, 2\) of float32"),
@@ -191,9 +191,14 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     within: dict[str, Any] = {"weight": torch.zeros(50, 2)}
     within["within"] = {"a": {"b": within}}
     torch.save(within, path)
-    refused(tmp_path / "out", tmp_path / "s.tc", "nests its dicts too deep, or one holds itself", initial_state=True)
+    refused(
+        tmp_path / "out",
+        tmp_path / "s.tc",
+        "has dicts that are nested too deeply, or contain themselves",
+        initial_state=True,
+    )
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
-    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole state dict of tensors", initial_state=True)
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a complete state dict of tensors", initial_state=True)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -227,13 +232,13 @@ def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> No
         with suppress(ImportExportError):
             map_array(path)
     path.write_bytes(whole.replace(b"(50, 2)", b"(50, 2("))
-    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is not a whole array of numbers")
+    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is not a complete array of numbers")
 
 
 def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
     """From Python as from the command line."""
     for arguments in (("a\0b", tmp_path / "s.tc"), (exports / "numpy", "a\0b")):
-        with pytest.raises(ImportExportError, match="has a NUL character: give one without"):
+        with pytest.raises(ImportExportError, match="has a NUL character: choose one without"):
             tc.import_store(*arguments)
     with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match="has a NUL character"):
         tc.export_store(store, "a\0b", format="numpy")
@@ -274,7 +279,7 @@ def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path)
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
     """Sizes that do not divide, and sizes for another dim."""
     shutil.copytree(exports / "hugectr", tmp_path / "out")
-    words = "emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600"
+    words = "emb_vector has 400 bytes, but 50 keys of 12 bytes each make 600"
     refused(tmp_path / "out", tmp_path / "s.tc", words, tables=[table("item", 3, "adagrad")])
     (tmp_path / "out" / "item" / "key").write_bytes(b"123456789")
     refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, not whole rows of 8")
@@ -284,22 +289,22 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
     """Unknown tables and formats, taken places."""
     with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:
         for options, sentence in (
-            ({"format": "excel"}, "format 'excel' is unknown"),
+            ({"format": "excel"}, "unknown format 'excel'"),
             ({"format": "numpy", "tables": ["user"]}, "has no table 'user': it has 'item'"),
-            ({"format": "numpy", "tables": []}, "tables is empty: give the names"),
+            ({"format": "numpy", "tables": []}, "tables is empty: pass the names"),
         ):
             with pytest.raises(ImportExportError, match=sentence):
                 tc.export_store(store, tmp_path / "new", **options)
-        with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+        with pytest.raises(ImportExportError, match="exists: choose another path for the export"):
             tc.export_store(store, tmp_path, format="numpy")
-        with pytest.raises(ImportExportError, match=r"table 'item' is not in .*, or differs there"):
+        with pytest.raises(ImportExportError, match=r"table 'item' is not in .*, or is different there"):
             tc.import_store(exports / "numpy", store, tables=[table("item", 7, "sgd")])
     with Store.open(tmp_path / "empty.tc", tables=[table("user", 2, "sgd")]) as store:
         with pytest.raises(ImportExportError, match="has no commit, so no rows to export"):
             tc.export_store(store, tmp_path / "new", format="numpy")
         with pytest.raises(ImportExportError, match="has a table 'item' that the store does not"):
             tc.import_store(exports / "numpy", store)
-    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"nothing at .*nowhere: give a folder")
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"nothing at .*nowhere: pass a folder")
     refused(tmp_path / "nowhere", tmp_path / "s.tc", "nothing at", format="numpy", tables=[ITEM])
     assert not (tmp_path / "new").exists()
 
@@ -312,7 +317,7 @@ def full(*_: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "instead", "sentence"),
     [
-        (shutil, "disk_usage", lambda _: SimpleNamespace(free=100), r"needs .*\(1,200 bytes\) and .* free"),
+        (shutil, "disk_usage", lambda _: SimpleNamespace(free=100), r"needs .*\(1,200 bytes\), but .* free"),
         (ColumnFile, "write", full, r"the export to .*/new failed: No space left on device"),
     ],
 )
@@ -331,7 +336,7 @@ def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path
     shutil.copytree(exports / "parquet", tmp_path / "out")
     path = tmp_path / "out" / "item.parquet"
     flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
-    refused(tmp_path / "out", tmp_path / "s.tc", "is not a whole Parquet file")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not a complete Parquet file")
 
 
 T, U = table("t", 2, "sgd"), table("u", 3, "adagrad")
@@ -376,18 +381,18 @@ def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ({"t": torch.empty(4, 2, device="meta")}, "'t' in the dict of arrays is on the meta device: it must be a d"),
-        ({"t": torch.eye(2).to_sparse()}, "is sparse_coo: it must be a dense tensor with values"),
+        ({"t": torch.empty(4, 2, device="meta")}, "'t' in the dict of arrays is on the meta device: expected a d"),
+        ({"t": torch.eye(2).to_sparse()}, "is sparse_coo: expected a dense tensor with values"),
         ({"t": VECTORS.astype(np.float64)}, r"is \(4, 2\) of float64: table 't' with 4 keys needs \(4, 2\) of float32"),
-        ({"t": VECTORS.tolist()}, "'t' in the dict of arrays is of list: give an array or a tensor"),
-        ({"t": np.float32(3)}, "is of float32: give an array"),
+        ({"t": VECTORS.tolist()}, "'t' in the dict of arrays is of type list: pass an array or a tensor"),
+        ({"t": np.float32(3)}, "is of type float32: pass an array"),
         ({"t": np.zeros((), np.float32)}, r"is \(\) of float32"),
         ({"t": VECTORS[:, :1]}, r"is \(4, 1\) of float32"),
         ({"t": (np.arange(3), VECTORS)}, r"is \(4, 2\) of float32: table 't' with 3 keys"),
-        ({"t": (np.arange(4.0), VECTORS)}, r"are \(4,\) of float64: they must be \(n,\) of int64"),
-        ({"t": (np.array([1, 1, 2, 3]), VECTORS)}, "key 1 of table 't' is given twice"),
-        ({"x": VECTORS}, "has no array for table 't': name one of x for it"),
-        ({"a.t": VECTORS, "b.t": VECTORS}, "has several arrays for table 't': name one of a.t, b.t for it"),
+        ({"t": (np.arange(4.0), VECTORS)}, r"are \(4,\) of float64: expected int64 of shape \(n,\)"),
+        ({"t": (np.array([1, 1, 2, 3]), VECTORS)}, "key 1 of table 't' occurs twice"),
+        ({"x": VECTORS}, "has no array for table 't': choose one of x for it"),
+        ({"a.t": VECTORS, "b.t": VECTORS}, "has several arrays for table 't': choose one of a.t, b.t for it"),
     ],
 )
 def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, sentence: str) -> None:
@@ -404,7 +409,7 @@ def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, s
 def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout) -> None:
     """Its rows may have any lengths."""
     nested = torch.nested.nested_tensor([torch.zeros(4, 2)], layout=layout)
-    with pytest.raises(ImportExportError, match="is nested: it must be a dense tensor with values"):
+    with pytest.raises(ImportExportError, match="is nested: expected a dense tensor with values"):
         tc.import_store({"t": nested}, tmp_path / "s.tc", tables=[T])
     assert not (tmp_path / "s.tc").exists()
 
@@ -436,9 +441,9 @@ def test_what_an_interrupted_creation_left_becomes_a_store_and_takes_rows_again(
 
 def test_tables_must_be_given_and_not_be_empty(tmp_path: Path) -> None:
     """An import of no tables would commit nothing."""
-    with pytest.raises(ImportExportError, match="the dict of arrays does not describe its tables: give the tables"):
+    with pytest.raises(ImportExportError, match="the dict of arrays does not describe its tables: pass the tables"):
         tc.import_store({"t": VECTORS}, tmp_path / "s.tc")
     for source in ({"t": VECTORS}, tmp_path):
-        with pytest.raises(ImportExportError, match="tables is empty: give the tables that the source holds"):
+        with pytest.raises(ImportExportError, match="tables is empty: pass the tables that the source holds"):
             tc.import_store(source, tmp_path / "s.tc", tables=[], format="numpy")
     assert not (tmp_path / "s.tc").exists()

@@ -163,7 +163,7 @@ def test_a_state_dict_goes_straight_into_an_embedding(
     tmp_path: Path, store: Store, numbers: dict, kind: type[torch.nn.Embedding]
 ) -> None:
     """Row i of the module is the vector of key i of the vocabulary."""
-    with pytest.warns(ImportExportWarning, match="no place for the optimizer state"):
+    with pytest.warns(ImportExportWarning, match="cannot hold the optimizer state"):
         tc.export_store(store, tmp_path / "out", format="torch")
     keys, (vector, *_) = numbers["user"]
     module = kind(keys.size, ADAM.dim)

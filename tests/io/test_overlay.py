@@ -162,7 +162,7 @@ def test_the_command_writes_both(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "a copy of the checkpoint with 4 rows of model.embed.weight, as of commit 1" in " ".join(done.output.split())
     assert load_file(merged)[TENSOR].shape == (ROWS, DIM)
-    for more, message in ((["--format", "numpy"], "leave out --format"), (["--since", "0"], "leave out")):
+    for more, message in ((["--format", "numpy"], "omit --format"), (["--since", "0"], "omit")):
         done = run(app, ["export", str(store), str(tmp_path / "x"), "--overlay", str(base), *more])
         assert done.exit_code != 0
         assert message in " ".join(done.output.split())
@@ -176,28 +176,28 @@ def test_verify_reads_the_checkpoint_and_finds_another(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["checkpoints"] == {"gram": ROWS * DIM * 2}
     said = " ".join(run(app, ["verify", str(store), "--checkpoints"]).output.split())
-    assert "so are 78.1 KiB of the checkpoints that gram began from" in said
+    assert "so are 78.1 KiB of the checkpoints that gram started from" in said
     done = run(app, ["verify", str(tmp_path / "keys-bfloat16"), "--checkpoints"])
     assert done.exit_code != 0
-    assert "leave out --checkpoints" in " ".join(done.output.split())
+    assert "omit --checkpoints" in " ".join(done.output.split())
     changed = weights()
     changed[1500] += 1  # no row that was trained
     save(tmp_path / "model.safetensors", model__embed__weight=changed)
     done = run(app, ["verify", str(store), "--checkpoints"])
     assert done.exit_code == 1
-    assert "has other bytes at" in " ".join(done.output.split())
+    assert "has different bytes at" in " ".join(done.output.split())
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     store, out = trained(tmp_path), tmp_path / "out.safetensors"
     other = save(tmp_path / "other.safetensors", model__embed__weight=weights(), more=torch.ones(2))
-    with pytest.raises(CheckpointError, match="is not what table 'gram' began from"):
+    with pytest.raises(CheckpointError, match="is not what table 'gram' started from"):
         tc.export_overlay(store, out, base=other)
     short = save(tmp_path / "short.safetensors", thing=torch.ones(ROWS, DIM + 1))
-    with pytest.raises(ImportExportError, match=r"has 21 columns and table 'gram' has dim 20"):
+    with pytest.raises(ImportExportError, match=r"has 21 columns, but table 'gram' has dim 20"):
         tc.export_overlay(store, out, base=short, tensor="thing")
     out.write_text("mine")
-    with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+    with pytest.raises(ImportExportError, match="exists: choose another path for the export"):
         tc.export_overlay(store, out)
     assert out.read_text() == "mine"
 
@@ -210,9 +210,9 @@ def test_a_row_beyond_the_tensor_is_refused_and_nothing_is_left(tmp_path: Path) 
         keys = np.array([3, ROWS])
         load_rows(store, [("gram", (keys, (np.ones((2, DIM), np.float32), np.zeros((2, DIM), np.float32))))])
     base = save(tmp_path / "model.safetensors", model__embed__weight=weights())
-    with pytest.raises(ImportExportError, match="does not begin from a checkpoint: give base and tensor"):
+    with pytest.raises(ImportExportError, match="does not start from a checkpoint: pass base and tensor"):
         tc.export_overlay(tmp_path / "store", tmp_path / "out", base=base)
-    with pytest.raises(ImportExportError, match=r"has a row of key 2000, and .* has 2,000 rows"):
+    with pytest.raises(ImportExportError, match=r"has a row of key 2000, but .* has 2,000 rows"):
         tc.export_overlay(tmp_path / "store", tmp_path / "out", base=base, tensor=TENSOR)
     assert {one.name for one in tmp_path.iterdir()} == {"store", "model.safetensors"}
 

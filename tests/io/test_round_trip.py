@@ -74,7 +74,7 @@ def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_
         listing = tc.export_store(store, tmp_path / "out", format=format_, with_state=False)
         tc.export_store(store, tmp_path / "some", format=format_, with_state=False, tables=["sgd", "adam"])
     assert not any(one.has_state for one in listing.tables)
-    with pytest.raises(tc.TierCacheError, match=r"has no optimizer state of table .*: ask for initial_state"):
+    with pytest.raises(tc.TierCacheError, match=r"has no optimizer state of table .*: pass initial_state"):
         tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
     assert not (tmp_path / "copy.tc").exists()
     tc.import_store(tmp_path / "out", tmp_path / "copy.tc", initial_state=True)
@@ -164,7 +164,7 @@ def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> No
 
         tc.export_store(store, out, format="numpy", progress=second)
         assert refused
-        with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+        with pytest.raises(ImportExportError, match="exists: choose another path for the export"):
             tc.export_store(store, out, format="numpy")
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     with Store.open(None, tables=tables, engine=MemoryEngine()) as copy:

@@ -45,7 +45,7 @@ def test_kernels_that_read_vectors_have_two_sets_of_types_and_the_others_one() -
     prepare(narrow=True)
     several = {kernel.name for kernel in KERNELS if len(kernel.compiled) > 1}
     assert several == {"_gather", "_pool_one", "_spread_one", "_pool_bags", "_weight_gradient", "_update"}
-    with pytest.raises(ValueError, match=r"keys is 1-dimensional float64: give an aligned .* array of int64"):
+    with pytest.raises(ValueError, match=r"keys is 1-dimensional float64: pass an aligned .* array of int64"):
         hash_keys(np.zeros(3), 5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="No matching definition"):
         hash_keys(np.zeros(3, np.int64), None)  # type: ignore[arg-type]

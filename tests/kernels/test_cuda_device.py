@@ -335,10 +335,10 @@ def test_large_tables_are_not_kept(cupy: Cupy) -> None:
 def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
     """A list has no address, and a kernel cannot reach an array in host memory."""
     device, _ = opened(cupy)
-    with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
+    with pytest.raises(ValueError, match="of type list: pass an array on the CUDA device"):
         sort_groups(device, [([[1, 2]], 3)])
     out = np.zeros((3, 4), np.float32)
     vectors, slots = (cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32)))
     for host in (out, torch.from_numpy(out)):
-        with pytest.raises(ValueError, match=r"out is of type (ndarray|Tensor): give an array on the CUDA device"):
+        with pytest.raises(ValueError, match=r"out is of type (ndarray|Tensor): pass an array on the CUDA device"):
             gather(device, [Gathered(Vectors(vectors, 4), slots, host)])

@@ -84,7 +84,7 @@ def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
     out = np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match="kind 4"):
         initial_rows(np.arange(2), 0, 0, 4, 0.0, 0.0, out)
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         initial_rows(np.arange(3), 0, 0, UNIFORM, 0.0, 1.0, out)
 
 

@@ -78,7 +78,7 @@ def test_keys_whose_hashes_crowd_are_found_too() -> None:
 
 def test_search_results_need_one_place_a_query() -> None:
     """A short output is refused before anything is written."""
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         search_keys(np.arange(3), 0, np.arange(3), np.empty(2, np.int64))
 
 
@@ -107,7 +107,7 @@ def test_owners_that_cannot_be_are_refused() -> None:
     for num_owners in (0, 1025):
         with pytest.raises(ValueError, match=f"invalid number of owners {num_owners}: expected 1 to 1024"):
             key_owners(keys, 0, num_owners, owners)
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="the same length"):
         key_owners(keys, 0, 2, owners[:2])
 
 

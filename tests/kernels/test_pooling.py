@@ -344,7 +344,7 @@ def test_arrays_of_another_type_or_shape_are_refused(kind: str) -> None:
     if kind == "cuda":
         with pytest.raises(ValueError, match="begins outside the 5 local positions"):
             m.pool_one(*{**given_one, "bases": np.array([6])}.values())
-        with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
+        with pytest.raises(ValueError, match="of type list: pass an array on the CUDA device"):
             m.gather(Vectors(vectors, 4), [0, 0, 0], out)
         assert m.device.launches == []
         return

@@ -105,15 +105,15 @@ def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Pat
     [
         ("[budgets]", "[budgets]\nhosts = 3", "budgets.hosts is not a key of a plan"),
         ("version = 1", "version = 2", "version is 2"),
-        ('optimize = "memory"', 'optimize = "cost"', "optimize is 'cost', and should be 'speed' or 'memory'"),
+        ('optimize = "memory"', 'optimize = "cost"', "optimize is 'cost', but should be 'speed' or 'memory'"),
         ("commit_every = 1", "commit_every = 0", "budgets.commit_every is 0"),
         ("[machine]", "[machine", "is not TOML"),
         ("[machine]", f"x = {'[' * 100_000}", "is nested too deeply"),
         ('device = "8MiB"', 'device = "8 horses"', "budgets.device is '8 horses'"),
         ('device = "8MiB"', "", "budgets.device is missing"),
-        ("read = 1e+09", "read = 0", "machine.read is 0, and should be greater than 0"),
-        ('dataset = "', 'dataset = "00', "is of the dataset 00.* and training was given"),
-        ("passes = [", "order = [0, 1, 1]\npasses = [", "must have each of the 12 sub-datasets once"),
+        ("read = 1e+09", "read = 0", "machine.read is 0, but should be greater than 0"),
+        ('dataset = "', 'dataset = "00', "is for the dataset 00.*, but training was given"),
+        ("passes = [", "order = [0, 1, 1]\npasses = [", "must list each of the 12 sub-datasets once"),
     ],
 )
 def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, old: str, new: str, words: str) -> None:
@@ -144,5 +144,5 @@ def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edit
         tc.TierCache(tmp_path / "s", data, plan=path)
     with tc.TierCache(tmp_path / "s", data, plan=path, device_budget=DEVICE, host_budget="64MiB", progress=False):
         pass
-    with pytest.raises(ValueError, match="give both, or the plan of"):
+    with pytest.raises(ValueError, match="pass both, or the plan of"):
         tc.TierCache(tmp_path / "t", data, host_budget="64MiB")

@@ -184,7 +184,7 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
     [
         ({"rows": -5}, ValueError, "rows of table 'a' is -5: expected a whole number of at least 1"),
         ({"rows": {"b": 5}}, ValueError, "rows names the unknown table 'b': expected 'a'"),
-        ({"rows": {}}, ValueError, "rows has no number for table 'a': give one"),
+        ({"rows": {}}, ValueError, "rows has no number for table 'a': pass one"),
         ({"rows": 1.5}, ValueError, "rows of table 'a' is 1.5"),
         ({"samples": 0}, ValueError, "samples is 0: expected a whole number of at least 1"),
         ({"samples": float("inf")}, ValueError, "samples is inf"),
@@ -193,22 +193,22 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
         ({"epochs": 0}, ValueError, "epochs is 0"),
         ({"passes": 0}, ValueError, "passes is 0"),
         ({"passes": 200_000}, ValueError, "an epoch would have 200,000 passes"),
-        ({"passes": 2000, "samples": 1000, "rows": 10}, ValueError, "passes is 2,000, and there are 1,000 samples"),
+        ({"passes": 2000, "samples": 1000, "rows": 10}, ValueError, "passes is 2,000, but there are 1,000 samples"),
         ({"zipf": -1}, ValueError, "zipf is -1: expected an exponent from 0"),
-        ({"zipf": 1, "unique_per_pass": 10, "passes": 3}, ValueError, "leave out zipf, or one of them"),
-        ({"unique_per_pass": 2e4, "passes": 3}, ValueError, "unique_per_pass is 20,000, and of 3 passes of this"),
+        ({"zipf": 1, "unique_per_pass": 10, "passes": 3}, ValueError, "omit zipf, or one of them"),
+        ({"unique_per_pass": 2e4, "passes": 3}, ValueError, "unique_per_pass is 20,000, but each of 3 passes of this"),
         ({"unique_per_pass": 1000, "device_budget": 1000}, BudgetError,
          "device_budget is 0.977 KiB, and the rows of a pass take .*: raise it to"),
-        ({"device_budget": 100}, BudgetError, "device_budget is 100, and the rows of one sample take 5"),
-        ({"rows": 1e6, "zipf": 1.5}, ValueError, "with the exponent 1.5, have .* different ones at most: give"),
+        ({"device_budget": 100}, BudgetError, "device_budget is 100, but the rows of one sample take 5"),
+        ({"rows": 1e6, "zipf": 1.5}, ValueError, "with the exponent 1.5, include at most .* distinct ones: pass"),
         ({"device_budget": 0}, BudgetError, "invalid size '?0'?"),
         ({"host_budget": "1MiB", "passes": 10}, BudgetError, r"host_budget is 1 MiB, but .*raise host_budget to"),
-        ({"device": "cuda:99"}, ValueError, "device 'cuda:99' cannot be measured .*: give link_gbps"),
-        ({"device": "abacus"}, ValueError, "device 'abacus' cannot be measured .*: give link_gbps"),
+        ({"device": "cuda:99"}, ValueError, "device 'cuda:99' cannot be measured .*: pass link_gbps"),
+        ({"device": "abacus"}, ValueError, "device 'abacus' cannot be measured .*: pass link_gbps"),
         ({"disk_gbps": 0}, ValueError, "invalid disk_gbps 0: expected a positive number"),
         ({"samples_per_second": float("nan")}, ValueError, "invalid samples_per_second nan"),
         ({"tables": ()}, ValueError, "no tables were given"),
-        ({"rows": 1e11, "samples": 1e12, "zipf": 0, "device_budget": 1 << 45}, BudgetError, "and a device holds"),
+        ({"rows": 1e11, "samples": 1e12, "zipf": 0, "device_budget": 1 << 45}, BudgetError, "but a device holds"),
     ],
 )  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], kind: type[Exception], words: str) -> None:
@@ -220,7 +220,7 @@ def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], kind: t
 def test_what_this_machine_lacks_is_said() -> None:
     """Memory and disk; and the assumptions."""
     found = tc.estimate(TABLES[:1], 1e10, samples=1e11, passes=200, zipf=0.5, disk_gbps=2)
-    assert any("exceed" in one and "of this machine: give a smaller device_budget" in one for one in found.warnings)
+    assert any("exceed" in one and "of this machine: use a smaller device_budget" in one for one in found.warnings)
     assert any("that are free at" in one and "use another disk" in one for one in found.warnings)
     assert any("hours of moving rows alone" in one for one in found.assumptions)
     small = tc.estimate(TABLES[:1], 1e4, samples=1e5, disk_gbps=2, samples_per_second=1e3)

@@ -113,7 +113,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
         (["--device-budget", "4KiB"], "the passes need .* on the device"),
         (["--host-budget", "4KiB"], "raise host_budget to"),
         (["--optimize", "cost"], "must be speed or memory"),
-        (["--order", "best"], "must be 'overlap' or a permutation"),
+        (["--order", "best"], "expected 'overlap' or a permutation"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
@@ -137,4 +137,4 @@ def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
     for one, report in zip(record, read, strict=True):
         assert 0 < report.checkpoint_bytes <= one["bytes"]
         assert one["how"] == "in order"
-    assert "begin from checkpoints in 4 passes that read in order: at most" in " ".join(planned(str(data.path)).split())
+    assert "start from checkpoints in 4 passes that read in order: at most" in " ".join(planned(str(data.path)).split())

@@ -92,7 +92,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_is_written(
         words = r"need .* on the shim, which has 4.88 KiB .* budget of at most 5000 bytes"
         with pytest.raises(BudgetError, match=words):
             tiered(store, passes, device=device)
-        with pytest.raises(ValueError, match="device is 'gpu': it must be 'cpu', 'cuda'"):
+        with pytest.raises(ValueError, match="device is 'gpu': expected 'cpu', 'cuda'"):
             tiered(store, passes, device="gpu")
         monkeypatch.setitem(sys.modules, "cupy", None)
         with pytest.raises(CudaError, match=r"CuPy cannot be imported .*pip install 'tiercache-embeddings\[cuda13\]'"):

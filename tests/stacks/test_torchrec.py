@@ -222,7 +222,7 @@ def test_a_collection_finds_its_features_and_says_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"has is_weighted=True and feature 'user' has no weights in the schema: make"):
         tc.convert(bags(weighted=True), schema)
     with pytest.raises(
-        ValueError, match=r"a looks up user, item, seen, place, and 1 features of the schema take their"
+        ValueError, match=r"a looks up user, item, seen, place, but 1 features of the schema replace them"
     ):
         tc.convert(nn.ModuleDict({"a": bags()}), schema, {"a": "user"})
     with pytest.raises(ValueError, match=r"the schema has no feature 'item', which"):

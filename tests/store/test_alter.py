@@ -291,7 +291,7 @@ def test_live_learning_rates_and_steps_stay_unless_the_record_changes() -> None:
         assert commit.settings["steps"] == 10
         assert commit.settings["tables"] == {"b": {"weight_decay": 0.5}, "c": {"step": 0}, "d": {"step": 0}}
         joined = changed(after, "c", optimizer=Adagrad(learning_rate=0.2, eps=0.25), dim=4)
-        with pytest.raises(ValueError, match=r"would share a group.*left them at 0.0[12] and 0.[02]+: give both"):
+        with pytest.raises(ValueError, match=r"would share a group.*left them at 0.0[12] and 0.[02]+: set a new"):
             alter(store, [*changed(joined, "b", dim=4), Table(name="d", dim=9)])
 
 
@@ -312,13 +312,13 @@ def test_the_buffer_of_momentum_starts_over_when_momentum_comes_and_goes() -> No
 
 
 REFUSED = {
-    "a smaller dim": (lambda tables: changed(tables, "user", dim=2), "has dim 3 and 2 was given: a dim can only grow"),
-    "a dtype": (lambda tables: changed(tables, "user", dtype="bfloat16"), "dtype 'float32' and 'bfloat16' was given"),
+    "a smaller dim": (lambda tables: changed(tables, "user", dim=2), "has dim 3, but 2 was given: a dim can only grow"),
+    "a dtype": (lambda tables: changed(tables, "user", dtype="bfloat16"), "dtype 'float32', but 'bfloat16' was given"),
     "a name": (
         lambda tables: [*tables[1:], replace(tables[0], name="person")],
         "has a table 'user' that was not given, and lacks the table 'person': a table cannot be renamed",
     ),
-    "a compression": (lambda tables: changed(tables, "day", compression="zstd"), "compression None and 'zstd'"),
+    "a compression": (lambda tables: changed(tables, "day", compression="zstd"), "compression None, but 'zstd'"),
     "nothing": (lambda _: [], "no tables were given"),
 }
 
@@ -363,7 +363,7 @@ def test_an_altered_store_takes_no_rows_before_a_rewrite() -> None:
         alter(store, tables)
         user = next(table for table in store.tables if table.name == "user")
         rows = [("user", (np.array([3]), initial_rows(user, np.array([3]))))]
-        with pytest.raises(ValueError, match="was altered: reorganize or compact it before rows are added"):
+        with pytest.raises(ValueError, match="was altered: reorganize or compact it before you add rows"):
             load_rows(store, rows)
         store.compact()
         load_rows(store, rows)

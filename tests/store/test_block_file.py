@@ -241,7 +241,7 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         rooms = put(file, [aligned(500_000)], stable=True)
-        with pytest.raises(StoreFullError, match=r"was full, and has .* free by now: free some"):
+        with pytest.raises(StoreFullError, match=r"was full, but now has .* free: free some"):
             file.flush()
     file.discard(rooms)
     assert file.size <= size
@@ -272,7 +272,7 @@ def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
     file.flush()
     os.truncate(tmp_path / "blocks", 5000)
     for size in (600_000, 10_000):
-        with pytest.raises(BlockReadError, match="is cut short, as blocks ends at byte 5,000"):
+        with pytest.raises(BlockReadError, match="is truncated: blocks ends at byte 5,000"):
             file.read(room, 0, aligned(size))
     with pytest.raises(CorruptStoreError, match=r"ends at byte 5,000, before .*: restore the store from a copy"):
         file.take([10])

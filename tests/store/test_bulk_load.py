@@ -94,17 +94,23 @@ ROWS = rows_of(ONE, KEYS)
         ([("two", (KEYS, ROWS))], "rows of table 'two', but the store .* has 'one'"),
         (
             [("one", (KEYS, ROWS)), ("one", (KEYS[2:], (ROWS[0][2:], ROWS[1][2:])))],
-            "key 2 of table 'one' is given twice",
+            "key 2 of table 'one' occurs twice",
         ),
         (
             [("one", (KEYS + np.int64(-(1 << 63)), ROWS))],
             "key -9223372036854775808 .* reserved for the out-of-vocabulary row",
         ),
         ([("one", (KEYS + np.int64(1 - (1 << 63)), ROWS))], "key -9223372036854775807 .* reserved for the null row"),
-        ([("one", (KEYS, ROWS[:1]))], "have 1 fields and not vector, sum: or ask for the state's initial value"),
-        ([("one", (KEYS, (ROWS[0][:, :1], ROWS[1])))], r"vector of table 'one' is \(3, 1\) .* must be \(3, 2\)"),
+        (
+            [("one", (KEYS, ROWS[:1]))],
+            "have 1 fields, not vector, sum: or pass initial_state to start from the initial state",
+        ),
+        (
+            [("one", (KEYS, (ROWS[0][:, :1], ROWS[1])))],
+            r"vector of table 'one' is \(3, 1\) .* expected float32 of shape \(3, 2\)",
+        ),
         ([("one", (KEYS, (ROWS[0].astype(np.float64), ROWS[1])))], "of float64"),
-        ([("one", (KEYS.astype(np.int32), ROWS))], "must be .* of int64"),
+        ([("one", (KEYS.astype(np.int32), ROWS))], "expected int64 of shape"),
     ],
 )
 def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence: str) -> None:
@@ -140,7 +146,7 @@ def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
     """More equal keys than fit in memory are detected, not sorted forever."""
     with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
         keys = np.zeros(100, dtype=np.int64)
-        with pytest.raises(ValueError, match="key 0 of table 'one' is given twice"):
+        with pytest.raises(ValueError, match="key 0 of table 'one' occurs twice"):
             load_rows(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
 
 

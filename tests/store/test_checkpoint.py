@@ -87,7 +87,7 @@ def test_8_bit_numbers_are_multiplied_by_the_scales_of_their_blocks(
     keys = some_keys()
     block = (rows, columns) if 1 < rows < ROWS else None
     if block is not None:
-        with pytest.raises(CheckpointError, match=r"scales for 2000 numbers, and blocks of \d+ or \d+ fit: give scale"):
+        with pytest.raises(CheckpointError, match=r"scales for 2000 numbers, and blocks of \d+ or \d+ fit: pass scale"):
             initial_vectors(table_of(path), keys)
     for name in ("float32", "bfloat16"):
         expected = (values.float() * whole)[keys].to(getattr(torch, name)).float().numpy()
@@ -107,7 +107,7 @@ def test_scales_are_found_by_name_and_refused_where_there_are_none(tmp_path: Pat
     np.testing.assert_array_equal(initial_vectors(table_of(path, scale="mine"), some_keys()), 2.0)
     one = save(tmp_path / "one.safetensors", model__embed__weight=values, mine=torch.tensor(3.0))
     np.testing.assert_array_equal(initial_vectors(table_of(one, scale="mine"), some_keys()), 3.0)
-    with pytest.raises(CheckpointError, match="needs the tensor of their scales: give its name as scale"):
+    with pytest.raises(CheckpointError, match="needs the tensor of their scales: pass its name as scale"):
         initial_vectors(table_of(path), some_keys())
     other = save(tmp_path / "n.safetensors", model__embed__weight=weights())
     with pytest.raises(CheckpointError, match="takes no scale: leave it out"):
@@ -118,13 +118,13 @@ def test_a_folder_an_index_and_a_file_name_the_same_tensor(tmp_path: Path) -> No
     tensor, keys = weights(), some_keys()
     save(tmp_path / "model-00001-of-00002.safetensors", other=torch.ones(4))
     file = save(tmp_path / "model-00002-of-00002.safetensors", model__embed__weight=tensor)
-    with pytest.raises(CheckpointError, match="has 2 safetensors files and no model"):
+    with pytest.raises(CheckpointError, match="has 2 safetensors files but no model"):
         initial_vectors(table_of(tmp_path), keys)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {TENSOR: file.name, "other": "model-00001-of-00002.safetensors"}}))
     for path in (tmp_path, index, file):
         np.testing.assert_array_equal(initial_vectors(table_of(path), keys), tensor[keys].float().numpy())
-    with pytest.raises(CheckpointError, match="names no file of tensor 'unknown'"):
+    with pytest.raises(CheckpointError, match="has no file for tensor 'unknown'"):
         initial_vectors(table_of(index, tensor="unknown"), keys)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
@@ -169,7 +169,7 @@ def test_the_estimate_of_reads_agrees_with_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [-1, ROWS, 1 << 62])
 def test_a_key_beyond_the_tensor_is_an_error_that_names_it(tmp_path: Path, key: int) -> None:
     path = save(tmp_path / "m.safetensors", model__embed__weight=weights())
-    with pytest.raises(CheckpointError, match=f"has key {key}, and .* has 2,000 rows: expected keys from 0 to 1,999"):
+    with pytest.raises(CheckpointError, match=f"has key {key}, but .* has 2,000 rows: expected keys from 0 to 1,999"):
         initial_vectors(table_of(path), np.array([3, key]))
 
 
@@ -179,11 +179,11 @@ def test_what_is_no_checkpoint_is_an_error_that_says_so(tmp_path: Path) -> None:
     )
     keys = some_keys(5, 4)
     for table, message in (
-        (table_of(tmp_path / "gone.safetensors"), "gone.safetensors cannot be read .* give its new path"),
+        (table_of(tmp_path / "gone.safetensors"), "gone.safetensors cannot be read .* set its new path"),
         (table_of(path, tensor="unknown"), "has no tensor 'unknown': it has a, flat, long, model"),
         (table_of(path, tensor="flat"), r"has shape \[5\]: expected 2 dimensions"),
         (table_of(path, tensor="long"), "has dtype I64: expected one of F32, BF16, F16"),
-        (table_of(path, dim=DIM + 1), "has 20 columns and table 'gram' has dim 21"),
+        (table_of(path, dim=DIM + 1), "has 20 columns, but table 'gram' has dim 21"),
     ):
         with pytest.raises(CheckpointError, match=message):
             initial_vectors(table, keys)
@@ -213,7 +213,7 @@ class TestAStoreRefusesAnotherFile:
         save(path, model__embed__weight=tensor)
         committed(tmp_path / "store", table_of(path), engine)
         save(path, model__embed__weight=tensor, more=torch.ones(1))
-        refused = pytest.raises(CheckpointError, match="is not the one that table 'gram' began with")
+        refused = pytest.raises(CheckpointError, match="is not the one that table 'gram' started from")
         with Store.open(tmp_path / "store", mode="r") as store, refused:
             store.lookup("gram", np.array([3]), missing="initial")
 
@@ -225,9 +225,9 @@ class TestAStoreRefusesAnotherFile:
         tensor[17] += 1
         save(path, model__embed__weight=tensor)
         with Store.open(tmp_path / "store", mode="r") as store:
-            with pytest.raises(CheckpointError, match=r"has other bytes at .* than when the store first read them"):
+            with pytest.raises(CheckpointError, match=r"has different bytes at .* than when the store first read it"):
                 store.lookup("gram", np.array([300]), missing="initial")
-            with pytest.raises(CheckpointError, match="has other bytes at"):
+            with pytest.raises(CheckpointError, match="has different bytes at"):
                 store.check_checkpoints()
         tensor[17] -= 1
         save(path, model__embed__weight=weights())
@@ -245,7 +245,7 @@ class TestAStoreRefusesAnotherFile:
             with pytest.raises(CheckpointError, match="was changed or replaced while it was in use"):
                 store.lookup("gram", np.array([4]), missing="initial")
             path.unlink()
-            with pytest.raises(CheckpointError, match=r"cannot be read .* put the file back"):
+            with pytest.raises(CheckpointError, match=r"cannot be read .* restore the file"):
                 store.lookup("gram", np.array([4]), missing="initial")
 
     def test_moved_to_a_place_that_alter_names(self, tmp_path: Path, engine: str) -> None:
@@ -260,7 +260,7 @@ class TestAStoreRefusesAnotherFile:
             found = store.lookup("gram", np.array([300]), missing="initial")["vector"]
             np.testing.assert_array_equal(found, weights()[[300]].float().numpy())
         save(new, model__embed__weight=weights(seed=1))
-        with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="other bytes"):
+        with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="different bytes"):
             store.lookup("gram", np.array([300]), missing="initial")
 
 
@@ -274,12 +274,12 @@ def test_a_store_on_an_object_store_refuses_another_file_too(tmp_path: Path) -> 
     assert name in found
     save(path, model__embed__weight=weights(seed=1))
     with Store.open(None, mode="r", engine=ZarrEngine(objects, create=False, readonly=True)) as store:
-        with pytest.raises(CheckpointError, match="has other bytes at"):
+        with pytest.raises(CheckpointError, match="has different bytes at"):
             store.lookup("gram", np.array([300]), missing="initial")
-        with pytest.raises(CheckpointError, match="has other bytes at"):
+        with pytest.raises(CheckpointError, match="has different bytes at"):
             store.check_checkpoints()
     save(path, model__embed__weight=weights(), more=torch.ones(1))
-    message = "is not the one that table 'gram' began with.* delete object 'checkpoint-.* of the store in"
+    message = "is not the one that table 'gram' started from.* delete object 'checkpoint-.* of the store in"
     with (
         Store.open(None, mode="r", engine=ZarrEngine(objects, create=False, readonly=True)) as store,
         pytest.raises(CheckpointError, match=message),
@@ -307,7 +307,7 @@ def test_alter_refuses_a_tensor_that_does_not_fit_and_makes_no_commit(tmp_path: 
     committed(tmp_path / "store", table_of(path), "lmdb")
     with Store.open(tmp_path / "store") as store:
         for table, message in (
-            (table_of(path, tensor="wide"), r"has 21 columns and table 'gram' has dim 20"),
+            (table_of(path, tensor="wide"), r"has 21 columns, but table 'gram' has dim 20"),
             (table_of(tmp_path / "gone.safetensors"), "cannot be read"),
         ):
             with pytest.raises(CheckpointError, match=message):
@@ -367,7 +367,7 @@ def test_a_number_beyond_the_dtype_of_the_table_is_refused(tmp_path: Path, value
     tensor = weights().float()
     tensor[7, 3], tensor[8, 3] = (value if value < 1e38 else torch.finfo(torch.float32).max), torch.inf
     path = save(tmp_path / "m.safetensors", model__embed__weight=tensor)
-    message = f"row 7 of .* has a number that is infinite in {dtype}: give table 'gram' another dtype"
+    message = f"row 7 of .* has a number that is infinite in {dtype}: choose another dtype for table 'gram'"
     with pytest.raises(CheckpointError, match=message):
         initial_vectors(table_of(path, dtype=dtype), np.array([3, 7]))
     assert initial_vectors(table_of(path, dtype=dtype), np.array([3, 8]))[1, 3] == np.inf
@@ -452,7 +452,7 @@ def test_the_whole_tensor_can_be_checked_and_recorded(tmp_path: Path) -> None:
         record.save()
     tensor[-1] += 1
     save_file({TENSOR: tensor}, path)
-    with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="other bytes"):
+    with Store.open(tmp_path / "store", mode="r") as store, pytest.raises(CheckpointError, match="different bytes"):
         store.lookup("gram", np.array([19_999]), missing="initial")
 
 
@@ -482,7 +482,7 @@ def test_a_tensor_that_is_cut_into_files_is_one(tmp_path: Path, stored: torch.dt
         np.testing.assert_array_equal(found, expected[keys].numpy())
         (record,) = store.checkpoints.values()
         assert record.check_all() == sum(file.size for file in record._tensor.files)
-    with pytest.raises(CheckpointError, match=r"has key 1100, and .* has 1,100 rows"):
+    with pytest.raises(CheckpointError, match=r"has key 1100, but .* has 1,100 rows"):
         initial_vectors(table, np.array([1100]))
     with pytest.raises(CheckpointError, match=r"with the numbers \[\]: expected 0, 1, and so on"):
         initial_vectors(table_of(tmp_path, tensor="u.*.w"), keys)

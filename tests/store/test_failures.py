@@ -95,7 +95,7 @@ def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None
     """Files, a quota, and bytes that were freed since, without contradicting the numbers."""
     for code, free, files, words in (
         (errno.ENOSPC, 99, (0, 0), r"needs 100 more bytes but the file system of .* has 99 free: free some"),
-        (errno.ENOSPC, 500, (0, 0), r"but the file system of .* was full, and has 500 free by now: free some"),
+        (errno.ENOSPC, 500, (0, 0), r"but the file system of .* was full, but now has 500 free: free some"),
         (errno.ENOSPC, 500, (9, 0), r"but the file system of .* has no room for another file: free some"),
         (errno.EDQUOT, 500, (9, 5), r"but the disk quota of .* is used up: free some"),
     ):

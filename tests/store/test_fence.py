@@ -170,7 +170,7 @@ def test_commits_that_another_one_made_are_never_written_over(tmp_path: Path, ki
     for name in files_of(path).keys() - older.keys():
         (path / name).unlink()
     held = {name: data for name, data in files_of(path).items() if name != "blocks.bin"}
-    with pytest.raises(StoreError, match=r"another one has written to the store, or an older copy"):
+    with pytest.raises(StoreError, match=r"another process has written to the store, or an older copy"):
         publish(store, 5)
     assert {name: data for name, data in files_of(path).items() if name != "blocks.bin"} == held
     store.close()

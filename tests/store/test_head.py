@@ -235,7 +235,7 @@ def test_a_store_whose_head_is_not_whole_is_refused(tmp_path: Path, *, readonly:
     """Nothing else shows if a commit is missing."""
     made(tmp_path)
     (tmp_path / HEAD).write_bytes(bytes(2 * PAGE_BYTES))
-    with pytest.raises(CorruptStoreError, match="no part of it is whole"):
+    with pytest.raises(CorruptStoreError, match="no part of it is intact"):
         LmdbEngine(tmp_path, create=False, readonly=readonly)
 
 
@@ -246,7 +246,7 @@ def test_a_writer_that_finds_another_head_writes_nothing_more(tmp_path: Path, ca
     engine = LmdbEngine(tmp_path, create=False)
     Slot(77, head_of(77).digest).create(tmp_path)
     seen = bytes_of(tmp_path)
-    with pytest.raises(StoreError, match=r"names publish 77, and this process wrote 3: .*open it again"):
+    with pytest.raises(StoreError, match=r"names publish 77, but this process wrote 3: .*open it again"):
         drop_all(engine, contents) if call == "drop" else engine.publish(head_of(COMMITS - 1), engine.newest())
     assert bytes_of(tmp_path) == seen
     assert Slot.read(tmp_path).number == 77

@@ -95,7 +95,7 @@ def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> 
     assert f"rows     {rows}, " in shown.stdout
     as_json = runner.invoke(app, ["info", str(tmp_path / "s"), "--json"])
     assert json.loads(as_json.stdout) == info(tmp_path / "s")
-    assert f"is whole: {rows} rows in 1 commit;" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout
+    assert f"is intact: {rows} rows in 1 commit;" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout
     assert json.loads(runner.invoke(app, ["verify", str(tmp_path / "s"), "--json"]).stdout)["problems"] == []
 
 
@@ -149,7 +149,7 @@ def test_stores_of_other_tables_are_not_compared() -> None:
     tables = small_tables()
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         World(tables).run(store, 2)
-        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 1"):
+        with pytest.raises(CommitMissingError, match="has no commit 0: pass one of 1"):
             store.at(0)
         other = Store.open(None, tables=tables[:1], engine=MemoryEngine())
         with other, pytest.raises(ValueError, match="have different tables"):

@@ -60,7 +60,7 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
     with pytest.raises(CorruptStoreError, match=words):
         list(store.scan("user"))
     (problem,) = Verification(store).run()["problems"]
-    assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problem
+    assert ("have two live rows" if more < 0 else "stale rows, but its commit says") in problem
 
 
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
     assert len(problems) == 2
     assert problems[0].startswith("4 keys of table 'user' of the store at")
     assert "have two live rows: restore" in problems[0]
-    assert "stale rows and its commit says" in problems[1]
+    assert "stale rows, but its commit says" in problems[1]
 
 
 def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) ->
     assert len(problems) == 2
     assert problems[0].startswith("1 keys of table 'user'")
     assert problems[1].endswith(
-        f"has 0 stale rows and its commit says 1, in segments {segment}: restore the store from a copy"
+        f"has 0 stale rows, but its commit says 1, in segments {segment}: restore the store from a copy"
     )
 
 
@@ -109,7 +109,7 @@ def aged(home: Home) -> list[str]:
         values["segments"][i][FIRST_COMMIT] = store.commit.id
 
     rewritten(home.engine, "rank", change)
-    return ["3 keys of table 'user' of the store at", "have a row that changed after one that is newer: restore"]
+    return ["3 keys of table 'user' of the store at", "have a row that changed after a newer one: restore"]
 
 
 def lost(home: Home) -> list[str]:
@@ -118,7 +118,7 @@ def lost(home: Home) -> list[str]:
     store = home.open(world.tables, retention=2)
     world.run(store, 4)
     rewritten(home.engine, "rank", partial(without_segment, 0))
-    return ["in commit 3,", "have no row, and had one at commit 2: roll the store back to that"]
+    return ["in commit 3,", "have no row, but had one at commit 2: roll the store back to that"]
 
 
 def first_commit(home: Home) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
     reader = Store.open(store.path, mode="r")
     go_on(store, range(1, 3))
     for _ in range(2):
-        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 2"):
+        with pytest.raises(CommitMissingError, match="has no commit 0: pass one of 2"):
             Store.open(store.path, mode="r", commit=0)
         if not reader.closed:
             assert list(reader.at(0).scan("big"))  # its reader can open it again
@@ -256,7 +256,7 @@ def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Pa
     with Store.open(there, mode="r") as reader:
         assert load(reader, 1) == {0: stored[1]}
         assert ran(GO_ON, home).returncode == 0  # LMDB is opened once per process
-        with pytest.raises(CommitMissingError, match="was opened at commit 0, which its writer has given up since"):
+        with pytest.raises(CommitMissingError, match="was opened at commit 0, which its writer has dropped since"):
             load(reader, 1)
     assert verify(there)["problems"] == []
     with Store.open(there, mode="r") as reader:

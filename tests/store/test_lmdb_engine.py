@@ -135,7 +135,7 @@ def test_a_name_that_lmdb_cannot_have_is_refused(tmp_path: Path, name: str) -> N
     with pytest.raises(ValueError, match="cannot be named"):
         engine.put([Blob(name, 5)], [(0, 0, some_bytes(5))])
     put(engine, [plain("states/0.0", some_bytes(10))])
-    with pytest.raises(ValueError, match="already: put it under another name"):
+    with pytest.raises(ValueError, match="put it under another name"):
         put(engine, [plain("states/0.0", some_bytes(10))])
     assert engine.list() == {"states/0.0": Stored(10)}
     engine.close()
@@ -275,7 +275,7 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(lmdb_map, "open_file", denied)
-    with pytest.raises(StoreError, match=r"HEAD cannot be opened .*: give this user the right") as caught:
+    with pytest.raises(StoreError, match=r"HEAD cannot be opened .*: grant this user") as caught:
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert not isinstance(caught.value, CorruptStoreError)
     assert_sentence(caught.value)
@@ -332,7 +332,7 @@ def test_a_file_of_blobs_that_was_cut_short_is_not_made_whole(tmp_path: Path) ->
         for one in short:
             kept = engine.list()[one.blob.name].size
             assert bytes_of(engine, one.blob, 0, kept) == one.pieces[0].tobytes()[:kept]
-            with pytest.raises(BlockReadError, match=r"is cut short, as blocks.bin ends at byte"):
+            with pytest.raises(BlockReadError, match=r"is truncated: blocks.bin ends at byte"):
                 engine.read(ReadRequest(one.blob, 0, np.empty(one.blob.size, np.uint8)))
         if not readonly:
             with pytest.raises(CorruptStoreError, match=r"blocks.bin ends at byte .*: restore the store from a copy"):
@@ -385,7 +385,7 @@ def test_what_a_creation_left_that_was_killed_counts_for_nothing(tmp_path: Path)
     check(engine, kept)
     engine.close()
     (tmp_path / "HEAD").unlink()
-    with pytest.raises(CorruptStoreError, match=r"has blobs and no HEAD that tells .*: restore the store from a copy"):
+    with pytest.raises(CorruptStoreError, match=r"has blobs but no HEAD with .*: restore the store from a copy"):
         LmdbEngine(tmp_path, create=True)
 
 

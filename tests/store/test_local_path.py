@@ -120,7 +120,7 @@ def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()
-    with pytest.raises(ValueError, match=r"is relative, and the current folder was deleted: give an absolute path"):
+    with pytest.raises(ValueError, match=r"is relative, and the current folder was deleted: pass an absolute path"):
         Store.open("model.tc", tables=[BIG])
     Store.open(tmp_path / "model.tc", tables=[BIG]).close()
 

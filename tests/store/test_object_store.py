@@ -132,7 +132,7 @@ def test_what_is_dropped_stays_for_those_who_may_read_it(make: Make, keep_for: f
     else:
         check(reader, left)
         for blob, pieces in contents[1:8]:
-            with pytest.raises(BlockReadError, match=r"is missing, as .* does not exist"):
+            with pytest.raises(BlockReadError, match=r"is missing: .* does not exist"):
                 bytes_of(reader, blob, 0, pieces[0].size)
     reader.close()
     engine.close()
@@ -314,7 +314,7 @@ def test_a_head_that_the_store_did_not_confirm_is_whole_or_not_there(
     monkeypatch.undo()
     assert engine.newest() == head_of(1)
     if at == "answer":
-        with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again") as caught:
+        with pytest.raises(StoreError, match="did not confirm its newest commit: open it again") as caught:
             publish(engine, 2)
         assert_sentence(caught.value)
         engine.close()

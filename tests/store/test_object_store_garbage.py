@@ -20,8 +20,8 @@ from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.records import encode
 from tiercache.store.store_errors import StoreError
 
-NO_PUT = "has no put that fails where the object exists"
-REPLACES = "replaces an object by a put that is to fail where it exists"
+NO_PUT = "has no put that fails if the object exists"
+REPLACES = "replaces an object in a put that should fail if it exists"
 
 
 class Careless(MemoryStore):

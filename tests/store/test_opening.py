@@ -39,7 +39,7 @@ def one(name: str = "t", **changes: object) -> Table:
 
 def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
     """And for reading; nothing is made."""
-    with pytest.raises(StoreMissingError, match=r"no store at .*: check the path, or give tables"):
+    with pytest.raises(StoreMissingError, match=r"no store at .*: check the path, or pass tables"):
         Store.open(tmp_path / "a")
     with pytest.raises(StoreMissingError):
         Store.open(tmp_path / "a", tables=[one()], mode="r")
@@ -79,7 +79,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
     (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
     before = (tmp_path / "data.mdb").read_bytes()
     for mode in ("a", "r"):
-        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 5: {words}"):
+        with pytest.raises(FormatVersionError, match=f"has format version {version}, but .* reads version 5: {words}"):
             Store.open(tmp_path, mode=mode)
     assert (tmp_path / "data.mdb").read_bytes() == before
 
@@ -89,8 +89,8 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
     [
         ([one("t")], "has a table 'u' that was not given"),
         ([one("t"), one("u"), one("v")], "has no table 'v'"),
-        ([one("t"), one("u", dim=3)], "table 'u' of .* has dim 2 and 3 was given"),
-        ([one("t", seed=1), one("u")], "table 't' of .* has seed 0 and 1 was given"),
+        ([one("t"), one("u", dim=3)], "table 'u' of .* has dim 2, but 3 was given"),
+        ([one("t", seed=1), one("u")], "table 't' of .* has seed 0, but 1 was given"),
         ([one("t", optimizer=SGD(learning_rate=0.2)), one("u")], "table 't' of .* has optimizer"),
     ],
 )
@@ -98,7 +98,7 @@ def test_other_tables_are_refused(home: Home, given: list[Table], words: str) ->
     """The error has the first difference and a remedy."""
     home.open([one("t"), one("u")])
     with pytest.raises(
-        TableMismatchError, match=words + r".*: give the tables it has, alter the store by tiercache\.store\.alter"
+        TableMismatchError, match=words + r".*: pass the tables it has, alter the store with tiercache\.store\.alter"
     ):
         home.open(given)
     assert len(home.open([one("u"), one("t")]).tables) == 2
@@ -230,21 +230,21 @@ def test_a_store_opens_with_the_engine_it_was_made_with(tmp_path: Path) -> None:
         for mode in ("a", "r"):
             Store.open(tmp_path / kind, mode=mode).close()
             Store.open(tmp_path / kind, mode=mode, engine=kind).close()
-            with pytest.raises(ValueError, match=rf"was made with engine '{kind}', not '{other}': leave engine out"):
+            with pytest.raises(ValueError, match=rf"was created with engine '{kind}', not '{other}': omit engine"):
                 Store.open(tmp_path / kind, mode=mode, engine=other)
     Store.open(tmp_path / "s", tables=[one()]).close()
     marker = json.loads((tmp_path / "s" / "store.json").read_text())
     assert marker["engine"] == "lmdb"
     (tmp_path / "s" / "store.json").write_text(json.dumps({**marker, "engine": "tape"}))
-    with pytest.raises(FormatVersionError, match="engine 'tape' and this tiercache has lmdb and zarr: use a newer"):
+    with pytest.raises(FormatVersionError, match="engine 'tape', but this tiercache has lmdb and zarr: use a newer"):
         Store.open(tmp_path / "s")
 
 
 def test_unknown_modes_and_engines_are_refused(tmp_path: Path) -> None:
     """Before anything is created."""
-    with pytest.raises(ValueError, match="it must be 'a'"):
+    with pytest.raises(ValueError, match="expected 'a'"):
         Store.open(tmp_path / "s", tables=[one()], mode="w")
-    with pytest.raises(ValueError, match="it must be 'lmdb'"):
+    with pytest.raises(ValueError, match="expected 'lmdb'"):
         Store.open(tmp_path / "s", tables=[one()], engine="files")
     with pytest.raises(ValueError, match="needs a path"):
         Store.open(None, tables=[one()])
@@ -266,7 +266,7 @@ def test_an_empty_engine_without_tables_is_no_store() -> None:
 def test_an_option_that_is_no_whole_number_is_refused(tmp_path: Path, option: str, wrong: Any) -> None:
     """A string is not converted to the number that it spells."""
     mode = {"commit": "r", "retention": "a"}[option]
-    with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: give an int"):
+    with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: expected an int"):
         Store.open(tmp_path / "s", tables=[one()], mode=mode, **{option: wrong})
 
 

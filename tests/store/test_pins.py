@@ -64,7 +64,7 @@ def test_a_pinned_commit_outlives_passes_reopening_schedules_compaction_and_roll
     store.unpin("best")
     store = home.open()
     assert ids(store) == [10, 14]
-    with pytest.raises(CommitMissingError, match="has no commit 1: give one of 10, 14"):
+    with pytest.raises(CommitMissingError, match="has no commit 1: pass one of 10, 14"):
         store.at(1)
     store.unpin("also")
     assert ids(store) == [15]
@@ -171,10 +171,12 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has no commit yet: publish one first"):
             store.pin("best")
         world.run(store, 2)
-        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 1"):
+        with pytest.raises(CommitMissingError, match="has no commit 0: pass one of 1"):
             store.pin("best", 0)
         for name in ("", "a\nb", "x" * 201):
-            with pytest.raises(ValueError, match="cannot name a pinned commit: give 1 to 200 characters"):
+            with pytest.raises(
+                ValueError, match="cannot be the name of a pinned commit: use 1 to 200 printable characters"
+            ):
                 store.pin(name)
         store.pin("best", 1)
         with pytest.raises(ValueError, match="has no pinned commit 'worst': it has 'best'"):
@@ -217,7 +219,7 @@ def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
     with Store.open(path) as store:
         assert store.unpin("best").pins == {"also": 7}
         assert ids(store) == [7, 12]
-        with pytest.raises(CommitMissingError, match="has no commit 3: give one of 7, 12"):
+        with pytest.raises(CommitMissingError, match="has no commit 3: pass one of 7, 12"):
             store.at(3)
         with pytest.raises(ValueError, match="has no pinned commit 'best': it has 'also'"):
             store.unpin("best")

@@ -280,7 +280,7 @@ def test_a_commit_that_lists_other_rows_of_a_segment_than_it_has_is_refused(
     rewritten(home.engine, "rank", listing(name, add))
     with pytest.raises(
         CorruptStoreError,
-        match=r"lists other live rows of segment \d+ than it has|cut short|lacks its|is described as having",
+        match=r"lists other live rows of segment \d+ than it has|truncated|lacks its|is described as having",
     ):
         rows_of(home.open())
 

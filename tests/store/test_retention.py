@@ -43,7 +43,7 @@ def test_the_newest_commits_are_kept_and_older_ones_are_freed(tmp_path: Path) ->
         with Store.open(tmp_path / "s.tc", mode="r", commit=id_) as store:
             check(store, past[id_])
             assert store.commits == (store.commit,)
-    with pytest.raises(CommitMissingError, match="has no commit 3: give one of 4, 5, 6"):
+    with pytest.raises(CommitMissingError, match="has no commit 3: pass one of 4, 5, 6"):
         Store.open(tmp_path / "s.tc", mode="r", commit=3)
     assert verify(tmp_path / "s.tc")["problems"] == []
 
@@ -96,7 +96,7 @@ def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> Non
         with pytest.raises(CommitMissingError, match="has no commit 0: it has none yet"):
             store.rollback(0)
         world.run(store, 2)
-        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 1"):
+        with pytest.raises(CommitMissingError, match="has no commit 0: pass one of 1"):
             store.rollback(0)
     with pytest.raises(ValueError, match="can only be read"):
         Store.open(tmp_path / "s.tc", commit=1)

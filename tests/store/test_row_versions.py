@@ -153,7 +153,7 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
     """Rows and keys are intact: they are read as before."""
     engine, id_ = moved_store(tables)
     engine.blobs[min(name for name in engine.blobs if name.endswith(f"/{CHANGED}"))].data[0] ^= 1
-    words = rf"block 0 of segment {id_} .* over the commits that changed its rows where"
+    words = rf"block 0 of segment {id_} .* over the commits that changed its rows, but"
     with Store.open(None, engine=engine, mode="r") as store:
         table = store.groups[0].tables[0].name
         with pytest.raises(CorruptBlockError, match=words):
@@ -165,7 +165,7 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
     assert "over the commits that changed its rows" in found
 
 
-@pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"is cut short: [\d,]+ of its [\d,]+ bytes")])
+@pytest.mark.parametrize(("cut", "seen"), [(0, "is missing"), (4, r"is truncated: [\d,]+ of its [\d,]+ bytes")])
 def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: list[Table], cut: int, seen: str) -> None:
     """Like missing and truncated rows; a reader detects it when it reads them."""
     engine, _ = moved_store(tables)
@@ -184,9 +184,9 @@ def test_last_changes_that_are_not_whole_are_found_by_the_next_writer(tables: li
     ("what", "words"),
     [
         ("newest", "changed rows of segment"),
-        ("oldest", "has rows that were changed by other commits than its record says"),
+        ("oldest", "has rows that were changed by different commits than its record says"),
         ("checksums", "lists other live rows of segment"),
-        ("short", "numbers say which commits changed the rows of"),
+        ("short", "numbers for the last changes of"),
     ],
 )
 def test_a_description_of_last_changes_that_cannot_be_is_found(tables: list[Table], what: str, words: str) -> None:

@@ -143,7 +143,7 @@ def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: 
     group = next(g.index for g in trained.store.groups if NAME in [table.name for table in g.tables])
     assert not read_found(trained.store.reader, trained.store.snapshot, group, ids, rows)[0][-1].any()
     trained.run(6)
-    with pytest.raises(StoreError, match=r"has no segment \d+ any more, where rows were found: locate them again"):
+    with pytest.raises(StoreError, match=r"no longer has segment \d+, where rows were found: locate them again"):
         read_found(trained.store.reader, trained.store.snapshot, group, ids, rows)
 
 
@@ -188,7 +188,7 @@ def test_an_older_commit_that_is_given_up_is_read_for_as_long_as_it_is_open(kind
             assert trained.lookup(store) == rows
             assert store.state() == b"state at 4, 0"
             assert sum(keys.size for keys, _ in store.changes(NAME, since=-1)) == len(rows)
-        with pytest.raises(CommitMissingError, match=f"has no commit {id_}: give one of"):
+        with pytest.raises(CommitMissingError, match=f"has no commit {id_}: pass one of"):
             trained.store.at(id_)
 
 

@@ -130,10 +130,10 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     (g, b, data, keys), rest = whole[0], whole[1:]
     bad = {
         "too few": whole[1:],
-        "which is none or came before": [whole[0], whole[0], *rest],
+        "which does not exist or was already given": [whole[0], whole[0], *rest],
         "contiguous bytes": [(g, b, data[:-1], keys), *rest],
         "each with an int64 key": [(g, b, data, keys[:-1]), *rest],
-        "is none": [(g, 999, data, keys), *rest],
+        "block 999": [(g, 999, data, keys), *rest],
     }
     for words, given in bad.items():
         with pytest.raises(ValueError, match=words):
@@ -215,5 +215,5 @@ def test_a_store_open_for_reading_refuses_to_write(home: Home, tables: list[Tabl
         world.append(store)
     with pytest.raises(ValueError, match="open for reading"):
         world.publish(store)
-    with pytest.raises(ValueError, match="it must be 'a'"):
+    with pytest.raises(ValueError, match="expected 'a'"):
         home.open(mode="w")

@@ -212,7 +212,7 @@ def test_an_engine_that_cannot_compress_is_refused_before_anything_is_made(tmp_p
     """The message names the engine that can; by default that engine is used."""
     table = plain(compression="zstd")
     with pytest.raises(
-        ValueError, match=r"table 't' asks for .*'zstd', and engine 'lmdb' has none: give engine='zarr'"
+        ValueError, match=r"table 't' has compression .*'zstd', but engine 'lmdb' has none: use engine='zarr'"
     ):
         Store.open(tmp_path / "s", tables=[table], engine="lmdb")
     assert not (tmp_path / "s").exists()
@@ -226,10 +226,10 @@ def test_a_store_keeps_its_compression(tmp_path: Path) -> None:
     Store.open(tmp_path / "s", tables=[plain(compression="zstd")]).close()
     with Store.open(tmp_path / "s", tables=[plain()]) as store:
         assert store.tables[0].compression == "zstd"
-    with pytest.raises(TableMismatchError, match="has compression 'zstd' and 'blosc' was given"):
+    with pytest.raises(TableMismatchError, match="has compression 'zstd', but 'blosc' was given"):
         Store.open(tmp_path / "s", tables=[plain(compression="blosc")])
     Store.open(tmp_path / "p", tables=[plain()], engine="zarr").close()
-    with pytest.raises(TableMismatchError, match="has compression None and 'blosc' was given"):
+    with pytest.raises(TableMismatchError, match="has compression None, but 'blosc' was given"):
         Store.open(tmp_path / "p", tables=[plain(compression="blosc")])
 
 

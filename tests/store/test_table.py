@@ -98,8 +98,8 @@ def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": ""}, "must be a string that is not empty"),
-        ({"name": 3}, "must be a string that is not empty"),
+        ({"name": ""}, "expected a non-empty string"),
+        ({"name": 3}, "expected a non-empty string"),
         ({"name": "a\nb"}, "unprintable"),
         ({"dim": 0}, "whole number >= 1"),
         ({"dim": 2.0}, "whole number >= 1"),
@@ -113,7 +113,7 @@ def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None
         ({"dtype": "float16", "initializer": Normal(std=9e3)}, "reaches 72000 at 8 deviations .* infinite in float16"),
         (
             {"dtype": "float16", "initializer": Normal(mean=-6e4, std=1e3)},
-            "reaches 68000 .* give a smaller std or mean",
+            "reaches 68000 .* use a smaller std or mean",
         ),
         ({"dtype": "bfloat16", "initializer": Normal(std=1e38)}, "infinite in bfloat16"),
     ],
@@ -226,7 +226,7 @@ def test_a_column_slice_is_recorded_and_a_whole_table_does_not_speak_of_slices()
         (0, "8", "must lie within the whole"),
         (1.0, 8, "must lie within the whole"),
         (True, 8, "must lie within the whole"),
-        (0, 4, "leave out whole_dim"),
+        (0, 4, "omit whole_dim"),
     ],
 )
 def test_columns_that_are_no_slice_are_refused(first: Any, whole: Any, words: str) -> None:

@@ -70,7 +70,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     assert seen[-1] == (found["bytes"], found["bytes"])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     told = CliRunner().invoke(app, ["verify", str(path)]).stdout
-    assert f"is whole: {found['rows']:,} rows in 3 commits; the checksums of all {found['pages']:,} pages" in told
+    assert f"is intact: {found['rows']:,} rows in 3 commits; the checksums of all {found['pages']:,} pages" in told
 
 
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
@@ -176,4 +176,4 @@ def test_a_look_at_what_describes_rows_reads_none_of_them(path: Path) -> None:
             assert verify(path)["problems"], (name, share)
     result = CliRunner().invoke(app, ["verify", "--no-deep", str(path)])
     assert result.exit_code == 0
-    assert "what describes the" in result.output
+    assert "the metadata of the" in result.output

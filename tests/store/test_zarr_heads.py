@@ -126,7 +126,7 @@ def test_a_head_that_cannot_be_withdrawn_stops_the_writer(
         lambda: drop_all(engine, kept),
         lambda: put(engine, [plain("states/0.1", some_bytes(10))]),
     ):
-        with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again"):
+        with pytest.raises(StoreError, match="did not confirm its newest commit: open it again"):
             call()
     check(engine, kept)
     engine.close()
@@ -261,9 +261,9 @@ def test_a_reader_returns_the_newest_head_whatever_a_writer_does_meanwhile(
     assert reader.newest() == head_of(6)
     (tmp_path / "heads/7").unlink()
     (tmp_path / "heads/6").write_bytes(older)
-    with pytest.raises(CorruptStoreError, match="is at head 6 and was at 7 before: restore the store from a copy"):
+    with pytest.raises(CorruptStoreError, match="is at head 6, but was at 7 before: restore the store from a copy"):
         reader.newest()
-    with pytest.raises(StoreError, match=r"the newest head of .* is 6, and this process wrote 7: .*open it again"):
+    with pytest.raises(StoreError, match=r"the newest head of .* is 6, but this process wrote 7: .*open it again"):
         publish(writer, 7)
     reader.close()
     writer.close()

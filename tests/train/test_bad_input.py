@@ -132,7 +132,7 @@ def test_options_that_a_store_cannot_be_trained_with_are_refused(
     [
         ({"tables": (table("a", 8), *CASE.tables[1:])}, ["table 'a'", "dim 8", "extract again"]),
         ({"specs": (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])}, ["is not the one", "commit 3"]),
-        ({"data_seed": 1}, ["others", "commit 3", "begin a new store"]),
+        ({"data_seed": 1}, ["others", "commit 3", "start a new store"]),
     ],
 )
 def test_a_dataset_that_the_store_was_not_trained_with_is_refused(

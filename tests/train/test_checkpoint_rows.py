@@ -158,8 +158,8 @@ def test_another_file_is_refused_before_anything_is_trained(tmp_path: Path) -> N
     train(data, tmp_path / "store", epochs=1)
     whole = path.read_bytes()
     for changed, message in (
-        (None, "cannot be read .* put the file back, or give its new path"),
-        (save(tmp_path / "b.safetensors", model__embed__weight=weights(seed=1)), "has other bytes"),
+        (None, "cannot be read .* restore the file, or set its new path"),
+        (save(tmp_path / "b.safetensors", model__embed__weight=weights(seed=1)), "has different bytes"),
         (save(tmp_path / "c.safetensors", model__embed__weight=weights(ROWS + 1)), "is not the one"),
     ):
         path.unlink()
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path
     train(data, tmp_path / "store", epochs=1)
     new.parent.mkdir()
     (tmp_path / "model.safetensors").rename(new)
-    with pytest.raises(CheckpointError, match="give its new path by `tiercache alter`"):
+    with pytest.raises(CheckpointError, match="set its new path with `tiercache alter`"):
         train(data, tmp_path / "store")
     (table,) = data.schema.tables
     assert table.initializer is not None
@@ -202,7 +202,7 @@ def test_a_missing_checkpoint_makes_no_store(tmp_path: Path) -> None:
 
 def test_a_key_beyond_the_tensor_ends_the_training_with_its_name(tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", model__embed__weight=weights(ROWS // 2))
-    with pytest.raises(CheckpointError, match=r"has key 1[0-9]{3}, and .* has 1,000 rows: expected keys from 0 to 999"):
+    with pytest.raises(CheckpointError, match=r"has key 1[0-9]{3}, but .* has 1,000 rows: expected keys from 0 to 999"):
         train(prepared(tmp_path, path=path), tmp_path / "store")
 
 
@@ -213,7 +213,7 @@ def test_a_row_that_keys_share_has_no_beginning(tmp_path: Path) -> None:
     pq.write_table(pa.table({"gram": [1, 1, 2, None]}), tmp_path / "data.parquet")
     options = {"device_budget": "1GiB", "batch_multiple": 1, "progress": False}
     for name, more, error, message in (
-        ("rare", {"min_count": 2}, tc.errors.DatasetError, "begins from a checkpoint, which has no such row"),
+        ("rare", {"min_count": 2}, tc.errors.DatasetError, "starts from a checkpoint, which has no such row"),
         ("null", {}, CheckpointError, "a row that rare keys or nulls share"),
     ):
         data = tc.extract(tmp_path / "data.parquet", schema, tmp_path / name, **options, **more)
@@ -265,7 +265,7 @@ def test_convert_takes_it_for_modules_on_meta(tmp_path: Path) -> None:
         table = nn.Embedding(ROWS, DIM)
     model = tc.convert(Net(table), initializer=start)
     assert next(iter(model.emb.table_specs.values())).initializer == start
-    with pytest.raises(ValueError, match="initializer= is given, and emb has weights"):
+    with pytest.raises(ValueError, match="initializer= is given, but emb has weights"):
         tc.convert(Net(nn.Embedding(ROWS, DIM)), initializer=start)
 
 

@@ -148,13 +148,13 @@ def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
 @pytest.mark.parametrize(
     ("change", "features", "words"),
     [
-        (None, {}, "no feature is called like the module 'items': give features={'items': NAME}, where the features"),
+        (None, {}, "no feature matches the module 'items': pass features={'items': NAME}, where the features"),
         (None, {"items": "thing"}, "the schema has no feature 'thing', which 'items' is to look up"),
         (None, {"nobody": "item"}, "features= names the module 'nobody', which the model does not have"),
-        (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': give"),
+        (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': use"),
         ({"padding_idx": 0, "mode": "max"}, {"items": "item"}, "'item' is pooled by max and has padding: pool it by"),
-        ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: make it without"),
-        ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns and table 'item' 4: make them the same"),
+        ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: create it without"),
+        ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns, but table 'item' has 4: make them the same"),
     ],
 )
 def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str, Any], words: str) -> None:
@@ -175,7 +175,7 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
     data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
     user, items = model.user_emb.weight.data.clone(), model.items.weight.data.clone()
     tc.convert(model, data, {"items": ["item", "seen"]})
-    words = r"a converted model brings rows .* give it to TierCache\(model=...\)"
+    words = r"a converted model has rows .* pass it to TierCache\(model=...\)"
     with tiered(tmp_path / "other.tc", data) as cache, pytest.raises(StateError, match=words):
         cache.register(model=model)
     with tiered(tmp_path / "model.tc", data, model=model) as cache:
@@ -187,7 +187,7 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
             with pytest.raises(TypeError, match="a batch, which has several"):
                 model.items(batch)
             assert torch.equal(model.items(torch.tensor([[3, 4]])), items[[3]] + items[[4]])  # of whatever feature
-            with pytest.raises(ValueError, match="looks up item, seen and was given 'user'"):
+            with pytest.raises(ValueError, match="looks up item, seen but was given 'user'"):
                 model.items(batch.features["user"])
             p.skip()
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:

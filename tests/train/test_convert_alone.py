@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
         "words is in none of the given optimizers",
     ),
     "an unknown module": (
-        lambda _: {"optimizer": {"user": tc.optim.SGD()}}, "optimizer= names 'user', and tc.convert replaces words, ba",
+        lambda _: {"optimizer": {"user": tc.optim.SGD()}}, "optimizer= names 'user', but tc.convert replaces words, ba",
     ),
     "an unknown parameter": (
         lambda _: {"parameters": ["entity"]}, "parameters= names 'entity', which is not a parameter of the model: it",
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
         lambda _: {"parameters": ["top.bias"]}, r"the parameter top.bias has shape \(1,\): expected a table",
     ),
     "features without data": (lambda _: {"features": {"words": "words"}}, "features= maps modules to features of a d"),
-    "float64": (lambda model: model.double() and {}, "the weight of words is torch.float64, and vectors of rows are f"),
+    "float64": (lambda model: model.double() and {}, "the weight of words is torch.float64, but vectors of rows are f"),
 }  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def test_references_from_outside_the_model_warn() -> None:
         warnings.simplefilter("error")
         tc.convert(Net(), parameters=["entity_embedding"])
     saved = {"words": model.words.weight}
-    with pytest.warns(UserWarning, match="the weight of words is also in a dict of 1 outside of the model"):
+    with pytest.warns(UserWarning, match="the weight of words is also in a dict of 1 outside the model"):
         tc.convert(model, parameters=["entity_embedding"])
     assert saved
 
@@ -344,7 +344,7 @@ def test_parameters_that_are_looked_up_are_found_and_named() -> None:
         ValueError, match=r"tc.convert\(model, parameters=\['entity_embedding', 'relation_embedding'\]\)"
     ):
         tc.convert(Triples())
-    with pytest.warns(UserWarning, match="looks rows up in its parameters entity_embedding, which stay"):
+    with pytest.warns(UserWarning, match="looks up rows in its parameters entity_embedding, which stay"):
         tc.convert(Net())
 
 
@@ -431,7 +431,11 @@ def test_a_penalty_on_parameters_is_refused_at_its_first_step(tmp_path: Path, wh
             for batch in batches()[p.sub_dataset : p.sub_dataset + 1]:
                 (model(*batch).mean() + weight * PENALTIES[what](model)).backward()
                 if weight:
-                    with pytest.raises(StateError, match=r"as with a penalty on model.parameters.*what the lookups re"):
+                    with pytest.raises(
+                        StateError,
+                        match=r"as with a penalty on model.parameters.*on the outputs of "
+                        "lookups",
+                    ):
                         cache.optimizer.step()
                 else:
                     cache.optimizer.step()

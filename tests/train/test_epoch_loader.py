@@ -76,7 +76,7 @@ def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
             with torch.no_grad():
                 assert model["item"](torch.arange(ROWS)).shape == (ROWS, 4)
         assert (orders[0] != orders[1]) == shuffle
-        with pytest.raises(StateError, match="made for 3 epochs and is iterated once more"):
+        with pytest.raises(StateError, match="created for 3 epochs but is iterated once more"):
             iter(batches)
 
 

@@ -218,7 +218,7 @@ def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) 
     """Outside a loop the newest commit is; after leaving a loop, only if the loop was left at it."""
     with tiered(tmp_path / "s", passes, commit_every=2) as cache:
         model, optimizer = registered(cache, CASE)
-        with pytest.raises(ValueError, match="cannot name a pinned commit"):
+        with pytest.raises(ValueError, match="cannot be the name of a pinned commit"):
             cache.keep("")
         with pytest.raises(ValueError, match="has no commit yet"):
             cache.keep("best")
@@ -342,7 +342,7 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
         assert all(torch.equal(value, now[name]) for name, value in model.top.state_dict().items())
         with pytest.raises(CommitMissingError, match="has no pinned commit 'worst'"):
             tc.to_torch(model, cache.store, at="worst")
-        with pytest.raises(StateError, match="has the state of model, optimizer, which do not fit a Sequential"):
+        with pytest.raises(StateError, match="has the state of model, optimizer, which do not match a Sequential"):
             tc.to_torch(nn.Sequential(model.f, nn.Linear(8, 2)), cache.store, at="best")
     with tc.Store.open(tmp_path / "s", mode="r") as store:
         torch.testing.assert_close(tc.to_torch(model, store, at="best")(keys), best)
@@ -361,6 +361,6 @@ def test_of_several_models_that_fit_none_is_guessed(tmp_path: Path) -> None:
     ) as cache:  # fmt: skip
         cache.restore()
         cache.keep("both")
-        with pytest.raises(StateError, match="has the state of model0, model1, which all fit a Rows"):
+        with pytest.raises(StateError, match="has the state of model0, model1, which all match a Rows"):
             tc.to_torch(models[0], cache.store, at="both")
         cache.store.close()

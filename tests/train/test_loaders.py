@@ -138,9 +138,9 @@ def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (torch.zeros(3), r"the loader gave a Tensor: expected \(keys, label\), \(keys, dense, label\) or a map"),
-        ((1,), "the loader gave a tuple of 1: expected"),
-        ({"a": 1, "b": 2}, "the loader gave a mapping of 'a', 'b': expected"),
+        (torch.zeros(3), r"the loader yielded a Tensor: expected \(keys, label\), \(keys, dense, label\) or a map"),
+        ((1,), "the loader yielded a tuple of 1: expected"),
+        ({"a": 1, "b": 2}, "the loader yielded a mapping of 'a', 'b': expected"),
     ],
 )
 def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str) -> None:
@@ -298,10 +298,10 @@ def test_one_tensor_has_a_column_for_each_feature() -> None:
         samples, found = feature_keys(schema, keys, None)
         assert samples == 4
         assert [found[n].keys.tolist() for n in "abc"] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    words = r"one array of shape \(4, 2\), but there are 3 features \(a, b, c\): give a map"
+    words = r"one array of shape \(4, 2\), but there are 3 features \(a, b, c\): pass a map"
     with pytest.raises(ValueError, match=words):
         feature_keys(schema, torch.zeros(4, 2, dtype=torch.int64), None)
-    with pytest.raises(ValueError, match="the keys are a list: give a mapping from features to their keys"):
+    with pytest.raises(ValueError, match="the keys are a list: pass a mapping from features to their keys"):
         feature_keys(schema, [1, 2, 3], None)
 
 
@@ -354,7 +354,7 @@ def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
     count, found = feature_keys(SCHEMA, frames.DataFrame(columns), None)
     assert count == 3
     assert {name: one.keys.tolist() for name, one in found.items()} == columns
-    with pytest.raises(ValueError, match="the keys of feature 'a' are texts or objects: keys are int64"):
+    with pytest.raises(ValueError, match="the keys of feature 'a' are strings or objects: keys are int64"):
         feature_keys(SCHEMA, frames.DataFrame(columns | {"a": ["x", "y", "z"]}), None)
     with pytest.raises(ValueError, match="keys were given for 'c', but the features are a, b"):
         feature_keys(SCHEMA, frames.DataFrame(columns | {"c": [1, 2, 3]}), None)

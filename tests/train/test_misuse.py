@@ -108,7 +108,7 @@ MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
             (lambda w, r=r: w.step(a=r, b=r, c=r), ValueError, [f"learning rate {r}", "at least 0"])
             for r in (-0.1, float("nan"), float("inf"))
         ),
-        (lambda w: w.step(a=0.1), ValueError, ["'a'", "'b'", "one row layout", "lr 0.05 and 0.1", "set both"]),
+        (lambda w: w.step(a=0.1), ValueError, ["'a'", "'b'", "the same row layout", "lr 0.05 and 0.1", "set both"]),
     ],
 )  # fmt: skip
 def test_a_call_at_the_wrong_moment_or_of_what_is_not_there_is_refused(

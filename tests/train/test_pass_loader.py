@@ -251,7 +251,7 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
     with cache:
         options = {"dataset": Clicks(SAMPLES - BATCH), "batches_per_step": 2}
         assert len(cache.batches(BATCH, epochs=1, **options)) == SAMPLES // BATCH - 1
-        with one_sentence(ValueError, "sub-dataset 14 has 1 batches", "leave out"):
+        with one_sentence(ValueError, "sub-dataset 14 has 1 batches", "drop the last"):
             cache.batches(BATCH, epochs=2, **options)
     backward, number = (*reversed(range(len(last.passes))),), len(last.passes) - 1
     cache, _ = opened(tmp_path / "backward", last, order=backward)

@@ -313,7 +313,7 @@ VALUES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("what", VALUES)
 def test_a_weight_says_what_to_do_for_its_values(small: tuple[Any, Any, Any], what: str) -> None:
     """For every operation."""
-    with one_sentence((AttributeError, TypeError), "table 'a'", "look keys up by the module", "Store.lookup()"):
+    with one_sentence((AttributeError, TypeError), "table 'a'", "look up keys with the module", "Store.lookup()"):
         VALUES[what](small[2].weight)
 
 

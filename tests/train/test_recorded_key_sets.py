@@ -287,7 +287,7 @@ def test_a_sampler_that_gives_another_order_after_a_stop_is_refused(tmp_path: Pa
             return iter([(self.first + i) % SAMPLES for i in range(SAMPLES)])
 
     stopped(tmp_path / "keys", loader(sampler=Sampler(0)))
-    with one_sentence(DatasetError, "yields other samples than before the stop", "seed its sampler"):
+    with one_sentence(DatasetError, "yields different samples than before the stop", "seed its sampler"):
         record(tmp_path / "keys", loader(sampler=Sampler(7)))
     data = record(tmp_path / "keys", loader(sampler=Sampler(0)))
     assert np.concatenate(indices(data)).tolist() == list(range(SAMPLES))
@@ -303,11 +303,11 @@ def test_other_arguments_do_not_continue_a_recording(tmp_path: Path, is_done: bo
         assert not runs
     else:
         stopped(tmp_path / "keys", loader())
-    with one_sentence(ExtractionError, "dataset_length was 600 and is 700 now", "choose another directory"):
+    with one_sentence(ExtractionError, "dataset_length was 600 and is now 700", "choose another directory"):
         record(tmp_path / "keys", loader(Clicks(700)))
-    with one_sentence(ExtractionError, "batch_size was 20 and is 30 now"):
+    with one_sentence(ExtractionError, "batch_size was 20 and is now 30"):
         record(tmp_path / "keys", loader(batch_size=30))
-    with one_sentence(ExtractionError, "seed was 0 and is 1 now"):
+    with one_sentence(ExtractionError, "seed was 0 and is now 1"):
         record(tmp_path / "keys", seed=1)
 
 
@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a dataset without a length": (
         {"loader_": DataLoader(Unsized(), sampler=[1, 2])}, TypeError, ["Unsized, has no len()"],
     ),
-    "an empty loader": ({"loader_": lambda: LIST[:0]}, DatasetError, ["the loader gave no batches"]),
+    "an empty loader": ({"loader_": lambda: LIST[:0]}, DatasetError, ["the loader yielded no batches"]),
     "no call for a list": ({"call": None}, TypeError, ["batch 0 of the loader is a list of 4", "call=lambda model"]),
     "no call for a mapping": (
         {"call": None, "loader_": lambda: [{"user": torch.tensor([1])}]}, TypeError,

@@ -108,7 +108,7 @@ def test_a_cycle_of_rates_and_momentum_is_that_of_torch(tmp_path: Path, optimize
 @pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"momentum": 0.5, "nesterov": True}])
 def test_momentum_of_rows_without_a_buffer_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     """It would do nothing."""
-    with pytest.raises(ValueError, match=r"momentum of table 'f' is 0.5.* no momentum_buffer: give the table SGD"):
+    with pytest.raises(ValueError, match=r"momentum of table 'f' is 0.5.* no momentum_buffer: use SGD"):
         train(tmp_path, tc.optim.SGD(), lambda one: lambda: one.param_groups[0].update(settings))
 
 

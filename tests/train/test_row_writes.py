@@ -156,5 +156,5 @@ def test_several_ranks_refuse_to_write_rows_where_they_are_looked_up(ranks_pool:
     """Each has copies of the rows of others."""
     tc.write_key_sets(tmp_path / "k", SCHEMA, [{"user": np.arange(10), "item": np.arange(20)}])
     for hook, max_norm in ranks_pool.run(2, f"{__name__}:refused_on_ranks", folder=str(tmp_path)):
-        assert "a row hook writes rows where they are looked up, but this cache has 2 ranks" in hook
-        assert "max_norm writes rows where they are looked up" in max_norm
+        assert "a row hook writes rows on the rank that looks them up, but this cache has 2 ranks" in hook
+        assert "max_norm writes rows on the rank that looks them up" in max_norm

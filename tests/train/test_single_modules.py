@@ -82,7 +82,7 @@ def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
         bag(torch.arange(3).view(1, 3))
     with one_sentence(ValueError, "looks up 'f'", "got 'g'"):
         bag(batch.features["g"])
-    with one_sentence(TypeError, "offsets were given", "give none"):
+    with one_sentence(TypeError, "offsets were given", "pass none"):
         bag(batch.features["f"], torch.arange(16))
     with pytest.raises(KeyError, match="no feature 'typo': it has f, g"):
         batch.features["typo"]

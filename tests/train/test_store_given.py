@@ -60,7 +60,7 @@ def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_
             model, _ = registered(cache, CASE)
             assert list(cache.passes(epochs=1)) == []
             found = [model(batch) for piece in cache.evaluate(passes) for batch in piece.batches(50)]
-            words = "is open read-only: to train, give a path, or a Store opened with mode='a'"
+            words = "is open read-only: to train, pass a path, or a Store opened with mode='a'"
             with pytest.raises(StateError, match=words):
                 next(cache.passes(epochs=2))
         assert torch.cat(found).shape[0] == CASE.num_samples

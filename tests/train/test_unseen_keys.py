@@ -165,7 +165,7 @@ def test_an_unseen_key_is_an_error_where_that_is_asked_for(cache: tuple[tc.TierC
         "one": {"one": np.array([1, 41])}, "list": {"list": np.array([[1, 2, 41], [1, 1, 1]])},
         "bag": {"bag": (np.array([4, 41]), np.array([0, 2, 2]))},
     }[name]  # fmt: skip
-    words = r"table '[ab]' has no row for 1 of the keys, of which the first is 41: .* unseen='initial' or 'zeros'"
+    words = r"table '[ab]' has no row for 1 of the keys \(the first is 41\): .* unseen='initial' or 'zeros'"
     for call in (lambda: made.evaluate_batch(seen | bad, unseen="error"), lambda: served(*plain(seen | bad))):
         with pytest.raises(KeyMissingError, match=words) as caught:
             call()

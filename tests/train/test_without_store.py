@@ -84,7 +84,7 @@ def test_a_converted_model_with_weights_is_refused(tmp_path: Path) -> None:
     tables = [tc.Table(name="user", dim=4)]
     data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
     tc.convert(model, data)
-    with one_sentence(StateError, "brings rows for the store"):
+    with one_sentence(StateError, "has rows for the new store"):
         tc.TierCache(None, data, model=model)
     assert model["user"].weights, "the weights are still there"
 

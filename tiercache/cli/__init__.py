@@ -41,9 +41,9 @@ class _Commands(TyperGroup):
             place = f"{error.filename}: " if error.filename else ""
             message = f"{place}{error.strerror or error}"
         except MemoryError:
-            message = "out of memory: free some, or give the command less to hold"
+            message = "out of memory: free some memory, or lower the command's memory options"
         except KeyboardInterrupt:
-            message = "interrupted: the same command may be run again"
+            message = "interrupted: you can run the same command again"
         typer.echo(printable(f"error: {message.strip()}".replace("\n", " ")), err=True)
         raise typer.Exit(1)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def alter(
     path: StorePath,
-    schema: Annotated[Path, typer.Option(help="A schema file with all tables as they are to be.")],
+    schema: Annotated[Path, typer.Option(help="A schema file with all tables as they should be.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -35,9 +35,9 @@ def alter(
     dropped = {name: rows[name] for name in rows.keys() - {table.name for table in commit.tables}}
     lines = [*changes, *(f"table {name!r} had {count:,} rows" for name, count in sorted(dropped.items()))]
     if not changes:
-        lines = [f"{path} has these tables already"]
+        lines = [f"{path} already has these tables"]
     if is_altered:
-        lines.append(f"commit {commit.id} has the tables; the next training or compact moves the rows")
+        lines.append(f"commit {commit.id} has the tables; the next training run or compact moves the rows")
     elif changes:
         lines.append(f"commit {commit.id} has the tables; training continues where it was")
     if waiting:
@@ -50,13 +50,13 @@ def forget(
     path: StorePath,
     table: Annotated[str, typer.Argument(help="The name of the table.")],
     keys: Annotated[
-        Path | None, typer.Option(help="A .npy file of keys (int64), or text with a key in each line.")
+        Path | None, typer.Option(help="A .npy file of keys (int64), or a text file with one key per line.")
     ] = None,
     unused_since: Annotated[
         int | None, typer.Option(help="Instead of keys: rows that no commit after this one wrote.")
     ] = None,
     now: Annotated[
-        bool, typer.Option("--now", help="Rewrite the store too, and give up commits that only the retention keeps.")
+        bool, typer.Option("--now", help="Also rewrite the store, and drop commits that only the retention keeps.")
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -67,17 +67,18 @@ def forget(
     output = Output(as_json, quiet)
     with open_store(path, mode="a") as store, output.working():
         done = run(store, table, None if keys is None else _keys_in(keys), unused_since=unused_since, now=now)
-    lines = [f"commit {done.commit.id} has {done.rows:,} rows less in table {table}"]
+    lines = [f"commit {done.commit.id} has {done.rows:,} fewer rows in table {table}"]
     if done.unknown:
         lines.append(f"{done.unknown:,} of the keys had no row")
     if done.waiting_bytes:
         lines.append(f"the next rewrite frees {format_bytes(done.waiting_bytes)}")
     if done.listed_by:
         lines.append(
-            f"still listed by {', '.join(done.listed_by)}: unpin these commits, close readers, and run it again"
+            f"still listed by {', '.join(done.listed_by)}: unpin these commits, close readers, and run the command "
+            "again"
         )
     elif now:
-        lines.append("no commit lists the rows any more, and their bytes are free")
+        lines.append("no commit lists the rows anymore, and their bytes are free")
     record = {
         "commit": done.commit.id, "rows": done.rows, "unknown": done.unknown, "waiting_bytes": done.waiting_bytes,
         "listed_by": list(done.listed_by),
@@ -86,7 +87,7 @@ def forget(
 
 
 def _keys_in(path: Path) -> NDArray[np.int64]:
-    """Return the keys of a file. Raises ValueError for something else."""
+    """Return the keys of a file. Raises ValueError for other content."""
     import numpy as np
 
     if path.suffix == ".npy":
@@ -94,7 +95,7 @@ def _keys_in(path: Path) -> NDArray[np.int64]:
 
         keys = map_array(path)
         if keys.dtype != np.int64 or keys.ndim != 1:
-            raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+            raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
         return np.asarray(keys)
     found = []
     for number, line in enumerate(path.read_text().split("\n"), 1):
@@ -103,5 +104,5 @@ def _keys_in(path: Path) -> NDArray[np.int64]:
         try:
             found.append(np.int64(int(line)))
         except (ValueError, OverflowError):
-            raise ValueError(f"line {number} of {path} is {line[:40]!r}: expected an int64 key in each line") from None
+            raise ValueError(f"line {number} of {path} is {line[:40]!r}: expected one int64 key per line") from None
     return np.array(found, np.int64)

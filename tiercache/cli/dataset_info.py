@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tuple[dict[str, Any], list[Point]]:
     """Return the facts of a dataset as plain values, and its capacity curve, by a sweep of its key sets.
 
-    curve: include the rows and bytes of an epoch at several host budgets. plot: a file for the same as pictures.
-    Raises DatasetError, and TierCacheError for a plot without matplotlib.
+    curve: include the rows and bytes of an epoch at several host budgets. plot: a file for the same as plots. Raises
+    DatasetError, and TierCacheError for a plot without matplotlib.
     """
     from tiercache.data.dataset import PassDataset
 
@@ -158,7 +158,7 @@ def _pass_table(record: dict[str, Any]) -> Any:
     from tiercache.sizes import format_bytes
 
     title = f"{record['path']}: {record['summary']}"
-    shown = new_table(title, "pass", "samples", "rows", "bytes", "rows of the pass before", "overlap")
+    shown = new_table(title, "pass", "samples", "rows", "bytes", "rows of the previous pass", "overlap")
     for one in record["passes"]:
         share = one["rows_of_pass_before"] / max(1, one["rows"])
         shown.add_row(
@@ -199,7 +199,7 @@ def _draw(record: dict[str, Any], points: Sequence[Point], path: Path) -> None:
     ((rows, recurring), (distances, curve)) = figure.subplots(2, 2)
     kept = [one["rows_of_pass_before"] for one in record["passes"]]
     places = range(len(kept))
-    rows.bar(places, kept, label="in the pass before, too")
+    rows.bar(places, kept, label="also in the previous pass")
     others = [one["rows"] - n for one, n in zip(record["passes"], kept, strict=True)]
     rows.bar(places, others, bottom=kept, label="others")
     rows.set(title="rows of each pass", xlabel="pass")

@@ -1,4 +1,4 @@
-"""``tiercache estimate``: bytes and hours of a training before there is any data."""
+"""``tiercache estimate``: bytes and hours of training before there is any data."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ _PARTS = "NAME:ROWS:DIM or NAME:ROWS:DIM:KEYS, such as user:2e9:64 or tag:1e6:16
 
 def estimate(
     samples: Annotated[str, typer.Option(help="Samples of an epoch, such as 4e9.")],
-    rows: Annotated[str | None, typer.Option(help="Different keys of the one table.")] = None,
-    dim: Annotated[int, typer.Option(help="Numbers of a vector of the one table.")] = 16,
-    keys_per_sample: Annotated[float, typer.Option(help="Keys that a sample looks up in the one table.")] = 1,
-    table: Annotated[list[str] | None, typer.Option(help=f"In place of --rows, for each table: {_PARTS}.")] = None,
-    optimizer: Annotated[str, typer.Option(help="The optimizer of the rows, as in a schema.")] = "adagrad",
-    dtype: Annotated[str, typer.Option(help="Of vectors: float32, bfloat16 or float16.")] = "float32",
-    dense: Annotated[int, typer.Option(help="Dense features of a sample.")] = 0,
-    epochs: Annotated[int, typer.Option(help="How often the samples are trained.")] = 1,
+    rows: Annotated[str | None, typer.Option(help="Distinct keys, if there is one table.")] = None,
+    dim: Annotated[int, typer.Option(help="Numbers per vector, if there is one table.")] = 16,
+    keys_per_sample: Annotated[float, typer.Option(help="Keys that a sample looks up, if there is one table.")] = 1,
+    table: Annotated[list[str] | None, typer.Option(help=f"Instead of --rows, for each table: {_PARTS}.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Row optimizer, as in a schema.")] = "adagrad",
+    dtype: Annotated[str, typer.Option(help="dtype of vectors: float32, bfloat16 or float16.")] = "float32",
+    dense: Annotated[int, typer.Option(help="Dense features per sample.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Number of times the samples are trained.")] = 1,
     zipf: Annotated[float | None, typer.Option(help="The exponent of the keys' frequencies; default: 1.")] = None,
     unique_per_pass: Annotated[
-        str | None, typer.Option(help="Different keys of a pass: decides the cuts of passes or, with --passes, --zipf.")
+        str | None, typer.Option(help="Distinct keys per pass: decides where passes end or, with --passes, --zipf.")
     ] = None,
-    passes: Annotated[int | None, typer.Option(help="Passes of an epoch.")] = None,
-    device_budget: Annotated[str | None, typer.Option(help="Device memory for rows of a pass; default: 8GiB.")] = None,
+    passes: Annotated[int | None, typer.Option(help="Passes per epoch.")] = None,
+    device_budget: Annotated[
+        str | None, typer.Option(help="Device memory for the rows of a pass; default: 8GiB.")
+    ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory; default: at most 70 % of free memory.")] = None,
     eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; default: a sixteenth.")] = None,
     commit_every: Annotated[int, typer.Option(help="Passes between commits.")] = 1,
     retention: Annotated[int, typer.Option(help="Newest commits that the store keeps.")] = 1,
     samples_per_second: Annotated[float | None, typer.Option(help="The speed of your model.")] = None,
-    disk_gbps: Annotated[float | None, typer.Option(help="GB/s of the disk, in place of measuring it.")] = None,
-    link_gbps: Annotated[float | None, typer.Option(help="GB/s from host to device, in place of measuring it.")] = None,
+    disk_gbps: Annotated[float | None, typer.Option(help="GB/s of the disk, instead of measuring it.")] = None,
+    link_gbps: Annotated[float | None, typer.Option(help="GB/s from host to device, instead of measuring it.")] = None,
     store: Annotated[Path, typer.Option(help="The directory of the store: its disk is measured.")] = Path(),
     device: Annotated[str, typer.Option(help="The device: cpu, cuda or cuda:1.")] = "cpu",
     as_json: Json = False,
@@ -78,12 +80,12 @@ def estimate(
 def _tables(
     texts: list[str], rows: str | None, dim: int, keys: float, optimizer: str, dtype: str
 ) -> tuple[list[Table], dict[str, float], dict[str, float]]:
-    """Return the tables, and by name their rows and keys of a sample. Raises ValueError."""
+    """Return the tables and, by name, their rows and keys per sample. Raises ValueError."""
     from tiercache.store import Table
     from tiercache.store.optimizer import optimizer_from_record
 
     if (rows is None) == (not texts):
-        raise ValueError(f"give --rows, for one table, or --table for each: {_PARTS}")
+        raise ValueError(f"pass --rows, for one table, or --table for each: {_PARTS}")
     parts = [("table", rows, dim, keys)] if rows is not None else [_split(text) for text in texts]
     step = optimizer_from_record({"kind": optimizer})
     tables = [Table(name=name, dim=width, optimizer=step, dtype=dtype) for name, _, width, _ in parts]
@@ -91,7 +93,7 @@ def _tables(
 
 
 def _split(text: str) -> tuple[str, str, int, float]:
-    """Return name, rows, dim and keys of a sample of a table. Raises ValueError."""
+    """Return the name, rows, dim and keys per sample of a table. Raises ValueError."""
     parts = text.rsplit(":", text.count(":") if text.count(":") < 4 else 3)
     if len(parts) not in {3, 4} or not parts[2].isdecimal():
         raise ValueError(f"--table is {text!r}: expected {_PARTS}")

@@ -85,7 +85,7 @@ def warmup(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compile all kernels ahead of the first extraction or training.
+    """Compile all kernels before the first extraction or training run.
 
     The compiled code stays on disk for this version and CPU, next to the package or in your cache folder.
     """

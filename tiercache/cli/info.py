@@ -51,9 +51,11 @@ def verified(report: dict[str, Any]) -> str:
     commits = len(report["commits"])
     ranks = f"{report['ranks']} ranks at " if "ranks" in report else ""
     if not report.get("deep", True):
-        return f"what describes the {report['segments']} segments of {report['path']} is whole: --deep reads their rows"
+        return (
+            f"the metadata of the {report['segments']} segments of {report['path']} is intact: --deep reads their rows"
+        )
     return (
-        f"{report['path']} is whole: {report['rows']:,} rows in {ranks}{commits} commit{'s' if commits != 1 else ''}; "
+        f"{report['path']} is intact: {report['rows']:,} rows in {ranks}{commits} commit{'s' if commits != 1 else ''}; "
         f"the checksums of all {report['pages']:,} pages ({format_bytes(report['bytes'])}) in {report['segments']} "
         "segments match"
     )
@@ -135,7 +137,7 @@ def info(
     curve: Annotated[
         bool, typer.Option("--curve", help="For a dataset: show the reads and writes of an epoch by host memory.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="For a dataset: draw the same into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="For a dataset: plot the same to this file.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -146,9 +148,9 @@ def info(
     found: dict[str, Any]
     is_dataset = kind_of(path) == "dataset"
     if segments and is_dataset:
-        raise ValueError(f"{path} is a dataset: --segments is of stores")
+        raise ValueError(f"{path} is a dataset: --segments is for stores")
     if (curve or plot is not None) and not is_dataset:
-        raise ValueError(f"{path} is a store: --curve and --plot are of datasets")
+        raise ValueError(f"{path} is a store: --curve and --plot are for datasets")
     if is_dataset:
         found, points = dataset_info.describe(path, plot=plot, curve=curve)
         Output(as_json, quiet).result(found, lambda console: dataset_info.show(console, found, points))
@@ -166,7 +168,7 @@ def verify(
     ] = True,
     checkpoints: Annotated[
         bool,
-        typer.Option("--checkpoints", help="Read the tensors that rows begin from too, and record their checksums."),
+        typer.Option("--checkpoints", help="Also read the tensors that rows start from, and record their checksums."),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -180,16 +182,16 @@ def verify(
         progress = partial(report_progress, "verify")
         report = dataset_info.verify(path, progress) if is_dataset else check(path, deep=deep, progress=progress)
     if checkpoints and is_dataset:
-        raise ValueError(f"{path} is a dataset, which begins from no checkpoint: leave out --checkpoints")
+        raise ValueError(f"{path} is a dataset, which has no checkpoints: omit --checkpoints")
     if checkpoints and not report["problems"]:
         report["checkpoints"] = _verify_checkpoints(path, report["problems"])
     if is_dataset:
-        text = f"{path} is whole: {report['summary']}, as extracted"
+        text = f"{path} is intact: {report['summary']}, as extracted"
     else:
         text = "" if report["problems"] else verified(report)
         if report.get("checkpoints"):
             read = format_bytes(sum(report["checkpoints"].values()))
-            text += f"; so are {read} of the checkpoints that {', '.join(report['checkpoints'])} began from"
+            text += f"; so are {read} of the checkpoints that {', '.join(report['checkpoints'])} started from"
     for problem in report["problems"]:
         typer.echo(f"error: {problem}", err=True)
     if as_json or not report["problems"]:

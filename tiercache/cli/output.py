@@ -104,8 +104,8 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     if (path / dataset.UNFINISHED).exists():
         PassDataset.open(path)  # raises
     if not path.exists():
-        raise StoreMissingError(f"nothing at {path}: give the directory of a store or a dataset")
-    raise NotAStoreError(f"{path} is neither a store nor a dataset: give the directory of one")
+        raise StoreMissingError(f"nothing at {path}: pass the directory of a store or a dataset")
+    raise NotAStoreError(f"{path} is neither a store nor a dataset: pass the directory of one")
 
 
 def open_store(path: Path, commit: int | None = None, *, mode: str = "r") -> Store:
@@ -113,5 +113,5 @@ def open_store(path: Path, commit: int | None = None, *, mode: str = "r") -> Sto
     from tiercache.store import Store
 
     if kind_of(path) == "dataset":
-        raise ValueError(f"{path} is a dataset: give the directory of a store")
+        raise ValueError(f"{path} is a dataset: pass the directory of a store")
     return Store.open(path, mode=mode, commit=commit)

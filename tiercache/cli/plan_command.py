@@ -22,16 +22,20 @@ def plan(
     dataset: Annotated[Path, typer.Argument(help="The dataset to train.")],
     store: Annotated[Path | None, typer.Option(help="The directory of the store: its disk is measured.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan: a TOML file for TierCache(plan=).")] = None,
-    optimize: Annotated[str, typer.Option(help="speed, or memory: the least host memory that trains.")] = "speed",
-    order: Annotated[str | None, typer.Option(help="overlap: sub-datasets that share rows come together.")] = None,
+    optimize: Annotated[str, typer.Option(help="speed, or memory: the minimum host memory that trains.")] = "speed",
+    order: Annotated[
+        str | None, typer.Option(help="overlap: train sub-datasets that share rows one after another.")
+    ] = None,
     device: Annotated[str, typer.Option(help="The device: cpu, cuda or cuda:1.")] = "cpu",
-    device_budget: Annotated[str | None, typer.Option(help="Device memory; by default what passes need.")] = None,
+    device_budget: Annotated[
+        str | None, typer.Option(help="Device memory; default: the need of the largest pass.")
+    ] = None,
     plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Include the index for plain and raw keys.")] = False,
     host_budget: Annotated[str | None, typer.Option(help="Host memory limit; default: 70 % of free memory.")] = None,
     eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; default: a sixteenth.")] = None,
-    store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; default: no limit.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="Maximum bytes of the store; default: no limit.")] = None,
     commit_every: Annotated[
-        int | None, typer.Option(min=1, help="Passes between commits; chosen if not given.")
+        int | None, typer.Option(min=1, help="Passes between commits; default: chosen by the plan.")
     ] = None,
     samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="The speed of your model.")] = None,
     trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to measure this.")] = False,
@@ -41,8 +45,8 @@ def plan(
 ) -> None:
     """Measure the machine, read the key sets, and write a plan: budgets, and predicted rows, bytes and seconds.
 
-    Rows and bytes are exact, as the schedule is known. Without --samples-per-second or --trial the predicted seconds
-    are those of moving rows alone.
+    Rows and bytes are exact, because the schedule is known. Without --samples-per-second or --trial the predicted
+    seconds cover only moving rows.
     """
     from psutil import virtual_memory
 
@@ -106,13 +110,13 @@ def plan(
             f"{'pass' if point.commit_every == 1 else f'{point.commit_every} passes'}: {point.epoch_seconds:,.3g} s "
             "predicted for an epoch; passes are bound "
             + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
-            + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
+            + ("" if rates.samples else "; compute is unknown: pass --samples-per-second or --trial")
         )
         for how in dict.fromkeys(one["how"] for one in first):
             of_how = [one for one in first if one["how"] == how]
             rows, size = (sum(one[name] for one in of_how) for name in ("rows", "bytes"))
             console.print(
-                f"{rows:,} rows begin from checkpoints in {len(of_how)} passes that read {how}: at most "
+                f"{rows:,} rows start from checkpoints in {len(of_how)} passes that read {how}: at most "
                 f"{format_bytes(size)} in {size / rates.read:,.3g} s, while the passes before them train"
             )
         if out is not None:
@@ -154,6 +158,6 @@ def _device_budget(data: PassDataset, device: str, budget: int | None, *, plain_
         raise BudgetError(
             f"the index of keys takes {format_bytes(index)}, and the rows of a pass leave "
             f"{format_bytes(budget - need.num_bytes)} of a device_budget of {format_bytes(budget)}: raise it to "
-            f"{option_bytes(need.num_bytes + index)}, or leave out --plain-keys, and keys are searched on the CPU"
+            f"{option_bytes(need.num_bytes + index)}, or omit --plain-keys to search keys on the CPU"
         )
     return budget

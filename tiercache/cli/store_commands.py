@@ -24,7 +24,7 @@ _Dataset = Annotated[Path, typer.Argument(help="The directory of the dataset.")]
 
 
 def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Rewrite each table as one range in hash order, for serving. The next training reorganizes the store."""
+    """Rewrite each table as one range in hash order, for serving. The next training run reorganizes the store."""
     from tiercache.reporting.progress import rewrite_bars
 
     output = Output(as_json, quiet)
@@ -37,7 +37,7 @@ def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> Non
 
 def rollback(
     path: StorePath,
-    to: Annotated[str, typer.Option(help="The number of a commit that the store keeps, or the name of a pin.")],
+    to: Annotated[str, typer.Option(help="The id of a commit that the store keeps, or the name of a pin.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -61,27 +61,29 @@ def pin(
     with open_store(path, mode="a") as store:
         made = store.pin(name, commit)
     done = {"commit": made.id, "name": name, "pinned": made.pins[name]}
-    Output(as_json, quiet).result(done, f"commit {made.pins[name]} is kept as {name!r}")
+    Output(as_json, quiet).result(done, f"commit {made.pins[name]} is pinned as {name!r}")
 
 
 def unpin(
     path: StorePath,
-    name: Annotated[str, typer.Argument(help="The name of a commit that is kept.")],
+    name: Annotated[str, typer.Argument(help="The name of a pinned commit.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Unpin a commit: blobs that only it needs are deleted, unless a reader has it open."""
     with open_store(path, mode="a") as store:
         made = store.unpin(name)
-    Output(as_json, quiet).result({"commit": made.id, "name": name}, f"no commit is kept as {name!r} any more")
+    Output(as_json, quiet).result({"commit": made.id, "name": name}, f"no commit is pinned as {name!r} anymore")
 
 
 def reorganize(
     path: StorePath,
     dataset: _Dataset,
-    order: Annotated[str | None, typer.Option(help="overlap, if the training has that order.")] = None,
-    order_seed: Annotated[int | None, typer.Option(help="The seed of the training's order of passes.")] = None,
-    store_budget: Annotated[str | None, typer.Option(help="The store's limit meanwhile, such as 200GiB.")] = None,
+    order: Annotated[str | None, typer.Option(help="overlap, if training uses that order.")] = None,
+    order_seed: Annotated[int | None, typer.Option(help="The seed of the order of passes in training.")] = None,
+    store_budget: Annotated[
+        str | None, typer.Option(help="Limit of the store during the command, such as 200GiB.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -108,9 +110,11 @@ def reorganize(
 def repartition(
     dataset: _Dataset,
     out: Annotated[Path, typer.Argument(help="The directory of the new dataset.")],
-    device_budget: Annotated[str | None, typer.Option(help="Device memory for rows of a pass, such as 8GiB.")] = None,
+    device_budget: Annotated[
+        str | None, typer.Option(help="Device memory for the rows of a pass, such as 8GiB.")
+    ] = None,
     devices: Annotated[int, typer.Option(help="Devices with that budget that train a pass together.")] = 1,
-    rows: Annotated[int | None, typer.Option(help="The most keys of a pass, instead of a budget.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Maximum keys per pass, instead of a budget.")] = None,
     batch_multiple: Annotated[
         int | None, typer.Option(help="Passes end at multiples of this many samples; as extracted if not given.")
     ] = None,
@@ -133,13 +137,13 @@ def lookup(
     keys: Annotated[
         list[str] | None, typer.Argument(help="Integer keys; put -- before them if one is negative.")
     ] = None,
-    string: Annotated[bool, typer.Option("--string", help="KEYS are texts, not integers.")] = False,
+    string: Annotated[bool, typer.Option("--string", help="KEYS are strings, not integers.")] = False,
     cross: Annotated[
         bool,
         typer.Option(
             "--cross",
             help="KEYS are the values of one cross, in the order of the schema's columns. Whole numbers are values of "
-            'integer columns; put "..." around a text of digits.',
+            'integer columns; put "..." around a string of digits.',
         ),
     ] = False,
     num_buckets: Annotated[int | None, typer.Option(min=1, help="num_buckets of the feature in the schema.")] = None,
@@ -155,13 +159,13 @@ def lookup(
     from tiercache.store import KeyMissingError
 
     if string and cross:
-        raise ValueError("give either --string or --cross: a cross may have texts among its values")
+        raise ValueError("pass either --string or --cross: the values of a cross can be strings")
     texts, lookup_keys = _keys(keys or [], num_buckets, string=string, cross=cross)
     if keys_file is not None:
         stored = _read_keys(keys_file)
         lookup_keys, texts = np.concatenate([lookup_keys, stored]), [*texts, *map(str, stored.tolist())]
     if not lookup_keys.size:
-        raise ValueError("no key to look up: give keys, or a file of them with --keys")
+        raise ValueError("no key to look up: pass keys, or a file of them with --keys")
     output = Output(as_json, quiet)
     with open_store(path, commit) as store, output.working() as progress:
         try:
@@ -170,7 +174,7 @@ def lookup(
             missing_texts = [text for text, key in zip(texts, lookup_keys.tolist(), strict=True) if key in error.keys]
             shown = ", ".join(missing_texts[:3]) + (", ..." if len(missing_texts) > 3 else "")
             seen = str(error).rpartition(" (")[0]  # the keys follow, hashes of the texts
-            raise ValueError(f"{seen} ({shown}): leave them out, or give --missing initial or zeros") from error
+            raise ValueError(f"{seen} ({shown}): leave them out, or pass --missing initial or zeros") from error
     found = [
         {"key": key, **({"text": text} if string or cross else {})}
         | {name: values[i].tolist() for name, values in fields.items()}
@@ -205,7 +209,7 @@ def changes(
 
 def diff(
     path: StorePath,
-    other: Annotated[Path | None, typer.Argument(help="Another store; the same one if not given.")] = None,
+    other: Annotated[Path | None, typer.Argument(help="Another store; default: the same one.")] = None,
     commit: Annotated[int | None, typer.Option("--from", help="A commit of the first store.")] = None,
     other_commit: Annotated[int | None, typer.Option("--to", help="A commit of the second store.")] = None,
     as_json: Json = False,
@@ -257,9 +261,9 @@ def _keys(
         try:
             key = int(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not an integer key: give --string to look a text up") from None
+            raise ValueError(f"{text!r} is not an integer key: pass --string to look up a string") from None
         if not -(1 << 63) <= key < 1 << 63:
-            raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
+            raise ValueError(f"key {key} does not fit in int64: pass keys from -2**63 to 2**63 - 1")
         keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
     return list(texts), np.array(keys, dtype=np.int64)
 
@@ -280,7 +284,7 @@ def _read_keys(path: Path) -> NDArray[np.int64]:
 
     keys: Any = map_array(path)
     if keys.dtype != np.int64 or keys.ndim != 1:
-        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
     return np.asarray(keys)
 
 

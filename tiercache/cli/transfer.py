@@ -25,13 +25,15 @@ def export(
         Path | None,
         typer.Option(help="A checkpoint (safetensors): write the rows that changed it to one file, keys and rows."),
     ] = None,
-    tensor: Annotated[str | None, typer.Option(help="With --overlay: the tensor; default: as the table began.")] = None,
+    tensor: Annotated[
+        str | None, typer.Option(help="With --overlay: the tensor; default: the one that the table started from.")
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="With --overlay: write a copy of the checkpoint's file with these rows.")
     ] = False,
     table: Annotated[list[str] | None, typer.Option(help="A table; may be repeated. All if not given.")] = None,
     since: Annotated[int | None, typer.Option(help="Export only rows that changed after this commit.")] = None,
-    state: Annotated[bool, typer.Option("--state/--no-state", help="Export the optimizer state too.")] = True,
+    state: Annotated[bool, typer.Option("--state/--no-state", help="Also export the optimizer state.")] = True,
     commit: Annotated[int | None, typer.Option(help="The commit to export; the newest if not given.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -42,14 +44,14 @@ def export(
     output, began = Output(as_json, quiet), time.perf_counter()
     if overlay is not None:
         if format is not None or since is not None or not state or len(table or []) > 1:
-            raise ValueError("--overlay writes the vectors of one table as safetensors: leave out --format and --since")
+            raise ValueError("--overlay writes the vectors of one table as safetensors: omit --format and --since")
         _export_overlay(path, out, overlay, tensor, table, commit, output, merge=merge)
         return
     if format is None or tensor is not None or merge:
-        raise ValueError("give --format, or --overlay with --tensor and --merge")
+        raise ValueError("pass --format, or --overlay with --tensor and --merge")
     if kind_of(path) == "dataset":
         if table or since is not None or commit is not None or not state:
-            raise ValueError(f"{path} is a dataset: its key sets are exported whole, so give --format alone")
+            raise ValueError(f"{path} is a dataset: its key sets are exported whole, so pass only --format")
         _export_keys(path, out, format, output)
         return
     with open_store(path, commit) as store, output.working() as progress:
@@ -86,7 +88,7 @@ def _export_keys(path: Path, out: Path, format: str, output: Output) -> None:  #
     from tiercache.io.key_set_file import export_key_sets
 
     if format != "hugectr":
-        raise ImportExportError(f"{path} is a dataset, of which key sets are exported: give --format hugectr")
+        raise ImportExportError(f"{path} is a dataset, whose key sets are exported: pass --format hugectr")
     dataset = PassDataset.open(path)
     export_key_sets(dataset, out)
     names = [table.name for table in dataset.tables]
@@ -102,7 +104,8 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            help="The directory of the store: a new one, or an existing one, where rows of equal keys are replaced."
+            help="The directory of the store: a new one, or an existing one, in which rows with the same keys are "
+            "replaced."
         ),
     ],
     format: Annotated[  # noqa: A002 - what users call it
@@ -157,7 +160,7 @@ def import_(
 def _pair(text: str) -> tuple[str, str]:
     table, equals, name = text.partition("=")
     if not (table and equals and name):
-        raise ValueError(f"--map is {text!r}: it must be TABLE=TENSOR, such as user=emb.weight")
+        raise ValueError(f"--map is {text!r}: expected TABLE=TENSOR, such as user=emb.weight")
     return table, name
 
 

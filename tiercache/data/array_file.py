@@ -47,7 +47,7 @@ class ArrayLayout:
     """The offsets of arrays in their file. Arrays of wider numbers come first, so that all are aligned."""
 
     def __init__(self, arrays: Iterable[ArraySpec], metadata: Mapping[str, str]) -> None:
-        """``metadata``: more texts for the header."""
+        """``metadata``: more strings for the header."""
         self.specs: dict[str, ArraySpec] = {}
         self._begins: dict[str, int] = {}
         end, record = 0, dict[str, Any](__metadata__=dict(metadata))

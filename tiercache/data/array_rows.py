@@ -61,7 +61,7 @@ class ArrayRows:
         rows = min(rows, self._remaining)
         data = self._file.read(rows * self.row_bytes)
         if len(data) != rows * self.row_bytes:
-            raise SourceError(f"{self._where} is cut short: its header promises {self.count:,} rows")
+            raise SourceError(f"{self._where} is truncated: its header promises {self.count:,} rows")
         self._remaining -= rows
         return np.frombuffer(data, self.dtype).reshape(rows, *self._width)
 

@@ -175,15 +175,15 @@ def _change(kind: Any, use: ColumnUse) -> str:
     """Return the advice for a column of a wrong type."""
     if is_list(kind) and not use.is_list:
         takes_lists = use.use != "part" and use.who.startswith("feature") and _fits(kind, replace(use, is_list=True))
-        return 'say hotness = "ragged" for the feature' if takes_lists else "give the column one value in each row"
+        return 'set hotness = "ragged" for the feature' if takes_lists else "put one value in each row of the column"
     if use.is_list and not is_list(kind):
-        return 'say hotness = "one_hot" for the feature, or give the column lists'
+        return 'set hotness = "one_hot" for the feature, or put lists in the column'
     inner = kind.value_type if is_list(kind) else kind
     key_kind = kind_of(inner)
     if use.use == "integer" and key_kind == "string":
-        return 'say key = "string" for the feature (or "hex" for hexadecimal digits), or cast the column to integers'
+        return 'set key = "string" for the feature (or "hex" for hexadecimal digits), or cast the column to integers'
     if use.use == "string" and (key_kind == "integer" or types.is_decimal(inner)):
-        return 'say key = "integer" for the feature, or cast the column to strings'
+        return 'set key = "integer" for the feature, or cast the column to strings'
     if use.use == "own" and not types.is_nested(inner):
         return "keep a column of numbers, such as a code or a time in seconds, or make it a feature"
     if types.is_nested(inner):

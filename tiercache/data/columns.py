@@ -50,7 +50,7 @@ def list_array(values: Any, offsets: NDArray[np.int64]) -> Any:
     """Return values as lists that begin at the offsets, including the last. Raises ``CONVERSION_ERRORS``."""
     values = numpy_values(values)
     if isinstance(values, np.ndarray) and values.ndim != 1:
-        raise ValueError(f"the values of the lists have shape {values.shape}: give all of them in one dimension")
+        raise ValueError(f"the values of the lists have shape {values.shape}: expected one dimension")
     array = arrow_array(values)
     if not offsets.size or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
         raise ValueError(
@@ -60,13 +60,13 @@ def list_array(values: Any, offsets: NDArray[np.int64]) -> Any:
 
 
 def offsets_of(value: Any) -> NDArray[np.int64]:
-    """Return offsets as an array (n,) of int64. Raises ``CONVERSION_ERRORS`` for other than integers."""
+    """Return offsets as an array (n,) of int64. Raises ``CONVERSION_ERRORS`` for anything but integers."""
     array = numpy_values(value)
     if np.ma.is_masked(array):
-        raise ValueError("offsets have masked values: give integers")
+        raise ValueError("offsets have masked values: expected integers")
     array = np.asarray(array)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"offsets are {array.dtype} of shape {array.shape}: give integers in one dimension")
+        raise ValueError(f"offsets are {array.dtype} of shape {array.shape}: expected integers in one dimension")
     return array.astype(np.int64)
 
 
@@ -77,7 +77,7 @@ def numpy_values(value: Any) -> Any:
     if hasattr(value, "get_mask"):  # torch.masked
         return np.ma.array(numpy_values(value.get_data()), mask=~numpy_values(value.get_mask()))
     if str(value.layout) != "torch.strided":
-        raise TypeError(f"a tensor of layout {value.layout}: give values and offsets, or a dense tensor")
+        raise TypeError(f"a tensor of layout {value.layout}: pass values and offsets, or a dense tensor")
     try:
         return value.detach().cpu().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
@@ -89,7 +89,7 @@ def numpy_values(value: Any) -> Any:
 
 def _of_pandas(series: Any) -> Any:
     if series.ndim != 1:
-        raise TypeError(f"a data frame of {series.shape[1]} columns in place of one: name each column once")
+        raise TypeError(f"a data frame of {series.shape[1]} columns instead of one: name each column once")
     if str(series.dtype).startswith("Sparse"):
         series = series.sparse.to_dense()
     if isinstance(series.dtype, np.dtype):
@@ -99,7 +99,7 @@ def _of_pandas(series: Any) -> Any:
 
 def _of_numpy(array: NDArray[Any], *, is_nan_null: bool = False) -> Any:
     if array.ndim not in (1, 2):
-        raise ValueError(f"an array of {array.dtype} of shape {array.shape}: give one or two dimensions")
+        raise ValueError(f"an array of {array.dtype} of shape {array.shape}: expected one or two dimensions")
     if array.dtype.names is not None:
         raise TypeError(f"an array of {array.dtype}: make each of its fields a column")
     mask = np.ma.getmaskarray(array).reshape(-1) if isinstance(array, np.ma.MaskedArray) else None
@@ -263,7 +263,7 @@ def _integers(decimals: Any) -> Any:
 
 
 def _uuid_texts(storage: Any) -> Any:
-    """Return UUIDs (16 bytes each) as their canonical texts: lower case, with hyphens."""
+    """Return UUIDs (16 bytes each) as their canonical strings: lower case, with hyphens."""
     is_null = storage.is_null().to_numpy(zero_copy_only=False)
     data = b"".join(bytes(16) if one is None else one for one in storage.to_pylist())
     bytes_NB = np.frombuffer(data, np.uint8).reshape(-1, 16)

@@ -67,7 +67,7 @@ class SubDatasetView(Protocol):
 
 
 class DatasetView(Protocol):
-    """The sub-datasets of a training, with the keys that this rank trains."""
+    """The sub-datasets of a training run, with the keys that this rank trains."""
 
     @property
     def path(self) -> Path:
@@ -190,13 +190,13 @@ class PassDataset:
         return None if rare is None else open_key_set(self.path / RARE_KEYS, self.tables, rare.rows, rare.digest)
 
     def check_schema(self, schema: Schema) -> None:
-        """Raise DatasetError unless the dataset was extracted with a schema of the same meaning.
+        """Raise DatasetError unless the dataset was extracted with an equivalent schema.
 
         Dims, optimizers, initializers and seeds of tables may differ.
         """
         if schema.digest != self.schema.digest:
             raise DatasetError(
-                f"the dataset {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
+                f"the dataset {self.path} was extracted with a different schema{_difference(self.schema, schema)}: "
                 "extract again with this schema, or use the schema it was extracted with"
             )
 

@@ -130,7 +130,7 @@ def write_key_sets(
         records = list(_write_packed(directory, schema, given, budget, blocks))
         options = {"blocks": blocks}
     if not records:
-        raise DatasetError("no passes were given: give the keys of at least one")
+        raise DatasetError("no passes were given: pass the keys of at least one")
     Manifest(schema=schema, passes=tuple(records), options=options, inputs=()).write(directory)
     return PassDataset.open(directory)
 
@@ -142,18 +142,18 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
     """
     values = _numpy(values)
     if np.ma.is_masked(values):
-        raise ValueError(f"{what} have masked values: leave these out, or give them a key")
+        raise ValueError(f"{what} have masked values: drop these, or use a key for them")
     if values.dtype.kind not in "iu" or values.dtype == np.uint64:
         if values.dtype.kind in "USO":
-            raise ValueError(f"{what} are texts or objects: keys are int64, use tiercache.key_of(text) for texts")
-        raise ValueError(f"{what} are {values.dtype}: keys are int64, give integers that fit it")
+            raise ValueError(f"{what} are strings or objects: keys are int64, use tiercache.key_of(text) for strings")
+        raise ValueError(f"{what} are {values.dtype}: keys are int64, pass integers that fit")
     return values.astype(np.int64, copy=False)  # type: ignore[no-any-return]
 
 
 def _numpy(values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):  # a tensor on any device
         if values.is_sparse or values.is_meta:
-            raise ValueError("keys are a sparse tensor, or one without values: give a dense tensor of integers")
+            raise ValueError("keys are a sparse tensor, or one without values: pass a dense tensor of integers")
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
@@ -193,7 +193,7 @@ def _write_packed(
 def _check_tables(where: str, schema: Schema, keys: Mapping[str, Any]) -> None:
     """Raise DatasetError unless keys are given by table names."""
     if not isinstance(keys, Mapping):
-        raise DatasetError(f"{where} is {type(keys).__name__}: give a mapping from tables to their keys")
+        raise DatasetError(f"{where} is {type(keys).__name__}: pass a mapping from tables to their keys")
     known = {table.name for table in schema.tables}
     for name in keys:
         if name not in known:

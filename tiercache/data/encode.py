@@ -39,8 +39,8 @@ class _Nulls:
     """The number for null and NaN; None: they are errors."""
 
 
-_LABEL = _Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
-_WEIGHT = _Nulls("a weight must be a finite number: give it one")
+_LABEL = _Nulls('a label must be a finite number: correct it, drop the row, or set null = "drop" in [label]')
+_WEIGHT = _Nulls("a weight must be a finite number: correct it")
 
 
 def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
@@ -62,7 +62,7 @@ def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
     dense = np.empty((batch.columns.num_rows, len(schema.dense)), np.float32)
     for place, spec in enumerate(schema.dense):
         rule = _Nulls(
-            "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
+            "a dense feature must be a finite number: set a number for null in the schema, or drop the row", spec.null
         )
         values = _reals(batch, spec.column, rule)
         dense[:, place] = np.log1p(np.maximum(values, 0)) if spec.transform == "log" else values
@@ -85,7 +85,7 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
         array = array.dictionary_decode()
     is_float = dtype.kind == "f"
     if array.null_count and (is_label or not is_float):
-        advice = _LABEL.advice if is_label else f"{dtype} has no null: give it a value, or say a dtype of floats"
+        advice = _LABEL.advice if is_label else f"{dtype} has no null: replace it with a value, or set a float dtype"
         raise batch.error(int(_null_mask(array).argmax()), column, f"it is null, but {advice}")
     values = _number_array(array)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -95,7 +95,9 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
         same &= np.isfinite(values)
     if not same.all():
         at = int(same.argmin())
-        raise batch.error(at, column, f"it is {array[at].as_py()}, which {dtype} does not have: say another dtype")
+        raise batch.error(
+            at, column, f"it is {array[at].as_py()}, which {dtype} cannot represent: set a different dtype"
+        )
     if array.null_count:
         out[_null_mask(array)] = np.nan
     if is_label and is_float and not np.isfinite(out).all():
@@ -186,7 +188,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         if wrong.any():
             row = int(wrong.argmax())
             what = f"it has {lengths[row]} keys, but feature {feature.name!r} has length = {feature.length}"
-            advice = 'make all lists so long, or say hotness = "ragged" and leave length out'
+            advice = 'make all lists that long, or set hotness = "ragged" and omit length'
             raise batch.error(row, column, f"{what}: {advice}")
     keys = _keys(feature, batch, values, lengths, hashed)
     weights = None
@@ -196,7 +198,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         if wrong.any():
             row = int(wrong.argmax())
             what = f"it has {weight_lengths[row]} weights for the {lengths[row]} keys of feature {feature.name!r}"
-            raise batch.error(row, feature.weights, f"{what}: give one weight per key")
+            raise batch.error(row, feature.weights, f"{what}: expected one weight per key")
         weights = _reals(batch, feature.weights, _WEIGHT, values=weight_values, lengths=weight_lengths)
         weights = weights[np.repeat(~is_null, weight_lengths)]
     if is_null.any():
@@ -256,7 +258,7 @@ def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
 
 
 def _integers_of_floats(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
-    """Return floats as integers, NaN as null. Raises SourceError for other than whole numbers."""
+    """Return floats as integers, NaN as null. Raises SourceError for anything but whole numbers."""
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
     is_null, limit = np.isnan(numbers), _EXACT_BELOW[values.type]
     numbers = np.where(is_null, 0.0, numbers)
@@ -266,7 +268,9 @@ def _integers_of_floats(feature: Feature, batch: SourceBatch, column: str, value
         kind = "floats" if values.type == pa.float64() else "float32" if values.type == pa.float32() else "float16"
         bound = f"{kind} only below 2^{limit.bit_length() - 1}"
         what = f"it is {numbers[at]}, but feature {feature.name!r} needs integers ({bound})"
-        raise batch.error(_row(at, lengths), column, f"{what}: give the column integers, or the feature buckets")
+        raise batch.error(
+            _row(at, lengths), column, f"{what}: put integers in the column, or set buckets for the feature"
+        )
     return pa.array(numbers.astype(np.int64), mask=is_null)
 
 
@@ -289,7 +293,7 @@ def _of_hex(feature: Feature, batch: SourceBatch, values: Any, lengths: Any) -> 
     if is_wrong.any():
         at = int(is_wrong.argmax())
         what = f"it is {values[at].as_py()!r}, but feature {feature.name!r} needs 1 to 16 hexadecimal digits"
-        raise batch.error(_row(at, lengths), feature.columns[0], f'{what}: correct it, or say key = "string"')
+        raise batch.error(_row(at, lengths), feature.columns[0], f'{what}: correct it, or set key = "string"')
     return pa.array(words.view(np.int64), mask=is_null)
 
 
@@ -364,7 +368,7 @@ def _check_nulls(
 ) -> None:
     """Raise SourceError for the first null, unless the feature embeds nulls."""
     if feature.null == "error":
-        what = f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
+        what = f'it is null, an error for feature {feature.name!r}: set null = "embed" in the schema, or drop the row'
         raise batch.error(_row(int(nulls.argmax()), lengths), column, what)
 
 
@@ -386,19 +390,19 @@ def _spread(values: NDArray[Any], is_value: NDArray[np.bool_], fill: float) -> N
 def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) -> int:
     """Return the int64 key that extraction gives to a value, or to a cross of several values.
 
-    One text or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
+    One string or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
     values: the key of a cross of columns with these values, in the order of the schema. None, alone or in a cross: the
     key of the null row. ``num_buckets``: as for the feature in the schema, if it has buckets.
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 
-    Raises ValueError for no value, for fewer than one bucket, for an integer beyond 64 bits and for a reserved one,
-    TypeError for other types.
+    Raises ValueError for no value, for fewer than one bucket, for an integer that exceeds 64 bits and for a reserved
+    one, TypeError for other types.
     """
     if num_buckets is not None and num_buckets < 1:
         raise ValueError(f"num_buckets is {num_buckets}: it must be at least 1, as in the schema")
     if not values:
-        raise ValueError("key_of takes at least one value: a text, an integer, or the values of a cross")
+        raise ValueError("key_of takes at least one value: a string, an integer, or the values of a cross")
     words = [_word(value) for value in values if value is not None]
     if len(words) < len(values):
         return NULL_KEY
@@ -414,14 +418,14 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
 
 
 def _word(value: str | bytes | int) -> int:
-    """Return the 64 bits of a value: an integer itself, the hash of a text."""
+    """Return the 64 bits of a value: an integer itself, the hash of a string."""
     if isinstance(value, str):
         return xxh64(value.encode())
     if isinstance(value, bytes):
         return xxh64(value)
     number = operator.index(value)
     if not -(1 << 63) <= number < 1 << 64:
-        raise ValueError(f"{number} is beyond 64 bits: a key is an integer of -2**63 to 2**63 - 1")
+        raise ValueError(f"{number} does not fit in 64 bits: a key is an integer from -2**63 to 2**63 - 1")
     return number & ((1 << 64) - 1)
 
 

@@ -97,15 +97,13 @@ def extract(
     numbers |= {} if workers is None else {"workers": workers}
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
-            raise ExtractionError(f"{name} is {number!r}: a whole number from 1 to 2^31 - 1")
+            raise ExtractionError(f"{name} is {number!r}: expected a whole number from 1 to 2^31 - 1")
     cut = Cut.parse(split_by, batch_multiple)
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
-        raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
+        raise ExtractionError("prior_counts has no effect with min_count = 1: raise min_count or omit prior_counts")
     if dask is not None and min_count > 1:
-        raise ExtractionError(
-            f"min_count is {min_count}, but a cluster does not count keys: leave out min_count or dask"
-        )
+        raise ExtractionError(f"min_count is {min_count}, but a cluster does not count keys: omit min_count or dask")
     inputs = find_inputs(data, schema.source.format)
     label = str(out)
     out = Path(out) if dask is not None and is_url(out) else _local(out)
@@ -129,14 +127,14 @@ def extract(
         old = manifest.inputs
         if append and min_count > 1:
             raise ExtractionError(
-                f"{out} cannot be appended to with min_count = {min_count}: which of its keys are rare is decided; "
+                f"{out} cannot be appended to with min_count = {min_count}: its rare keys are already determined; "
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
             dataset = _finished(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(dataset)
-                reporter.finish(dataset.samples, f"{label}: {dataset.summary}, extracted before", "")
+                reporter.finish(dataset.samples, f"{label}: {dataset.summary}, already extracted", "")
             return dataset
         check_same(manifest.options, old, options, old, out)
         check_rules(manifest.version, out)
@@ -197,7 +195,7 @@ def _with_dtypes(schema: Schema, inputs: Sequence[InputFile], out: Path) -> Sche
 def _local(out: str | Path) -> Path:
     """Return the absolute path of the dataset. Raises ExtractionError."""
     try:
-        return local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
+        return local_path(out, "a dataset that one machine writes", "pass a path, or dask= to write it on a cluster")
     except ValueError as error:
         raise ExtractionError(str(error)) from error
 
@@ -211,8 +209,8 @@ def _disk_errors(out: Path) -> Iterator[None]:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise
         raise ExtractionError(
-            f"{out} has no space left ({error.strerror}): free space there, or raise ulimit -f; closed passes stay, "
-            "and the same command resumes"
+            f"{out} has no space left ({error.strerror}): free some space there, or raise ulimit -f; closed passes "
+            "stay, and the same command resumes"
         ) from error
 
 

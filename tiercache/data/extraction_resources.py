@@ -73,7 +73,7 @@ class MemoryShares:
     chunk: int
     """Samples that are numbered at once. Reading ahead, joining, numbering and closing take nine times as much."""
     unit: int
-    """The most that one batch multiple of samples may take."""
+    """Limit for one batch multiple of samples."""
     use_threads: bool
     """True if decoding may use several threads, which doubles its memory."""
     keys: int

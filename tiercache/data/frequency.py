@@ -1,7 +1,7 @@
 """The keys that are frequent enough for their own row: counts over all data, in bounded memory.
 
-Counting fills a table of keys, which becomes a run on disk when it is full: a key set like those of passes. The
-decision merges the runs and the key sets of earlier datasets, one hash range at a time.
+Counting fills a table of keys, which becomes a run on disk when it is full: a key set as for passes. The decision
+merges the runs and the key sets of earlier datasets, one hash range at a time.
 """
 
 from __future__ import annotations

@@ -49,19 +49,21 @@ def partition_values(file: InputFile, uses: Iterable[ColumnUse]) -> dict[str, An
 
 
 def partition_texts(file: InputFile, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the texts of those columns that are in the folder names. Raises SourceError if two folders differ."""
+    """Return the values, as strings, of the columns that are in the folder names. Raises SourceError if two folders
+    differ.
+    """
     found = {}
     for name in names:
         texts = {text for column, text in file.partition if column == name}
         if len(texts) > 1:
-            raise SourceError(f"{file.path} is in several folders {name!r} of different values: rename all but one")
+            raise SourceError(f"{file.path} is in several folders {name!r} with different values: rename all but one")
         for text in texts:
             found[name] = text
     return found
 
 
 def check_repeated(file: InputFile, name: str, text: str | None, array: Any, row: int) -> None:
-    """Raise SourceError if a column of the file has another value than its folder; row: the first row's number.
+    """Raise SourceError if a column of the file has a different value than its folder; row: the first row's number.
 
     Integers and strings are compared; columns of other types are not.
     """
@@ -108,7 +110,7 @@ def _scalar(file: InputFile, name: str, value: str, uses: dict[str, str]) -> Any
     if number is not None and -(1 << 63) <= number < 1 << 64:
         return pa.scalar(number, pa.int64() if number < 1 << 63 else pa.uint64())
     if "integer" in uses:
-        raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
+        raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or set key = "string"')
     for use in uses.keys() & {"number", "own"}:
         if value.lower() in _BOOLS:
             return pa.scalar(_BOOLS[value.lower()])
@@ -136,7 +138,7 @@ _FORMATS = {
 _NAMED_FORMATS = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_ADVICE = "give files, folders or patterns such as 'day-*.parquet'"
+_ADVICE = "pass files, folders or patterns such as 'day-*.parquet'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +197,7 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
     try:
         stream = iter(data)
     except TypeError as error:
-        raise SourceError(f"the data are {data!r}: {_ADVICE}, or an iterable of batches") from error
+        raise SourceError(f"data is {data!r}: {_ADVICE}, or an iterable of batches") from error
     first = next(stream, None)
     if first is None:
         raise SourceError(f"no files were given: {_ADVICE}, or an iterable of batches")
@@ -214,7 +216,7 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
     for path in paths:
         name = path.resolve() if isinstance(path, Path) else path
         if name in seen:
-            raise SourceError(f"{path} is given twice: name every file once")
+            raise SourceError(f"{path} is listed twice: list every file once")
         seen.add(name)
     return tuple(_describe(path, format) for path in paths)
 
@@ -223,7 +225,7 @@ def check_read(files: Sequence[InputFile], *, has_rows: bool) -> None:
     """Raise SourceError if files had no rows, or one changed while it was read."""
     if not has_rows:
         others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        raise SourceError(f"no row was found in {files[0].path}{others}: give some data")
+        raise SourceError(f"no row was found in {files[0].path}{others}: pass files with data")
     for file in files:
         file.check_unchanged()
 
@@ -316,14 +318,16 @@ def _describe(path: Path | str, format_name: str | None) -> InputFile:
     is_folder = isinstance(path, Path) and path.is_dir()
     kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, format_name)
     if kind is None:
-        raise SourceError(f"{path} has no known suffix: {_known()}; or give --format, or [source] format in the schema")
+        raise SourceError(
+            f"{path} has no known suffix: {_known()}; or pass --format, or set [source] format in the schema"
+        )
     file = InputFile(
         path=path, format=kind[0], delimiter=kind[1], compression=kind[2], size=0, mtime_ns=0,
         partition=_partition(pure), split=split,
     )  # fmt: skip
     size, mtime_ns, version = _stat(file)
     if size == 0:
-        raise SourceError(f"{path} is empty (0 bytes): leave it out or write it again")
+        raise SourceError(f"{path} is empty (0 bytes): omit it or write it again")
     return replace(file, size=size, mtime_ns=mtime_ns, version=version)
 
 

@@ -26,7 +26,7 @@ RARE_KEYS = "rare.safetensors"
 """Keys that were too rare for their own row, with counts; only with ``min_count``."""
 _OLD_MANIFEST = "passes.json"
 VERSION = 3
-"""The format version. Version 2 has the same files, but other rules for keys of texts and floats."""
+"""The format version. Version 2 has the same files, but different rules for keys of strings and floats."""
 _READ = (2, VERSION)
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -40,7 +40,7 @@ def file_name(index: int) -> str:
 def dataset_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a dataset. Raises DatasetError for an invalid one."""
     try:
-        return local_path(path, "a dataset that is read", "copy the dataset to this machine and give its path")
+        return local_path(path, "a dataset that is read", "copy the dataset to this machine and pass its path")
     except (TypeError, ValueError) as error:
         raise DatasetError(str(error)) from error
 
@@ -59,7 +59,7 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
         directory = local_path(out, "a dataset that is written")
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, TypeError, ValueError) as error:
-        raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): give another directory") from error
+        raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): choose another directory") from error
     return directory
 
 
@@ -69,7 +69,9 @@ def file_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "free space there, or raise ulimit -f" if error.errno in FULL else "check its permissions and disk"
+        advice = (
+            "free some space there, or raise ulimit -f" if error.errno in FULL else "check its permissions and disk"
+        )
         raise DatasetError(
             f"{error.filename or directory} cannot be written ({error.strerror or error}): {advice}, and run "
             "the same again"

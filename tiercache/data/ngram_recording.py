@@ -79,11 +79,11 @@ def record_ngrams(
     if by_table.keys() != of_table.keys() or (isinstance(grams, NGrams) and len(of_table) != 1):
         raise ValueError(
             f"n-grams were given for {', '.join(by_table) or 'no table'}, but the tables are {', '.join(of_table)}: "
-            "give a dict with the NGrams of each table"
+            "pass a dict with the NGrams of each table"
         )
     for name, number in {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} is {number!r}: give a whole number, at least 1")
+            raise ValueError(f"{name} is {number!r}: expected a whole number, at least 1")
     features = tuple(Feature(name=name, table=name, hotness="ragged") for name in of_table)
     schema = Schema(label=None, dense=(), features=features, tables=tuple(of_table.values()))
     budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))

@@ -57,26 +57,26 @@ class NGrams:
     """By device: moduli and offsets of each order, and the map of tokens, as tensors."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the numbers do not fit together."""
+        """Raise ValueError if the settings are inconsistent."""
         if not self.orders or list(self.orders) != sorted({*self.orders}) or self.orders[0] < 2:
-            raise ValueError(f"orders are {self.orders}: give whole numbers from 2 on, ascending, such as (2, 3)")
+            raise ValueError(f"orders are {self.orders}: expected whole numbers from 2 on, ascending, such as (2, 3)")
         if len(self.factors) != self.orders[-1]:
             raise ValueError(
-                f"orders up to {self.orders[-1]} have {len(self.factors)} factors: give one for each token"
+                f"orders up to {self.orders[-1]} have {len(self.factors)} factors: expected one for each token"
             )
         heads, others = ([len(one) for one in numbers] for numbers in (self.moduli, self.offsets))
         if heads != others or len(heads) != len(self.orders):
-            raise ValueError("moduli and offsets have different heads or orders: give one of each for every head")
+            raise ValueError("moduli and offsets have different heads or orders: pass one of each for every head")
         if any(not of or any((one > 0) != (of[0] > 0) or one < 0 for one in of) for of in self.moduli):
-            raise ValueError(f"moduli are {self.moduli}: give each order heads with positive ones, or with 0 alone")
+            raise ValueError(f"moduli are {self.moduli}: expected positive ones for all heads of an order, or only 0")
         if self.token_map is not None and self.token_map.shape != (self.vocab_size,):
             raise ValueError(
-                f"token_map has shape {self.token_map.shape}: give a number for each of {self.vocab_size} tokens"
+                f"token_map has shape {self.token_map.shape}: expected a number for each of {self.vocab_size} tokens"
             )
         numbers = range(self.vocab_size) if self.token_map is None else self.token_map
         if self.border is not None and self.border not in numbers:
             raise ValueError(
-                f"border is {self.border}, which no token has: give the number of the token that ends a text"
+                f"border is {self.border}, which is not a token: pass the number of the token that ends a text"
             )
 
     @property
@@ -111,11 +111,11 @@ class NGrams:
         """Return tokens on the host as int64. Raises ValueError outside the vocabulary, TypeError if not integers."""
         array = tokens.detach().numpy() if hasattr(tokens, "detach") else np.asarray(tokens)
         if array.dtype.kind not in "iu":
-            raise TypeError(f"tokens are {array.dtype}: give integers in [0, {self.vocab_size})")
+            raise TypeError(f"tokens are {array.dtype}: expected integers in [0, {self.vocab_size})")
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.vocab_size):
             bad = int(array.min()) if int(array.min()) < 0 else int(array.max())
             raise ValueError(
-                f"token {bad} is outside the vocabulary, [0, {self.vocab_size}): give the vocab_size of the tokenizer"
+                f"token {bad} is outside the vocabulary, [0, {self.vocab_size}): pass the vocab_size of the tokenizer"
             )
         return array.astype(np.int64, copy=False)
 
@@ -140,7 +140,7 @@ class NGrams:
         import torch
 
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
-            raise TypeError(f"tokens are {tokens.dtype}: give integers in [0, {self.vocab_size})")
+            raise TypeError(f"tokens are {tokens.dtype}: expected integers in [0, {self.vocab_size})")
         device, numbers = tokens.device, tokens.long()
         if device not in self._on:
             arrays = [*self.moduli, *self.offsets, *([] if self.token_map is None else [self.token_map])]
@@ -177,7 +177,7 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
     used for tokens before the first one. Options: ``layer`` (0, its ple_layer_index), ``seed`` (1234), ``divisible_by``
     (128, of the number of rows).
 
-    "engram": as DeepSeek's Engram (arXiv 2601.07372): ``heads`` (8) of each order, with different primes from
+    "engram": as DeepSeek's Engram (arXiv 2601.07372): ``heads`` (8) of each order, with distinct primes from
     ``rows_per_head`` on for all orders of all ``layers``, of which this is ``layer``. vocab_size is the number of
     canonical tokens, to which ``token_map`` maps the tokenizer's tokens (None: they are the same), and ``padding`` the
     canonical token before the first one. Options: ``seed`` (0).
@@ -185,7 +185,7 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
     Args:
         recipe: the name.
         vocab_size: tokens of the vocabulary.
-        orders: tokens of an n-gram; for the published recipes all orders from 2 to the largest.
+        orders: tokens of an n-gram; for the published recipes, all orders from 2 to the largest.
         options: of the recipe.
 
     Raises:
@@ -196,10 +196,10 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
     if recipe not in makers:
         raise ValueError(f"unknown recipe {recipe!r}: expected {', '.join(map(repr, makers))}; or create an NGrams")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ValueError(f"vocab_size is {vocab_size!r}: give the number of tokens, at least 1")
+        raise ValueError(f"vocab_size is {vocab_size!r}: expected the number of tokens, at least 1")
     heads = options.get("heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"heads is {heads!r}: give the keys of each n-gram, at least 1")
+        raise ValueError(f"heads is {heads!r}: expected the number of keys of each n-gram, at least 1")
     if recipe != "exact" and tuple(orders) != tuple(range(2, len(orders) + 2)):
         raise ValueError(f"orders of {recipe!r} are {tuple(orders)}: it has all from 2 on, such as (2, 3)")
     make: Any = makers[recipe]
@@ -258,7 +258,7 @@ def _engram(
 ) -> NGrams:
     layer = layers[0] if layer is None else layer
     if layer not in layers:
-        raise ValueError(f"layer {layer} is not among layers {tuple(layers)}: name those that have a table")
+        raise ValueError(f"layer {layer} is not among layers {tuple(layers)}: list those that have a table")
     half = max(1, _MOST // vocab_size // 2)
     drawn = np.random.default_rng(seed + _OF_LAYER * layer).integers(0, half, orders[-1], dtype=np.int64)
     total = len(orders) * heads
@@ -268,7 +268,7 @@ def _engram(
     largest = padding if numbers is None else max(padding, int(numbers.max(initial=0)))
     if not 0 <= largest < vocab_size or padding < 0 or (numbers is not None and int(numbers.min(initial=0)) < 0):
         raise ValueError(
-            f"token_map and padding go up to {largest}: give numbers of canonical tokens, [0, {vocab_size})"
+            f"token_map and padding go up to {largest}: expected numbers of canonical tokens, [0, {vocab_size})"
         )
     return NGrams(
         orders=orders, factors=tuple((2 * drawn + 1).tolist()), moduli=_by_order(primes, heads),
@@ -292,7 +292,7 @@ def _splitmix(value: int) -> int:
 def _primes(first: int, count: int) -> list[int]:
     """Return primes from ``first`` on, ascending."""
     if isinstance(first, bool) or not isinstance(first, int) or not 2 <= first <= 1 << 40:
-        raise ValueError(f"rows_per_head is {first!r}: give the rows of a head, from 2 to 2^40")
+        raise ValueError(f"rows_per_head is {first!r}: expected the rows of a head, from 2 to 2^40")
     found, size = list[int](), 1 << 12
     while len(found) < count:  # a sieve of one segment after another
         least, is_prime = np.arange(first, first + size), np.ones(size, np.bool_)

@@ -49,7 +49,7 @@ def device_bytes(group: Group) -> int:
 
 
 def max_device_rows(rows: int, devices: int) -> int:
-    """Return the most of ``rows`` that one of ``devices`` devices gets if the hashes of keys divide them.
+    """Return the maximum of ``rows`` that one of ``devices`` devices gets if the hashes of keys divide them.
 
     Each of n keys falls to one of W devices with the chance 1/W: a device gets a binomial number of them, n/W in the
     mean with the variance v = n/W (1 - 1/W), and, by Bernstein's inequality, more than
@@ -64,8 +64,8 @@ def max_device_rows(rows: int, devices: int) -> int:
 class RowBudget:
     """The device budget of passes, in bytes of each device.
 
-    Each group of tables has memory for the most rows of any pass, so a pass counts with the high-water marks of earlier
-    passes. ``rows`` are always by table, in the order of table ids, of all devices together; a device has
+    Each group of tables has memory for the maximum rows of any pass, so a pass counts with the high-water marks of
+    earlier passes. ``rows`` are always by table, in the order of table ids, of all devices together; a device has
     ``max_device_rows`` of them.
     """
 
@@ -139,7 +139,7 @@ class Cut:
 
 
 class Cutter:
-    """Cuts batches where the data begins another pass. The first batch begins a pass."""
+    """Cuts batches where the data starts a new pass. The first batch starts a pass."""
 
     def __init__(self, cut: Cut) -> None:
         self._cut = cut

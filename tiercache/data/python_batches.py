@@ -44,8 +44,8 @@ class PythonBatches:
         if self._is_begun:
             if iter(self._data) is self._data:
                 raise SourceError(
-                    "the data is an iterator, which can be read once, and it must be read again: give an iterable that "
-                    "can restart, such as a list or a DataLoader"
+                    "the data is an iterator, which can be read only once, but it must be read again: pass an "
+                    "iterable that can restart, such as a list or a DataLoader"
                 )
             self._rest = iter(self._data)
             self.first = next(self._rest)

@@ -220,9 +220,7 @@ class _ArrayReader(FileReader):
             counts = {name: rows.count for name, rows in parts.items()}
             if len(set(counts.values())) > 1:
                 seen = ", ".join(f"{name}: {count:,}" for name, count in counts.items())
-                raise SourceError(
-                    f"{file.path} has columns of different numbers of rows ({seen}): make them one length"
-                )
+                raise SourceError(f"{file.path} has columns of different lengths ({seen}): make them the same length")
             arrays = {k: v for name, rows in parts.items() for k, v in self._split(name, rows.read(0)).items()}
             kinds = {
                 name: self._arrow(name, array).type if name in used else pa.null() for name, array in arrays.items()
@@ -287,7 +285,7 @@ class NumpyReader(_ArrayReader):
         if not str(path).endswith(".npz"):
             rows = ArrayRows.of_npy(source, str(path))
             if rows.dtype.names is None:
-                raise SourceError(f"{path} holds one array without names: give a folder of such files, or a .npz file")
+                raise SourceError(f"{path} holds one array without names: pass a folder of such files, or a .npz file")
             return {"": rows}
         archive = stack.enter_context(zipfile.ZipFile(source))
         names_in = {name.removesuffix(".npy"): name for name in archive.namelist()}
@@ -315,13 +313,13 @@ class SplitBinaryReader(_ArrayReader):
             try:
                 (dtype,) = {np.dtype(spec["feature_spec"][name]["dtype"]) for name in names}
             except (KeyError, TypeError, ValueError) as error:
-                raise SourceError(
-                    f"{path} gives the features {', '.join(names)} no dtype in common ({error})"
-                ) from error
+                raise SourceError(f"{path} gives the features {', '.join(names)} no common dtype ({error})") from error
             where = path.parent / chunk["files"][0]
             size, width = where.stat().st_size, dtype.itemsize * len(names)
             if size % width:
-                raise SourceError(f"{where} has {size:,} bytes, not a multiple of {width} bytes a row: it is cut short")
+                raise SourceError(
+                    f"{where} has {size:,} bytes, not a multiple of {width} bytes per row: it is truncated"
+                )
             source = stack.enter_context(open_binary(where))
             parts["\0".join(names)] = ArrayRows(source, str(where), dtype, (size // width, len(names)))
         return parts
@@ -387,7 +385,7 @@ class PythonReader(FileReader):
         named = named_parts(item, self._schema.source.columns)
         if named is None:
             raise SourceError(
-                f"{where} is {type(item).__name__}: give dicts of arrays, named tuples, data frames, structured "
+                f"{where} is {type(item).__name__}: expected dicts of arrays, named tuples, data frames, structured "
                 "arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
         is_batch = hasattr(item, "sparse_features") and self._schema.label is not None
@@ -426,6 +424,6 @@ def _named_errors(where: str) -> Iterator[None]:
         yield
     except CONVERSION_ERRORS as error:
         raise SourceError(
-            f"{where}: {' '.join(str(error).split())}: give an array of numbers or strings, an (n, length) array, a "
-            "list of lists or a pair (values, offsets)"
+            f"{where}: {' '.join(str(error).split())}: expected an array of numbers or strings, an (n, length) "
+            "array, a list of lists or a pair (values, offsets)"
         ) from error

@@ -44,7 +44,7 @@ class RecordedBatches:
         return file.array("indices")[places]
 
     def digests(self, batch: int) -> NDArray[np.uint64]:
-        """Return the digests of the different lookups of a batch, ascending."""
+        """Return the digests of the distinct lookups of a batch, ascending."""
         first, last = self._whole("lookups")[batch : batch + 2].tolist()
         return self._whole("digests")[first:last]
 

@@ -51,7 +51,7 @@ class RecordedBatch:
     keys: Mapping[str, NDArray[np.int64]]
     """By table: all keys, or unique ones with ``times``."""
     digests: Sequence[int]
-    """Digests of its different lookups, ascending."""
+    """Digests of its distinct lookups, ascending."""
     num_samples: int
     indices: NDArray[np.int64] | None
     """The indices of its samples in the loader's dataset, if it has indices."""
@@ -176,7 +176,7 @@ class _Writer:
         if self._open:
             self._close()
         elif not self._state.passes:
-            raise DatasetError("the loader gave no batches and no keys: use a loader with at least one batch")
+            raise DatasetError("the loader yielded no batches and no keys: use a loader with at least one batch")
         return self._state
 
     def _close(self) -> None:
@@ -218,7 +218,7 @@ class _Writer:
                 recorded.update(closed.recorded.indices(places).tobytes())
         if recorded.hexdigest() != digest:
             raise DatasetError(
-                f"the loader yields other samples than before the stop, of which {self._state.row:,} batches are "
+                f"the loader yields different samples than before the stop, of which {self._state.row:,} batches are "
                 f"recorded in {self._out}: seed its sampler, so that it yields the same order each time, or "
                 "delete that folder and record again"
             )

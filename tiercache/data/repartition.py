@@ -63,7 +63,7 @@ def repartition(
     """
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
-        raise ValueError("give either device_budget or rows, the limit of each part of a pass")
+        raise ValueError("pass either device_budget or rows, the limit of each part of a pass")
     batch_multiple = (
         int(old.manifest.options.get("batch_multiple", _ALIGN)) if batch_multiple is None else batch_multiple
     )
@@ -163,7 +163,7 @@ def split_source(passes: PassDataset) -> SplitSource | None:
     try:
         return SplitSource(str(options["split_of"]), tuple(tuple(map(int, sizes)) for sizes in options[_PARTS]))
     except (KeyError, TypeError, ValueError) as error:
-        raise DatasetError(f"{passes.path} does not say what it was split from ({error}): split it again") from error
+        raise DatasetError(f"{passes.path} does not record its source ({error}): split it again") from error
 
 
 def split_cursor(
@@ -181,7 +181,7 @@ def split_cursor(
     """
     source = split_source(passes)
     if source is None:
-        raise DatasetError(f"the dataset {passes.path} was not split from another: give one that repartition made")
+        raise DatasetError(f"the dataset {passes.path} was not split from another: pass one made by repartition")
     parts, (pass_index, sample) = source.parts, cursor
     epoch, place = divmod(pass_index, len(parts))
     if order_seed is not None and (place or sample):
@@ -235,7 +235,7 @@ def _finished(directory: Path, options: dict[str, Any]) -> PassDataset:
     dataset = PassDataset.open(directory)
     expected = {"devices": None} | options
     if {name: dataset.manifest.options.get(name) for name in expected} != expected:
-        raise DatasetError(f"{directory} holds another dataset already: choose another directory")
+        raise DatasetError(f"{directory} already holds another dataset: choose another directory")
     return dataset
 
 

@@ -75,11 +75,11 @@ class ExtractionState:
 
 
 def check_rules(version: int, where: Path) -> None:
-    """Raise ExtractionError if keys in ``where`` follow other rules: a text must have one key in a dataset."""
+    """Raise ExtractionError if keys in ``where`` follow other rules: a string must have one key in a dataset."""
     if version != VERSION:
         raise ExtractionError(
-            f"{where} was extracted by the rules of dataset version {version}, but texts and floats become keys by "
-            f"the rules of version {VERSION} now: extract the new files into another directory, or all files again"
+            f"{where} was extracted by the rules of dataset version {version}, but strings and floats become keys "
+            f"by the rules of version {VERSION} now: extract the new files into another directory, or all files again"
         )
 
 
@@ -96,14 +96,14 @@ def check_same(
     for name in sorted({*old_options, *options}, key=lambda name: (name != "schema", name)):
         if old_options.get(name) != options.get(name):
             seen = _difference(name, old_options.get(name), options.get(name))
-            raise ExtractionError(f"{where} holds an extraction with other options ({seen}): {advice}")
+            raise ExtractionError(f"{where} holds an extraction with different options ({seen}): {advice}")
     if len(old_inputs) != len(inputs):
-        seen = f"it had {len(old_inputs)} files and has {len(inputs)} now"
+        seen = f"it had {len(old_inputs)} files and now has {len(inputs)}"
         raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {append}, {advice}")
     for before, now in zip(old_inputs, inputs, strict=True):
         if before != now:
             changed = next(name for name in before if before[name] != now.get(name))
-            seen = f"{before['name']}: its {changed} was {before[changed]} and is {now[changed]} now"
+            seen = f"{before['name']}: its {changed} was {before[changed]} and is now {now[changed]}"
             raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {append}, {advice}")
 
 
@@ -114,19 +114,21 @@ class WorkFolder:
         self.out = out
         self.path = out / UNFINISHED
         if "\0" in str(out):
-            raise ExtractionError(f"the path {str(out)!r} has a NUL character: give the dataset another directory")
+            raise ExtractionError(
+                f"the path {str(out)!r} has a NUL character: choose another directory for the dataset"
+            )
         try:
             if out.exists() and not out.is_dir():
                 raise ExtractionError(f"{out} is not a directory: choose another path for the dataset")
             if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
-                raise ExtractionError(f"{out} holds other files but no dataset: give an empty or a new directory")
+                raise ExtractionError(f"{out} holds other files but no dataset: choose an empty or new directory")
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK).open("a+b")
         except OSError as error:
             if error.errno in FULL:
                 raise
             raise ExtractionError(
-                f"{out} is not writable ({error.strerror}): give another directory, or change its permissions"
+                f"{out} is not writable ({error.strerror}): choose another directory, or change its permissions"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +137,7 @@ class WorkFolder:
             if error.errno not in IN_USE:
                 raise ExtractionError(
                     f"the file system of {out} does not lock files ({error.strerror}), so nothing would stop a second "
-                    "extraction: give a directory on one that has flock"
+                    "extraction: choose a directory on one that has flock"
                 ) from error
             raise ExtractionError(
                 f"another process is extracting into {out}: wait for it, or choose another directory"
@@ -165,18 +167,18 @@ class WorkFolder:
 def _difference(name: str, before: Any, now: Any) -> str:
     """Return the difference between two values of an option, in terms of the schema."""
     if name == "schema":
-        return "the schema has other columns, features or tables now"
+        return "the schema now has different columns, features or tables"
     if name == "groups":
         bytes_of = [{table: row for tables, row in groups for table in tables} for groups in (before, now)]
         for table in sorted(set(bytes_of[0]).intersection(bytes_of[1])):
             old, new = (rows[table] for rows in bytes_of)
             if old != new:
                 return (
-                    f"a row of table {table!r} took {old} bytes on the device but takes {new} now, by its dim, dtype "
-                    "or optimizer"
+                    f"a row of table {table!r} took {old} bytes on the device but now takes {new}, because of its dim, "
+                    "dtype or optimizer"
                 )
-        return "tables are grouped differently now, by their dims, dtypes or optimizers"
-    return f"{name} was {_short(before)} and is {_short(now)} now"
+        return "tables are now grouped differently, because of their dims, dtypes or optimizers"
+    return f"{name} was {_short(before)} and is now {_short(now)}"
 
 
 def _short(value: Any) -> str:

@@ -73,7 +73,7 @@ class SampleLayout:
         """The names and dtypes of kept columns, with a shape for one sample. Raises DatasetError without a dtype."""
         for one in self.schema.kept:
             if one.dtype is None:  # only an extraction fills it in
-                raise DatasetError(f"the schema has no dtype for the kept column {one.name!r}: give it one")
+                raise DatasetError(f"the schema has no dtype for the kept column {one.name!r}: set one")
         return tuple(ArraySpec(column_array(one.name), np.dtype(one.dtype), (1,)) for one in self.schema.kept)
 
     @cached_property

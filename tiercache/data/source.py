@@ -110,14 +110,14 @@ class Source:
                     if before != kind:
                         raise SourceError(
                             f"{file.path}, column {use.column!r}: it holds {kind}s here and {before}s in {first.path}, "
-                            "whose hashes differ: give all files one type (for text files in [csv] types)"
+                            "whose hashes differ: use one type in all files (for text files, set [csv] types)"
                         )
                 elif use.use == "own" and use.dtype is None:
                     dtype = dtype_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
                     if (before := self.dtypes.setdefault(use.column, dtype)) != dtype:
                         raise SourceError(
                             f"{file.path}, column {use.column!r}: it holds {dtype} here and {before} in other files: "
-                            f'say which in the schema (keep = [{{ column = "{use.column}", dtype = "{before}" }}])'
+                            f'set it in the schema (keep = [{{ column = "{use.column}", dtype = "{before}" }}])'
                         )
 
     @property
@@ -234,5 +234,5 @@ def _unreadable(file: InputFile, reader: FileReader | None, error: Exception) ->
     if isinstance(error, OSError) and error.errno:  # errors of the system have a number; Arrow's do not
         return SourceError(f"{file.path} cannot be read ({os.strerror(error.errno)}): check its permissions and disk")
     return explained or SourceError(
-        f"{file.path} cannot be read ({text}): the file is damaged, cut short or of another type"
+        f"{file.path} cannot be read ({text}): the file is damaged, truncated or of another type"
     )

@@ -156,7 +156,7 @@ def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, ind
     is_local, name, remaining = "file" in fs.protocol, file_name(index), samples
     scratch = f"{folder}/{UNFINISHED}" if is_local else None
     if scratch is not None and not fs.isdir(scratch):
-        raise ExtractionError(f"a worker cannot find {scratch}: give a directory that all machines share, or a URL")
+        raise ExtractionError(f"a worker cannot find {scratch}: use a directory that all machines share, or a URL")
     with (
         TemporaryDirectory(prefix="stage-", dir=scratch) as place,
         closing(WorkFolder(Path(place))) as work,
@@ -345,7 +345,7 @@ def extract_on(
     starts over.
     """
     if any(file.batches is not None for file in inputs):
-        raise ExtractionError("a Python iterable cannot be read on a cluster: give files, or leave dask out")
+        raise ExtractionError("a Python iterable cannot be read on a cluster: pass files, or omit dask")
     fs, folder = file_system(out)
     is_local = "file" in fs.protocol
     where = folder if is_local else out  # workers have other current directories
@@ -420,7 +420,7 @@ def _connected(dask: Any) -> Iterator[Any]:
         connect: Any = distributed.Client
         client = connect(dask, set_as_default=False) if isinstance(dask, str) else nullcontext(dask)
     except (OSError, ValueError) as error:
-        raise ExtractionError(f"no Dask scheduler answers at {dask}: {error}: give the address of one") from error
+        raise ExtractionError(f"no Dask scheduler answers at {dask}: {error}: pass the address of one") from error
     with client as connected:
         try:
             yield connected

@@ -62,7 +62,7 @@ class EncodedBatch:
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Number of samples."""
         return int(self.dense.shape[0])
 
 
@@ -113,7 +113,7 @@ class SubDataset:
 
     @property
     def whole(self) -> SubDataset:
-        """Itself, because it has all keys."""
+        """This sub-dataset itself, because it has all keys."""
         return self
 
     def span(self, table: str) -> slice:

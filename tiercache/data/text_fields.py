@@ -67,8 +67,8 @@ class TextStream(io.RawIOBase):
         """Replace the delimiter. The start of one at the end of the data is kept for the next read."""
         if UNIT_SEPARATOR in data:
             raise SourceError(
-                f"{self._path} contains the character 0x1f, which a delimiter of several characters cannot be read "
-                "with: give it a delimiter of one character"
+                f"{self._path} contains the character 0x1f, which rules out a delimiter of several characters: use "
+                "a delimiter of one character"
             )
         is_end = not data
         data = (self._partial + data).replace(self._delimiter, UNIT_SEPARATOR)
@@ -144,7 +144,7 @@ class _Quotes:
                     raise SourceError(
                         f"{self._path}, line {self._began}: a quoted field continues to line "
                         f"{self._line_of(block, position)} and ends in the middle of a "
-                        'field there: double the quotes within a field, or say quote = "" in [csv] if quotes are '
+                        'field there: double the quotes within a field, or set quote = "" in [csv] if quotes are '
                         "plain characters"
                     )
                 self._inside = False
@@ -216,7 +216,7 @@ def _exact(digits: Any) -> Any:
         if value is not None and not -(1 << 63) <= value < 1 << 64:
             raise InvalidTextError(at, str(value), "an integer of 64 bits")
         if value is not None and value >= 1 << 63 and least is not None:
-            raise InvalidTextError(at, str(value), "no integer above 2^63 in a column that has negative ones too")
+            raise InvalidTextError(at, str(value), "no integer above 2^63 in a column that also has negative ones")
     raise AssertionError("integers of 64 bits are signed or unsigned")
 
 

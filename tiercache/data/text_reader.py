@@ -46,14 +46,14 @@ _MOST_BLOCK_BYTES = _BLOCK_BYTES << 9
 """1 GiB, for files with very long rows."""
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())
 _DELIMITERS = (",", ";", "\t", "|", "::", ":", " ")
-"""The delimiters to suggest if the schema's does not fit a file."""
+"""The delimiters to suggest if the schema's does not match a file."""
 _LIST_SEPARATORS = ("|", ";", ",", " ", ":", "\t")
 """The separators to suggest for the values of lists."""
 _SNIFFED = 64 << 10
 
 
 class _BadRow(NamedTuple):
-    """A row with another number of fields than the first line."""
+    """A row with a different number of fields than the first line."""
 
     row: int
     """In the file, 0-based, the header not counted."""
@@ -103,7 +103,7 @@ class TextReader(FileReader):
     def _check_format(self) -> None:
         if len(self._delimiter) > 1 and self._quote:
             raise SourceError(
-                f'{self._file.path}: fields with the delimiter {self._delimiter!r} cannot be quoted: say quote = "" in '
+                f'{self._file.path}: fields with the delimiter {self._delimiter!r} cannot be quoted: set quote = "" in '
                 "[csv]"
             )
         if not self._delimiter.isascii() or not self._quote.isascii():
@@ -113,7 +113,7 @@ class TextReader(FileReader):
             )
 
     def _check_names(self, names: Sequence[str]) -> None:
-        """Raise SourceError if columns are missing because the first line has another delimiter."""
+        """Raise SourceError if columns are missing because the first line has a different delimiter."""
         missing = [use.column for use in self._uses if use.column not in names]
         if not missing or self._is_criteo:
             return
@@ -124,7 +124,7 @@ class TextReader(FileReader):
             if delimiter != self._delimiter and set(missing) <= set(names):
                 raise SourceError(
                     f"{self._file.path} has no column {missing[0]!r}: its first line is separated by {delimiter!r}, "
-                    f"not by {self._delimiter!r}: say {_say(delimiter)} in [csv]"
+                    f"not by {self._delimiter!r}: set {_say(delimiter)} in [csv]"
                 )
 
     def _check_lists(self, known: Any) -> None:
@@ -140,7 +140,7 @@ class TextReader(FileReader):
         found = next((one for one in _LIST_SEPARATORS if any(one in value for value in values)), "|")
         raise SourceError(
             f"{self._file.path}, column {use.column!r}: {use.who} needs lists, and text has lists only if the schema "
-            f"names the separator of their values: say list_separator = {_quoted(found)} in [csv], or say hotness = "
+            f"names the separator of their values: set list_separator = {_quoted(found)} in [csv], or set hotness = "
             '"one_hot" for the feature'
         )
 
@@ -280,11 +280,11 @@ class TextReader(FileReader):
                 f"{self._other_delimiter(expected)}"
             )
         if "Empty CSV file" in text:
-            return SourceError(f"{self._file.path} is empty: leave it out or write it again")
+            return SourceError(f"{self._file.path} is empty: omit it or write it again")
         if "straddling object" in text:
             return SourceError(
                 f"{self._file.path} has a row longer than {_MOST_BLOCK_BYTES >> 20} MiB, or a quote that is not "
-                'closed: correct it, or say quote = "" in [csv] if quotes are plain characters'
+                'closed: correct it, or set quote = "" in [csv] if quotes are plain characters'
             )
         column = self._failed_column(error)
         if column is None:
@@ -305,21 +305,21 @@ class TextReader(FileReader):
         with self._open() as stream:
             text = stream.read(_SNIFFED).decode("utf-8", "replace")
         if not self._quote and '"' in text:
-            return "; if its fields are quoted, say quote = '\"' in [csv]"
+            return "; if its fields are quoted, set quote = '\"' in [csv]"
         if self._quote and text.count(self._quote) % 2:
-            return '; if quotes are plain characters, say quote = "" in [csv]'
+            return '; if quotes are plain characters, set quote = "" in [csv]'
         line = "".join(text.splitlines()[:1])
         fits = [d for d in _DELIMITERS if d != self._delimiter and line.count(d) == expected - 1 > 0]
-        return f"; if its delimiter is {fits[0]!r}, say {_say(fits[0])} in [csv]" if fits else ""
+        return f"; if its delimiter is {fits[0]!r}, set {_say(fits[0])} in [csv]" if fits else ""
 
     def _advice(self, column: str) -> str:
         """Return the advice for a field that is not a number."""
         uses = {use.use for use in self._uses if use.column == column}
         if "integer" in uses:
-            return ', or say key = "string" for the feature'
+            return ', or set key = "string" for the feature'
         if "part" in uses:
-            return f', or say types = {{ {column} = "string" }} in [csv]'
-        return ", or leave the row out"
+            return f', or set types = {{ {column} = "string" }} in [csv]'
+        return ", or drop the row"
 
     def _converted(self, batch: Any, name: str, read_as: Any, kind: Any, rows: NDArray[np.int64]) -> Any:
         """Return a batch with a column of text converted to numbers or lists, as in `text_fields`."""
@@ -361,7 +361,7 @@ class TextReader(FileReader):
         return str(self.schema.names[int(match[1])]) if match else None
 
     def _note(self, noted: list[_BadRow], bad: Any) -> str:
-        """Record a row with another number of fields than the first line."""
+        """Record a row with a different number of fields than the first line."""
         noted.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
         return "skip"
 
@@ -373,7 +373,7 @@ class TextReader(FileReader):
         return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
     def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None, *, quiet: bool = False) -> Any:
-        """quiet: rows with another number of fields are skipped without a note."""
+        """quiet: rows with a different number of fields are skipped without a note."""
         names = names or self._names
         return pacsv.open_csv(
             LentFile(stream),

@@ -51,9 +51,9 @@ class TokenFiles:
             DatasetError: a file cannot be read, does not have integers with one axis, or is shorter than a sequence.
         """
         if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
-            raise ValueError(f"sequence_length is {sequence_length!r}: give the tokens of a sequence, at least 1")
+            raise ValueError(f"sequence_length is {sequence_length!r}: expected the tokens per sequence, at least 1")
         if np.dtype(dtype).kind not in "iu":
-            raise ValueError(f"dtype is {np.dtype(dtype)}: give a dtype of integers, such as np.uint16")
+            raise ValueError(f"dtype is {np.dtype(dtype)}: expected an integer dtype, such as np.uint16")
         given = [files] if isinstance(files, str | os.PathLike) or hasattr(files, "dtype") else [*files]
         self.sequence_length = sequence_length
         self._arrays = [_open(one, np.dtype(dtype)) for one in given]
@@ -132,7 +132,7 @@ class TokenFiles:
                     if array.size and (array.dtype.kind not in "iu" or not _fits(array, kind)):
                         raise DatasetError(
                             f"tokens of a text are {array.dtype} from {array.min()} to {array.max()}: they do not fit "
-                            f"{kind}, give another dtype"
+                            f"{kind}: choose another dtype"
                         )
                     file.write(array.astype(kind).tobytes())
         sync(draft)
@@ -158,7 +158,7 @@ def _open(given: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
         except (OSError, ValueError) as error:
             raise DatasetError(f"{path} cannot be read as tokens of {dtype}: {error}") from error
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise DatasetError(f"{what} has {array.dtype} of shape {array.shape}: give integers with one axis")
+        raise DatasetError(f"{what} has {array.dtype} of shape {array.shape}: expected integers with one axis")
     return array
 
 

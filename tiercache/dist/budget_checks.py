@@ -1,4 +1,4 @@
-"""Budget checks made before a store is rewritten for a training."""
+"""Budget checks made before a store is rewritten for training."""
 
 from __future__ import annotations
 

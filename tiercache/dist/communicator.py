@@ -1,4 +1,4 @@
-"""Communicator: the collectives of the ranks. All torch.distributed calls of a training are here.
+"""Communicator: the collectives of the ranks. All torch.distributed calls of training are here.
 
 `communicator_of` returns one for a process group; for one rank, a `LocalCommunicator`, which does nothing.
 """
@@ -44,7 +44,7 @@ class Communicator:
     time. Use ``clone`` for another thread. The user's own collectives do not interfere with these.
 
     ``raise_on_all``, ``agree``, ``all_gather_object``, ``all_reduce_min`` and ``barrier`` are agreements. They wait for
-    a rank as long as its process lives, so a slow disk on one rank does not end the training. The other methods move
+    a rank as long as its process is alive, so a slow disk on one rank does not end the training. The other methods move
     data and wait for torch's default process group timeout. Creating process groups waits for the timeout of the group
     they are created from. CPU tensors go over Gloo, GPU tensors over NCCL on the current stream: those calls return
     when the transfer is queued.
@@ -180,8 +180,8 @@ class Communicator:
         """Raise RankError if another rank is in a different call."""
         if others := np.nonzero(received[:, 0] != mark)[0].tolist():
             raise RankError(
-                f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
-                "batches, and step, discard, commit and evaluate after the same ones"
+                f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks must make the "
+                "same batches, and step, discard, commit and evaluate after the same ones"
             )
 
     # -- data ---------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Communicator:
     def meet(self, data: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         """Do ``data.exchange_splits``, but raise RankError on all ranks if another rank makes an agreement instead.
 
-        For calls that a training loop may wrongly make on one rank only, such as a validation. The other ranks may then
+        For calls that a training loop may wrongly make on one rank only, such as validation. The other ranks may then
         be in a step, which exchanges on ``data``, or at the end of a pass, which is an agreement of this communicator.
         """
         assert isinstance(data, Communicator)
@@ -397,19 +397,19 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
     if dist.get_world_size(group) == 1:
         return LocalCommunicator(device)
     if device.type == "cuda" and not dist.is_nccl_available():
-        raise RankError("ranks on CUDA need NCCL, which this torch lacks: install torch for CUDA, or use device='cpu'")
+        raise RankError("ranks on CUDA need NCCL, which torch lacks: install a CUDA build of it, or use device='cpu'")
     return Communicator(group, device)
 
 
 def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> LocalCommunicator:
-    """Return the communicator of a training that is not sharded.
+    """Return the communicator of training that is not sharded.
 
     Warns if ``group``, by default the default process group, has several ranks.
     """
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
         warnings.warn(
             f"a cache without a store does not share rows: each of the {size} ranks trains its own copy of all rows, "
-            "and the copies differ if the ranks train different samples. Give the cache a store to shard the rows",
+            "and the copies differ if the ranks train different samples. Use a store to shard the rows",
             stacklevel=4,
         )
     return LocalCommunicator(device)

@@ -68,7 +68,7 @@ def _identity(path: Path) -> list[str | int]:
 
 def _refuse(differences: Mapping[str, str | None]) -> None:
     if differing := "; ".join(f"{name} ({words})" for name, words in differences.items() if words):
-        raise RankError(f"ranks differ in {differing}: give all ranks the same values and restart them")
+        raise RankError(f"ranks differ in {differing}: pass the same values on all ranks and restart them")
 
 
 def _difference(values: list[str]) -> str | None:

@@ -167,7 +167,7 @@ class RowExchange:
         counts = self._count(np.tile(np.array([batch.token, error is not None], np.int64), (self.ranks.size, 1)), what)
         if counts[:, 1].any():
             self.ranks.agree(f"bringing a batch of {batch.where}", error)
-        words = f"looks up another batch than rank {self.ranks.rank} in {batch.where}"
+        words = f"looks up a different batch than rank {self.ranks.rank} in {batch.where}"
         check_tokens(counts[:, 0], batch.token, words)
         slots, flat = self._serve(batch, what)
         return self._groups_of(batch.request, self._unpack(batch.layout, batch.request, flat)), slots

@@ -1,4 +1,4 @@
-"""Reorganizing a store for a new schedule: another day of data, other passes, or imported rows."""
+"""Reorganizing a store for a new schedule: a new day of data, different passes, or imported rows."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def reorganize(
 
     Does one sweep over all keys, then one streaming read and write of the rows that move, with about 300 MiB of memory
     and temporary files of at most an eighth of those rows, or 2.5 GiB. It is one commit: if it is killed, the store is
-    either unchanged or reorganized.
-    ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: the most bytes that the store and its temporary
-    files may take meanwhile; `reorganize_plan` checks it before anything is written. ``progress``: True shows bars;
-    None: only on a terminal. Unless it is False, a line on stderr says how much may move.
+    either unchanged or reorganized. ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: the maximum
+    bytes that the store and its temporary files may take during this; `reorganize_plan` checks it before anything is
+    written. ``progress``: True shows bars; None: only on a terminal. Unless it is False, a line on stderr shows how
+    much may move.
 
     Raises BudgetError if the budget may be too small, DatasetError for sub-datasets of other tables, ValueError if the
     store is inside a pass and ``start`` is not given, or if ``start`` is not in the schedule, and StoreFullError.
@@ -134,9 +134,10 @@ def reorganize_plan(
     order: Sequence[int] | str | int | None = None,
     order_seed: int | None = None,
 ) -> ReorganizePlan:
-    """Return the most disk space that ``store`` takes while it is put in the order of ``passes``; writes nothing.
+    """Return the maximum disk space that ``store`` takes while it is reordered for ``passes``; writes nothing.
 
-    Reads the keys of all passes once, and no rows. For a store that already has this order: what it would take.
+    Reads the keys of all passes once, and no rows. For a store that already has this order, returns the space it would
+    take.
     """
     check_tables(store, passes)
     positions = RowOffsets.of(passes, store.groups)
@@ -184,7 +185,7 @@ def _check_start(start: Cursor, schedule: Schedule, passes: DatasetView) -> None
     samples = passes.passes[schedule.sub_dataset_of(start.pass_index)].samples
     if samples and start.sample > samples:
         raise ValueError(
-            f"start is sample {start.sample:,} of pass {start.pass_index}, but its sub-dataset has {samples:,}: give a "
+            f"start is sample {start.sample:,} of pass {start.pass_index}, but its sub-dataset has {samples:,}: pass a "
             "position in the new schedule"
         )
 

@@ -297,11 +297,11 @@ class InputDist:
         if received[:, _ERROR].any():
             self._ranks.agree(f"making a batch of {where}", error)
         assert request is not None
-        check_tokens(received[:, _TOKEN], local.token, f"makes another batch than rank {rank} in {where}")
+        check_tokens(received[:, _TOKEN], local.token, f"makes a different batch than rank {rank} in {where}")
         if (received[:, _MODES] != to[0, _MODES]).any():
             raise RankError(
                 f"ranks look up different features in {where}, or pool them differently: with read_by='owner' all of "
-                "them have the same embedding modules"
+                "them need the same embedding modules"
             )
         outgoing_W = tuple(PooledBlock.of(poolable, to[r, S : S + P], r) for r in range(self._ranks.size))
         incoming_W = tuple(PooledBlock.of(poolable, received[r, S : S + P], rank) for r in range(self._ranks.size))
@@ -400,9 +400,9 @@ class InputDist:
 
 
 def check_tokens(tokens_W: NDArray[np.int64], token: int, what: str) -> None:
-    """Raise RankError if ranks pass different tokens; ``what`` says what the first rank that differs does."""
+    """Raise RankError if ranks pass different tokens; ``what`` describes the call of the first rank that differs."""
     if others := np.nonzero(tokens_W != token)[0].tolist():
-        raise RankError(f"rank {others[0]} {what}: all ranks must ask for batches of one size, in one order")
+        raise RankError(f"rank {others[0]} {what}: all ranks must request batches of the same size in the same order")
 
 
 def _digest(modes: Mapping[str, str | None]) -> int:

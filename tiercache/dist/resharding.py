@@ -56,10 +56,10 @@ def reshard(
     Collective. Each rank reads the rows that it owns now from the old ranks' files, which it must be able to read, and
     writes them in order of first use from the training's position. Training resumes there, with rows, optimizer state,
     learning rates and dense state unchanged. Each rank keeps its dense state, including random generators; a new rank
-    gets that of rank 0. Passes that were split from those trained so far continue them; with ``reorganized`` any other
-    passes are begun. Older commits are dropped.
+    gets a copy of rank 0's. Passes that were split from those trained so far continue them; with ``reorganized`` any
+    other passes are begun. Older commits are dropped.
 
-    ``check`` is called with the rank's store and raises BudgetError if a training would outgrow it. One commit switches
+    ``check`` is called with the rank's store and raises BudgetError if training would outgrow it. One commit switches
     the store to the new ranks. If it is killed before that, the old ranks remain, and the next open drops partial
     files. If the new ranks are refused, partial files are dropped at once. Old files are deleted after the commit. Each
     rank takes about 350 MiB of memory and, while the old rows exist, the bytes of its new rows and of temporary files
@@ -165,7 +165,7 @@ class Need:
     """The bytes that a rank takes while it is written, besides the old rows."""
 
     rows: int
-    """The most rows: the rows of the old ranks and, if an epoch was not finished, of new keys."""
+    """Maximum rows: the rows of the old ranks and, if an epoch was not finished, of new keys."""
     shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
@@ -173,7 +173,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """The sum of both."""
+        """Total bytes."""
         return self.shard + self.scratch
 
     @classmethod
@@ -219,7 +219,7 @@ class _Copy:
 
 
 def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None:
-    """Return the position in the schedule of ``view`` at which a training at ``commit`` resumes.
+    """Return the position in the schedule of ``view`` at which training at ``commit`` resumes.
 
     None if its passes are neither those it was trained with nor split from them. Raises DatasetError for a position
     that split passes do not have.
@@ -239,7 +239,7 @@ def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None
 
 
 def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
-    """Return the resume position in the schedule of ``view``. Raises DatasetError for another schedule."""
+    """Return the resume position in the schedule of ``view``. Raises DatasetError for a different schedule."""
     commit = old.commit
     assert commit is not None, "the store has a commit"
     found = place_of(commit, view, order)
@@ -247,8 +247,8 @@ def _start(old: Store, view: ShardView, order: OrderRule, *, reorganized: bool) 
         return found
     if not reorganized:
         raise DatasetError(
-            f"the dataset {view.path} in this order is not the one that {old.label} was trained with, nor split from "
-            "it: open the dataset it was trained with, or have the store reorganized for this one"
+            f"the dataset {view.path} in this order is neither the one that {old.label} was trained with nor split "
+            "from it: open the dataset it was trained with, or reorganize the store for this one"
         )
     if commit.cursor.sample:
         raise DatasetError(
@@ -293,6 +293,6 @@ def _check_free_bytes(need: Need, opened: ShardWriter, ranks: AnyCommunicator, s
         words = (
             f"the ranks on the disk of {folder} need {format_bytes(needed)} while they are written, with temporary "
             f"files, rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, but "
-            f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
+            f"{format_bytes(free)} are free: free some space there, or pass folders on other disks as shard_dirs="
         )
     _refuse(opened, ranks, "checking free space for new ranks", [BudgetError(words)] if words else [])

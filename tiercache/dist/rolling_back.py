@@ -1,4 +1,4 @@
-"""Rolling a store back to an older commit before a training opens it."""
+"""Rolling a store back to an older commit before training opens it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def roll_back(store: Store, at: int | str, passes: PassDataset, sharding: Shardi
     ``Store.rollback``; the store is unchanged then.
     """
     if store.mode != "a":
-        raise ValueError(f"{store.label} is open read-only, but at= rolls it back: give its path, or open it to write")
+        raise ValueError(
+            f"{store.label} is open read-only, but at= rolls it back: pass its path, or open it for writing"
+        )
     with store.at(at) as there:
         target, newest = there.commit, store.commit
         assert target is not None, "the store has this commit"

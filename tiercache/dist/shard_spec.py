@@ -65,7 +65,7 @@ class ShardSpec:
         return before.folders
 
     def check_sharding(self, found: CommitRecord, label: str) -> None:
-        """Raise StateError for a store with another number of ranks or another sharding."""
+        """Raise StateError for a store with a different number of ranks or sharding."""
         sharding = found.sharding or ShardingPlan.of_one(found.tables)
         if sharding.num_ranks != self.sharding.num_ranks:
             raise StateError(

@@ -1,8 +1,8 @@
 """The store of several ranks, open for writing: one rank's part, and the commits that all ranks make together.
 
 ``tiercache/store/rank_writer.py`` explains why killing one rank or all of them loses no commit. Rank 0 holds a lock in
-the store's folder, so only one training writes at a time. Each rank also locks its own folder: that stops a new
-training from writing while ranks of an old one, whose rank 0 is gone, still write.
+the store's folder, so only one run writes at a time. Each rank also locks its own folder: that stops a new run from
+writing while ranks of an old one, whose rank 0 is gone, still write.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class ShardWriter:
         """Open the store at ``path`` for writing, with all ranks at its newest commit, or create it.
 
         tables: whole ones. If nothing was ever committed, the ranks' folders are created again. Raises the errors of
-        ``Store.open``, StateError if the store has another number of ranks or another sharding (use ``divide`` for
-        those), and ValueError.
+        ``Store.open``, StateError if the store has a different number of ranks or sharding (use ``divide`` for those),
+        and ValueError.
         """
         return cls._opening(path, tables, sharding, ranks, options, resharded=False)
 
@@ -112,7 +112,7 @@ class ShardWriter:
         ranks: AnyCommunicator,
         **options: Unpack[ShardOptions],
     ) -> ShardWriter:
-        """Begin to reshard a store that has commits, for these ranks and this sharding.
+        """Start resharding a store that has commits, for these ranks and this sharding.
 
         ``store`` has no commit: fill it from the old store, which stays readable, and make its first commit. The first
         ``publish`` drops all older commits and old rows, and deletes the folders of removed ranks; without it nothing
@@ -263,7 +263,7 @@ class ShardWriter:
         self._made = None
 
     def meet(self) -> None:
-        """Bring all ranks to one commit, after a training ended between their steps. Collective.
+        """Bring all ranks to one commit, after a run ended between their steps. Collective.
 
         A commit that all ranks have prepared is published; one that only some have is dropped.
         """

@@ -47,7 +47,7 @@ _PLANNING = "planning the budgets"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreOptions:
-    """How a cache opens its store; the same on all ranks."""
+    """Options for opening the store of a cache; the same on all ranks."""
 
     sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]
     shard_dirs: Sequence[str | os.PathLike[str]] | None
@@ -150,24 +150,24 @@ class TrainingStore:
         return self.view(self.passes)
 
     def _check_given_store(self) -> None:
-        """Raise ValueError if a store opened by the caller does not fit this training."""
+        """Raise ValueError if a store opened by the caller does not match this run."""
         given, options, ranks = self._store_given, self._options, self._ranks.size
         if given is None:
             return
         if options.engine is not None or options.retention is not None or options.shard_dirs is not None:
             raise ValueError(
-                "engine, retention and shard_dirs apply to a store that the cache opens: give its path, or open the "
+                "engine, retention and shard_dirs apply to a store that the cache opens: pass its path, or open the "
                 "Store with them"
             )
         if given.ranks:
             if len(given.ranks) != ranks or options.sharding != "auto":
                 raise ValueError(
-                    f"{given.label} was opened with the rows of {len(given.ranks)} ranks: use as many ranks "
-                    f"without sharding=, or give its path to {ranks}"
+                    f"{given.label} was opened with the rows of {len(given.ranks)} ranks: use the same number "
+                    f"of ranks without sharding=, or pass its path to {ranks}"
                 )
         elif ranks > 1:
             raise ValueError(
-                f"{given.label} was opened by one process, but there are {ranks} ranks: give its path, which they open"
+                f"{given.label} was opened by one process, but there are {ranks} ranks: pass its path, which they open"
             )
 
     @property
@@ -264,7 +264,7 @@ class TrainingStore:
         )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
-        """Raise BudgetError if rows would move for a training that exceeds the budgets."""
+        """Raise BudgetError if rows would move for a run that exceeds the budgets."""
         commit, order, passes = store.commit, self._options.order, self.passes
         schedule = Schedule.of(passes, order)
         if commit is None or commit.schedule_digest != schedule.digest:
@@ -313,7 +313,7 @@ class TrainingStore:
         return self._shards is not None
 
     def meet(self) -> None:
-        """Bring all ranks to one commit, after a training ended between their steps. Collective."""
+        """Bring all ranks to one commit, after a run ended between their steps. Collective."""
         if self._shards is not None:
             self._shards.meet()
 
@@ -365,8 +365,8 @@ def open_own_shard(
 ) -> ShardWriter:
     """Open or create the store on all ranks; rows of other ranks or another sharding are moved.
 
-    Passes that were split from those trained so far resume at their position. Rows are not rewritten for a training
-    that exceeds ``budgets``, except for what only `check_store` finds.
+    Passes that were split from those trained so far resume at their position. Rows are not rewritten for a run that
+    exceeds ``budgets``, except for what only `check_store` finds.
 
     Raises the errors of `ShardWriter.open` and `reshard`, and BudgetError.
     """

@@ -102,13 +102,13 @@ class ExportManifest(BaseModel):
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise ImportExportError(
-                f"{path} cannot be read ({place and place + ': '}{first['msg']}): export again, or remove it and give "
+                f"{path} cannot be read ({place and place + ': '}{first['msg']}): export again, or remove it and pass "
                 "tables"
             ) from error
 
 
 def file_name(table: Table) -> str:
-    """Return the file name of a table: its name, percent-encoded where paths need it.
+    """Return the file name of a table: its name, percent-encoded if paths need it.
 
     A name that is too long becomes the table id in hexadecimal.
     """
@@ -134,12 +134,13 @@ def export_store(
     ``store``: an open store, at any of its commits, or the path of one.
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/io.md). ``tables``: names; None: all.
     ``since``: a commit; only rows that changed after it are written, in any order. None: all rows, in hash order.
-    ``with_state``: export the optimizer state too; if the format cannot store it, one ImportExportWarning names the
+    ``with_state``: also export the optimizer state; if the format cannot store it, one ImportExportWarning names the
     tables. ``progress(done, total)`` is called with rows. Memory: about ``memory_bytes`` and 128 MiB for any number of
     rows.
 
     The folder gets its name in one step, when all files are on disk: after an error or a kill there is nothing at
-    ``out``, and a second export to it at the same time is refused. Do not commit to an open ``store`` meanwhile.
+    ``out``, and a second export to it at the same time is refused. Do not commit to an open ``store`` during the
+    export.
 
     Raises ImportExportError, and the errors of ``Store.open``, ``Store.scan`` and ``Store.changes``.
     """
@@ -151,7 +152,7 @@ def export_store(
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
         if out.exists():
-            raise ImportExportError(f"{out} exists: give the export a path that is free")
+            raise ImportExportError(f"{out} exists: choose another path for the export")
         counts = {
             name: store.live_rows(name) if since is None else store.changed_rows(name, since=since)
             for name in (table.name for table in selected)
@@ -192,7 +193,7 @@ def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:
     known = {table.name: table for table in store.tables}
     selected = tuple(known) if names is None else tuple(dict.fromkeys(names))
     if not selected:
-        raise ImportExportError("tables is empty: give the names of the tables to export, or None for all")
+        raise ImportExportError("tables is empty: pass the names of the tables to export, or None for all")
     for name in selected:
         if name not in known:
             raise ImportExportError(f"{store.label} has no table {name!r}: it has {', '.join(map(repr, known))}")
@@ -212,7 +213,7 @@ def _warn_of_state(name: str, tables: list[Table]) -> None:
         return
     names = ", ".join(f"{table.name!r} ({', '.join(field.name for field in table.fields[1:])})" for table in tables)
     warnings.warn(
-        f"format {name!r} has no place for the optimizer state of {names}: only the vectors are exported",
+        f"format {name!r} cannot hold the optimizer state of {names}: only the vectors are exported",
         ImportExportWarning,
         stacklevel=3,
     )

@@ -60,7 +60,7 @@ class Format:
 def find_format(name: str) -> Format:
     """Return a format by its name. Raises ImportExportError."""
     if name not in FORMATS:
-        raise ImportExportError(f"format {name!r} is unknown: it must be one of {', '.join(FORMATS)}")
+        raise ImportExportError(f"unknown format {name!r}: expected one of {', '.join(FORMATS)}")
     return import_module(f"tiercache.io.{name}_format").FORMAT  # type: ignore[no-any-return]
 
 
@@ -150,7 +150,7 @@ class Column:
         kind = str(tensor.layout).removeprefix("torch.")
         if tensor.is_meta or tensor.is_nested or kind != "strided":
             kind = "on the meta device" if tensor.is_meta else "nested" if tensor.is_nested else kind
-            raise ImportExportError(f"{what} is {kind}: it must be a dense tensor with values")
+            raise ImportExportError(f"{what} is {kind}: expected a dense tensor with values")
         dtype, rows = str(tensor.dtype).removeprefix("torch."), tensor.detach()
         return cls(tuple(tensor.shape), dtype, lambda part: tensor_values(rows[part]))
 
@@ -164,8 +164,8 @@ def tensor_values(tensor: Any) -> NDArray[Any]:
 class TableReader:
     """Reads the rows of one table, at the first ``chunks``.
 
-    Raises ImportExportError for columns that do not fit the table: a missing one, another dtype, width or number of
-    rows, or a part of the optimizer state.
+    Raises ImportExportError for columns that do not match the table: a missing one, a different dtype, width or number
+    of rows, or part of the optimizer state.
     """
 
     def __init__(
@@ -184,14 +184,16 @@ class TableReader:
         missing = [name for name in states if name not in columns]
         if missing and len(missing) < len(states):
             raise ImportExportError(
-                f"{place} has a part of the optimizer state of table {table.name!r} and lacks {', '.join(missing)}: "
-                "give all of it or nothing"
+                f"{place} has only part of the optimizer state of table {table.name!r} and lacks {', '.join(missing)}: "
+                "include all of it or none"
             )
         self.has_state = not missing
-        """True if the optimizer state is there too, and for tables without one."""
+        """True if the optimizer state is included, and for tables without one."""
         keys = columns["keys"]
         if keys.dtype != "int64" or len(keys.shape) != 1:
-            raise ImportExportError(f"the keys in {place} are {keys.shape} of {keys.dtype}: they must be (n,) of int64")
+            raise ImportExportError(
+                f"the keys in {place} are {keys.shape} of {keys.dtype}: expected int64 of shape (n,)"
+            )
         self.rows = keys.shape[0]
         """Rows of every column."""
         fields = table.fields if self.has_state else table.fields[:1]
@@ -219,7 +221,7 @@ def regular_file(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         raise ImportExportError(f"{path} does not exist: check the path and the format") from None
     if not stat.S_ISREG(mode):
-        raise ImportExportError(f"{path} is not a regular file: give a file that is not a folder, a FIFO or a device")
+        raise ImportExportError(f"{path} is not a regular file: pass a file that is not a folder, a FIFO or a device")
     return path
 
 
@@ -233,4 +235,4 @@ def parsing(path: Path, what: str) -> Iterator[Path]:
         raise
     except Exception as error:  # a damaged .npy header is a SyntaxError; a damaged pickle can raise anything
         why = str(error).split("\n", maxsplit=1)[0] or type(error).__name__
-        raise ImportExportError(f"{path} is not a whole {what} ({why}): export it again") from error
+        raise ImportExportError(f"{path} is not a complete {what} ({why}): export it again") from error

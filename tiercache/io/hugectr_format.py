@@ -65,7 +65,7 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], rows: int | None = None
         raise ImportExportError(f"{path} has {size:,} bytes, not whole rows of {row_bytes}: export it again")
     if rows is not None and size != rows * row_bytes:
         raise ImportExportError(
-            f"{path} has {size:,} bytes, but {rows:,} keys with {row_bytes} bytes each make {rows * row_bytes:,}: "
+            f"{path} has {size:,} bytes, but {rows:,} keys of {row_bytes} bytes each make {rows * row_bytes:,}: "
             "check the dim and the optimizer of the table, or export it again"
         )
     full_shape = (size // row_bytes, *shape)

@@ -42,8 +42,8 @@ def read_array(place: str, table: Table, arrays: Mapping[str, Any], names: Mappi
         seen = f"no {chosen!r}" if chosen else "several arrays" if matches else "no array"
         shown = ", ".join(list(arrays)[:12]) + (", ..." if len(arrays) > 12 else "")
         raise ImportExportError(
-            f"{place} has {seen} for table {table.name!r}: name one of {shown} for it, as "
-            f"names={{{table.name!r}: ...}} or --map {table.name}=..."
+            f"{place} has {seen} for table {table.name!r}: choose one of {shown} for it "
+            f"with names={{{table.name!r}: ...}} or --map {table.name}=..."
         )
     what, value = f"{matches[0]!r} in {place}", arrays[matches[0]]
     keys, vectors = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
@@ -61,7 +61,7 @@ def _column(what: str, values: Any) -> Column:
     if hasattr(values, "is_meta") and hasattr(values, "layout"):  # a tensor, without importing torch
         return Column.of_tensor(values, what)
     raise ImportExportError(
-        f"{what} is of {type(values).__name__}: give an array or a tensor, or a pair (keys, vectors)"
+        f"{what} is of type {type(values).__name__}: pass an array or a tensor, or a pair (keys, vectors)"
     )
 
 
@@ -81,8 +81,8 @@ def import_store(
     """Make a commit of the rows of ``source``, and return the manifest of the import.
 
     In a store with rows, each imported row replaces the row of its key. Other rows and tables, the dense state and the
-    position of training stay. That takes one sweep of the store's keys; the next training reorganizes the store for its
-    dataset and continues at the same pass. ``Store.changes`` reports the rows.
+    position of training stay. That takes one sweep of the store's keys; the next training run reorganizes the store for
+    its dataset and continues at the same pass. ``Store.changes`` reports the rows.
 
     ``source`` is one of:
 
@@ -111,7 +111,7 @@ def import_store(
     store = store if isinstance(store, Store) else to_path(store, "a store")
     selected = None if tables is None else tuple(tables)
     if selected == ():
-        raise ImportExportError("tables is empty: give the tables that the source holds")
+        raise ImportExportError("tables is empty: pass the tables that the source holds")
     with file_errors(f"the import of {place}"), ExitStack() as stack:
         if not isinstance(store, Store) and StoreDirectory(store).find():
             store = stack.enter_context(Store.open(store))
@@ -120,17 +120,17 @@ def import_store(
         manifest = None
         if isinstance(place, str) or place.is_file():
             if selected is None:
-                raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
+                raise ImportExportError(f"{place} does not describe its tables: pass the tables to import (--schema)")
             arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
             readers = {table: read_array(str(place), table, arrays, names or {}) for table in selected}
         else:
             if not place.exists():
-                raise ImportExportError(f"nothing at {place}: give a folder of files, or a state dict")
+                raise ImportExportError(f"nothing at {place}: pass a folder of files, or a state dict")
             manifest = _find_manifest(place)
             if manifest is None and (format is None or selected is None):
                 missing = ["the format of its files (--format)"] * (format is None)
                 missing += ["the tables that they hold (--schema)"] * (selected is None)
-                raise ImportExportError(f"{place / MANIFEST} does not exist: give {' and '.join(missing)}")
+                raise ImportExportError(f"{place / MANIFEST} does not exist: pass {' and '.join(missing)}")
             rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(selected or ())
             selected = selected or tuple(rows)
             readers = _open_files(place, format or str(manifest and manifest.format), selected, rows)
@@ -152,7 +152,7 @@ def import_store(
             for table, reader in readers.items()
         )
         if trained is not None and steps not in {None, trained}:
-            raise ImportExportError(f"the store was trained for {trained:,} steps, not {steps:,}: leave steps out")
+            raise ImportExportError(f"the store was trained for {trained:,} steps, not {steps:,}: omit steps")
         steps = _steps(place, exported, trained if steps is None else steps)
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store, tables=selected))
@@ -181,7 +181,9 @@ def _of_store(store: Store, tables: tuple[Table, ...] | None) -> tuple[Table, ..
     for table in tables or ():
         if table not in store.tables:
             names = ", ".join(repr(one.name) for one in store.tables)
-            raise ImportExportError(f"table {table.name!r} is not in {store.label}, or differs there: it has {names}")
+            raise ImportExportError(
+                f"table {table.name!r} is not in {store.label}, or is different there: it has {names}"
+            )
     return tables or store.tables
 
 
@@ -200,7 +202,7 @@ def _open_files(
     """Open the files of the tables in ``rows``, a count or None for each, without reading them."""
     chosen = find_format(format_)
     if not folder.is_dir():
-        raise ImportExportError(f"folder {folder} does not exist: give the folder that holds the files of the tables")
+        raise ImportExportError(f"folder {folder} does not exist: pass the folder that holds the files of the tables")
     counts = {table.name: count for table, count in rows.items()}
     if unknown := counts.keys() - {table.name for table in tables}:
         raise ImportExportError(
@@ -215,7 +217,7 @@ def _open_files(
         count = counts[table.name]
         if count not in {None, reader.rows}:
             raise ImportExportError(
-                f"{folder / MANIFEST} counts {count:,} rows of table {table.name!r}, and its files hold "
+                f"{folder / MANIFEST} lists {count:,} rows of table {table.name!r}, but its files hold "
                 f"{reader.rows:,}: export it again"
             )
     return readers
@@ -227,12 +229,14 @@ def _check(place: object, readers: Mapping[Table, TableReader], *, initial_state
         if not reader.has_state and not initial_state:
             states = ", ".join(f"{field.name} at {field.initial}" for field in table.fields[1:])
             raise ImportExportError(
-                f"{place} has no optimizer state of table {table.name!r}: ask for initial_state (--initial-state) to "
-                f"begin with {states}"
+                f"{place} has no optimizer state of table {table.name!r}: pass initial_state (--initial-state) to "
+                f"start with {states}"
             )
     if ignored := [path for reader in readers.values() for path in reader.ignored]:
         warnings.warn(
-            f"{', '.join(ignored)}: ignored, the tables have no place for them", ImportExportWarning, stacklevel=3
+            f"{', '.join(ignored)}: ignored, because the tables have no field for them",
+            ImportExportWarning,
+            stacklevel=3,
         )
 
 
@@ -247,8 +251,8 @@ def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) 
         table = next((table for table in counting if table.optimizer.counts_steps), counting[0])
         what = "Adam's state" if table.optimizer.counts_steps else f"the rounding to {table.dtype}"
         warnings.warn(
-            f"{place} does not say how many steps table {table.name!r} was trained, and {what} continues with their "
-            "count: training counts from 0, unless you give steps (--steps)",
+            f"{place} does not say how many steps table {table.name!r} was trained, but {what} depends on it: training "
+            "counts from 0, unless you pass steps (--steps)",
             ImportExportWarning,
             stacklevel=3,
         )

@@ -43,7 +43,7 @@ def export_key_sets(dataset: PassDataset, out: str | os.PathLike[str], dtype: st
     """
     out, kind = to_path(out, "an export of key sets"), _dtype(dtype)
     if out.exists():
-        raise ImportExportError(f"{out} exists: give the key sets a path that is free")
+        raise ImportExportError(f"{out} exists: choose another path for the key sets")
     with file_errors(f"writing key sets to {out}"), staging_directory(out) as draft:
         for table in dataset.tables:
             folder = draft / file_name(table)
@@ -65,5 +65,5 @@ def export_key_sets(dataset: PassDataset, out: str | os.PathLike[str], dtype: st
 
 def _dtype(name: str) -> np.dtype[Any]:
     if name not in _DTYPES:
-        raise ImportExportError(f"dtype {name!r} of a key set is unknown: it must be 'uint32' or 'int64'")
+        raise ImportExportError(f"unknown dtype {name!r} of a key set: expected 'uint32' or 'int64'")
     return _DTYPES[name]

@@ -53,7 +53,7 @@ def map_array(path: Path) -> Any:
     size = path.stat().st_size
     if size != array.offset + array.nbytes:
         raise ImportExportError(
-            f"{path} has {size:,} bytes, and its header says {array.offset + array.nbytes:,}: export it again"
+            f"{path} has {size:,} bytes, but its header says {array.offset + array.nbytes:,}: export it again"
         )
     return array
 

@@ -1,8 +1,8 @@
-"""The way back to a checkpoint: the rows of a store as an overlay of a tensor, or merged into a copy of its file.
+"""Export back to a checkpoint: the rows of a store as an overlay of a tensor, or merged into a copy of its file.
 
 An overlay is a safetensors file with ``<tensor>.keys``, int64 (n,) ascending, and ``<tensor>.rows`` (n, dim): row i
-takes the place of row ``keys[i]`` of the tensor. Its metadata name the table, the tensor, and size and header of the
-file that it belongs to.
+replaces row ``keys[i]`` of the tensor. Its metadata gives the table, the tensor, and the size and header of the file
+that it belongs to.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def export_overlay(
     checkpoint, to whose nearest numbers rows are rounded, ties to even.
 
     ``store``: an open store, at any of its commits, or the path of one. ``base``: a .safetensors file, an index, or a
-    folder; ``tensor``: a name in it. Both are those that the table begins from, if it does and they are not given; a
-    base must then be the file that the store knows. ``table``: None if there is one. ``progress(done, total)`` is
-    called with rows. Memory: 8 bytes a row and 128 MiB. The file gets its name when it is on disk.
+    folder; ``tensor``: a name in it. The default is the checkpoint that the table starts from, if there is one; a base
+    must then be the file that the store knows. ``table``: None if there is one. ``progress(done, total)`` is called
+    with rows. Memory: 8 bytes per row and 128 MiB. The file gets its name when it is on disk.
 
     Raises ImportExportError, CheckpointError and what ``Store.open`` and ``Store.scan`` raise.
     """
@@ -77,7 +77,7 @@ def export_overlay(
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
         if out.exists():
-            raise ImportExportError(f"{out} exists: give the export a path that is free")
+            raise ImportExportError(f"{out} exists: choose another path for the export")
         chosen = _table(store, table)
         base_tensor = _base(store, chosen, base, tensor)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _check_keys(keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor)
     outside = (keys < 0) | (keys >= tensor.num_rows)
     if outside.any():
         raise ImportExportError(
-            f"table {table.name!r} has a row of key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
+            f"table {table.name!r} has a row of key {int(keys[np.argmax(outside)])}, but {tensor.label} has "
             f"{tensor.num_rows:,} rows: forget the key, or export without the checkpoint"
         )
 
@@ -151,7 +151,7 @@ def _check_keys(keys: NDArray[np.int64], table: Table, tensor: CheckpointTensor)
 def _merged(draft: Path, tensor: CheckpointTensor) -> list[_Place]:
     """Copy the files of a tensor; returns the places of its parts."""
     if tensor.dtype is None:
-        raise ImportExportError(f"{tensor.label} has 8-bit numbers: leave out merge, and export an overlay")
+        raise ImportExportError(f"{tensor.label} has 8-bit numbers: omit merge, and export an overlay")
     paths = [*dict.fromkeys(part.values.path for part in tensor.parts)]
     check_space(draft.parent, sum(path.stat().st_blocks * 512 for path in paths), "the export")
     if len(paths) > 1:
@@ -166,21 +166,21 @@ def _merged(draft: Path, tensor: CheckpointTensor) -> list[_Place]:
 
 
 def _table(store: Store, name: str | None) -> Table:
-    """Return the table of a name; None: the only one, or the only one that begins from a checkpoint."""
+    """Return the table with a name; None: the only one, or the only one that starts from a checkpoint."""
     if name is not None:
         return table_named(store.tables, name, store.label)
     found = [one for one in store.tables if isinstance(one.initializer, Checkpoint)] or list(store.tables)
     if len(found) != 1:
-        raise ImportExportError(f"{store.label} has tables {', '.join(repr(one.name) for one in found)}: give one")
+        raise ImportExportError(f"{store.label} has tables {', '.join(repr(one.name) for one in found)}: pass one")
     return found[0]
 
 
 def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tensor: str | None) -> CheckpointTensor:
-    """Open the tensor that the rows belong to. Raises CheckpointError if the store began from another one."""
+    """Open the tensor that the rows belong to. Raises CheckpointError if the store started from another one."""
     start = table.initializer if isinstance(table.initializer, Checkpoint) else None
     if start is None:
         if base is None or tensor is None:
-            raise ImportExportError(f"table {table.name!r} does not begin from a checkpoint: give base and tensor")
+            raise ImportExportError(f"table {table.name!r} does not start from a checkpoint: pass base and tensor")
         start = Checkpoint(path=str(to_path(base, "a checkpoint")), tensor=tensor)
     start = replace(start, tensor=tensor or start.tensor)
     if base is not None:
@@ -188,12 +188,14 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
     found = CheckpointTensor(start)
     if found.dim != table.dim:
         raise ImportExportError(
-            f"{found.label} has {found.dim} columns and table {table.name!r} has dim {table.dim}: give its tensor"
+            f"{found.label} has {found.dim} columns, but table {table.name!r} has dim {table.dim}: pass its tensor"
         )
     for part in store.parts:
         record = part.checkpoints.get(table.name)
         if record is not None and record.identities and record.identities != found.identities:
-            raise CheckpointError(f"{found.label} is not what table {table.name!r} began from: give that file as base")
+            raise CheckpointError(
+                f"{found.label} is not what table {table.name!r} started from: pass that file as base"
+            )
     return found
 
 
@@ -254,7 +256,7 @@ def _copy(source: Path, to: Path) -> None:
             end = os.lseek(old.fileno(), at, os.SEEK_HOLE)
             while at < end:
                 if not (count := _copy_part(old.fileno(), new.fileno(), at, min(_COPY_BYTES, end - at))):
-                    raise CheckpointError(f"{source} became shorter while it was copied: put the former file back")
+                    raise CheckpointError(f"{source} became shorter while it was copied: restore the original file")
                 at += count
 
 

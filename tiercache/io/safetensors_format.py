@@ -2,7 +2,7 @@
 of 16-bit dtypes BF16 or F16).
 
 The file is the bytes of its header (uint64), the header as JSON, and the tensors' bytes one after the other. It is
-written here, chunk by chunk, because the library wants all tensors in memory.
+written here, chunk by chunk, because the library needs all tensors in memory.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOT
 def to_path(path: str | os.PathLike[str], what: str) -> Path:
     """Return the absolute path of ``what``. Raises ImportExportError for a URL and for a NUL character."""
     if "\0" in os.fspath(path):
-        raise ImportExportError(f"the path {os.fspath(path)!r} has a NUL character: give one without")
+        raise ImportExportError(f"the path {os.fspath(path)!r} has a NUL character: choose one without")
     with file_errors(f"finding {what}"):
         return local_path(path, what)
 
@@ -48,8 +48,8 @@ def check_space(folder: Path, needed_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise ImportExportError(
-            f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes:,} bytes) and {folder} has {format_bytes(free)} "
-            "free: free some, export fewer tables, or export elsewhere"
+            f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes:,} bytes), but {folder} has "
+            f"{format_bytes(free)} free: free some space, export fewer tables, or export elsewhere"
         )
 
 
@@ -64,7 +64,7 @@ def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     handle = _lock(draft, out)
     try:
         if not replaces and out.exists():  # another process published it before the lock was taken
-            raise ImportExportError(f"{out} exists: give a path that is free")
+            raise ImportExportError(f"{out} exists: choose another path")
         for entry in draft.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -92,7 +92,8 @@ def _lock(draft: Path, out: Path) -> int:
         except BlockingIOError:
             os.close(handle)
             raise ImportExportError(
-                f"{draft} is being written by another process: wait until it has ended, or give another path than {out}"
+                f"{draft} is being written by another process: wait until it ends, or choose a different path than "
+                f"{out}"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:

@@ -47,7 +47,7 @@ def _read(folder: Path, name: str, table: Table) -> TableReader:
     state = load_tensors(path)
     if list(state) != ["weight"]:
         names = ", ".join(map(repr, state)) or "no tensor"
-        raise ImportExportError(f"{path} holds {names}: it must be the state dict of an embedding, a tensor 'weight'")
+        raise ImportExportError(f"{path} holds {names}: expected the state dict of an embedding, a tensor 'weight'")
     columns = {
         "keys": Column.of(map_array(place / "vocabulary.npy")),
         "vector": Column.of_tensor(state["weight"], f"'weight' in {path}"),
@@ -74,13 +74,13 @@ def load_tensors(path: Path) -> dict[str, Any]:
     with parsing(path, "state dict of tensors"):
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(state, dict):
-        raise ImportExportError(
-            f"{path} holds {type(state).__name__}: it must be a state dict, names and their tensors"
-        )
+        raise ImportExportError(f"{path} holds {type(state).__name__}: expected a state dict of names and tensors")
     try:
         return dict(_tensors(state, ""))
     except RecursionError as error:
-        raise ImportExportError(f"{path} nests its dicts too deep, or one holds itself: save flat names") from error
+        raise ImportExportError(
+            f"{path} has dicts that are nested too deeply, or contain themselves: save flat names"
+        ) from error
 
 
 def _tensors(state: Mapping[Any, Any], prefix: str) -> Any:

@@ -85,10 +85,10 @@ class View(NamedTuple):
             expected = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
             raise ValueError(
                 f"{name} is {len(self.shape)}-dimensional {self.dtype}{flaws}: "
-                f"give an aligned C-contiguous {ndim}-dimensional array of {expected}."
+                f"pass an aligned C-contiguous {ndim}-dimensional array of {expected}."
             )
         if written and not self.writable:
-            raise ValueError(f"{name} is read-only, but the kernel writes to it: give a writable array.")
+            raise ValueError(f"{name} is read-only, but the kernel writes to it: pass a writable array.")
 
 
 def view_of(array: NDArray[Any]) -> View:
@@ -99,7 +99,7 @@ def view_of(array: NDArray[Any]) -> View:
 def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> None:
     """Raise ValueError unless a NumPy array fits the kernel, as `View.check`."""
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is of type {type(array).__name__}: give a NumPy array.")  # noqa: TRY004 - as others
+        raise ValueError(f"{name} is of type {type(array).__name__}: pass a NumPy array.")  # noqa: TRY004 - as others
     view_of(array).check(name, dtypes, ndim, written=written)
 
 
@@ -107,7 +107,7 @@ def same_length(**arrays: NDArray[Any]) -> int:
     """Return the common length of the arrays' first axes. Raises ValueError if they differ."""
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"arrays must have one length, but have {lengths}.")
+        raise ValueError(f"arrays must have the same length, but have {lengths}.")
     return int(next(iter(lengths.values())))
 
 
@@ -116,7 +116,7 @@ class Parameter(NamedTuple):
 
     name: str
     dtypes: Sequence["np.dtype[Any]"]
-    """One dtype; for rows two, float32 and uint16 for the bits of 16-bit numbers."""
+    """One dtype; for rows there are two: float32, and uint16 for the bits of 16-bit numbers."""
     ndim: int
     """0: a number."""
     written: bool

@@ -58,7 +58,7 @@ class Pieces:
         address = np.array([one.address for one in views])
         if (address % 4).any():
             raise ValueError(
-                f"data is at address {address[(address % 4).argmax()]:#x}: give an address that is a multiple of 4."
+                f"data is at address {address[(address % 4).argmax()]:#x}: pass an address that is a multiple of 4."
             )
         size = np.array([one.size for one in views]).repeat(counts)
         left = size - offset - rows * self.row_floats
@@ -84,7 +84,7 @@ class Pieces:
         if sum(widths) != self.row_floats:
             raise ValueError(f"the pieces have rows of {self.row_floats} floats, but the fields have {sum(widths)}.")
         if self.num_rows and packing and not self.writable:
-            raise ValueError("an array of the pieces is read-only, but packing writes to it: give a writable array.")
+            raise ValueError("an array of the pieces is read-only, but packing writes to it: pass a writable array.")
         if self.highest > num_places:
             raise ValueError(f"the pieces have rows up to {self.highest}, but there are {num_places}.")
 

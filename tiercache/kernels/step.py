@@ -127,7 +127,7 @@ def check_rows(step: Step) -> None:
     vectors.check()
     if vectors.is_narrow and step.rounding.streams.shape[0] != num_slots:
         raise ValueError(
-            f"{num_slots} rows of a 16-bit dtype have {step.rounding.streams.shape[0]} streams: give one each."
+            f"{num_slots} rows of a 16-bit dtype have {step.rounding.streams.shape[0]} streams: pass one each."
         )
     widths = step.rule.widths
     for name, state, width in zip(("first", "second"), step.states, widths, strict=False):
@@ -145,7 +145,7 @@ def check_entries(step: Step, lookups: Sequence[Gradients]) -> None:
     dim, pairs, described = step.vectors.dim, step.pairs, 0
     size = pairs.shape[0] if hasattr(pairs, "shape") else pairs.size
     if step.means.shape[0] not in {0, size}:
-        raise ValueError(f"means has {step.means.shape[0]} elements for {size} entries: give one each, or none.")
+        raise ValueError(f"means has {step.means.shape[0]} elements for {size} entries: pass one each, or none.")
     for source in lookups:
         described += _check_gradients(source, dim)
     if described != size:
@@ -161,7 +161,7 @@ def _check_gradients(source: Gradients, dim: int) -> int:
         raise ValueError(f"cols must be in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
     num_offsets, num_scales, num_maxima = source.offsets.shape[0], source.scales.shape[0], source.argmax.shape[0]
     if num_scales and num_scales != num_offsets:
-        raise ValueError(f"entry_scale has {num_scales} elements for {num_offsets} entries: give one each, or none.")
+        raise ValueError(f"entry_scale has {num_scales} elements for {num_offsets} entries: pass one each, or none.")
     if num_maxima and num_maxima != size:
         raise ValueError(f"argmax has shape {tuple(source.argmax.shape)}, expected {tuple(source.flat.shape)}.")
     return int(num_offsets) or samples * len(at)

@@ -1,4 +1,4 @@
-"""The budgets of a training, and the division of the host budget: pure arithmetic."""
+"""The budgets of training, and the division of the host budget: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
-"""The least bytes of a read that is staged at its offset within a page of the file, which saves a copy."""
+"""Minimum bytes of a read that is staged at its offset within a page of the file, which saves a copy."""
 MAX_PAGE_BYTES = 64 << 10
 CHECKED_BYTES = 4 << 20
 """Bytes per checksum in a file of next uses."""
@@ -31,7 +31,7 @@ MAX_TRANSACTION_BYTES = 64 << 20
 MAX_OVERHEAD_BYTES = 12 << 20
 MAX_SWEEP_BYTES = 512 << 20
 SWEPT_KEY_BYTES = 128
-"""The most bytes per key of a hash range while its uses are found."""
+"""Maximum bytes per key of a hash range while its uses are found."""
 _RANGE_BYTES, _RANGE_TABLE_BYTES = 288, 48
 """Bytes of a range, and of each table in it: its counts and offsets, and its record in the store while it is live."""
 _PAGE_RECORD_BYTES = 56
@@ -39,7 +39,7 @@ _PAGE_RECORD_BYTES = 56
 _PASS_BYTES = 8 << 10
 """Bytes of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
 KEY_ORDER_BYTES = 24
-"""The most bytes per new key while rows of a checkpoint are read: the key, its place in the file, and a copy."""
+"""Maximum bytes per new key while rows of a checkpoint are read: the key, its place in the file, and a copy."""
 CHECKPOINT_BYTES = 24 << 20
 """Bytes for reading rows of a checkpoint, besides the order of the keys."""
 _INDEX_BYTES = 48
@@ -54,7 +54,7 @@ def distance_bytes(num_positions: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
-    """Limits of a training; those in bytes count for each rank. Raises ValueError for ``commit_every`` below 1."""
+    """Limits of training; those in bytes count for each rank. Raises ValueError for ``commit_every`` below 1."""
 
     device_budget: int
     """Bytes on the device for rows, slot maps and, if it fits, the index of raw keys."""
@@ -63,7 +63,7 @@ class Budgets:
     eval_budget: int | None = None
     """The part of ``host_budget`` that is reserved for evaluation; None: a sixteenth."""
     store_budget: int | None = None
-    """The most bytes of the store; None: no limit."""
+    """Maximum bytes of the store; None: no limit."""
     commit_every: int = 1
     """Passes between commits."""
     pinned: bool = False
@@ -71,7 +71,7 @@ class Budgets:
 
     def __post_init__(self) -> None:
         if self.commit_every < 1:
-            raise ValueError(f"commit_every is {self.commit_every}: it must be at least 1 pass")
+            raise ValueError(f"commit_every is {self.commit_every}: expected at least 1 pass")
 
     @classmethod
     def parse(cls, planned: Budgets | None, **arguments: int | str | None) -> Self:
@@ -84,7 +84,7 @@ class Budgets:
         device, host = chosen.get("device_budget"), chosen.get("host_budget")
         if device is None or host is None:
             raise BudgetError(
-                f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
+                f"device_budget is {device!r} and host_budget {host!r}: pass both, or the plan of `tiercache plan`"
             )
         every, _ = chosen.pop("commit_every", None), chosen.pop("pinned", None)
         sizes: dict[str, Any] = {name: parse_bytes(size) for name, size in chosen.items() if size is not None}
@@ -102,11 +102,11 @@ class HostBudget:
     transaction: int
     """One write to the engine, and one batch of rows that a commit inside a pass packs."""
     page: int
-    """The most bytes of a page: the unit of checksums and of eviction."""
+    """Maximum bytes of a page: the unit of checksums and of eviction."""
     block: int
-    """The most bytes of a block: the unit of writing and freeing."""
+    """Maximum bytes of a block: the unit of writing and freeing."""
     staged_page: int
-    """The most bytes of a page that is read: pages of a store that was reorganized elsewhere may be larger."""
+    """Maximum bytes of a page that is read: pages of a store that was reorganized elsewhere may be larger."""
     evaluation_given: bool = False
     """True if the user gave ``eval_budget``."""
     planning: int = 0
@@ -231,9 +231,9 @@ class HostBudget:
 
 
 def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) -> int:
-    """Return the most bytes of planning for these passes.
+    """Return the maximum bytes of planning for these passes.
 
-    A seeded order has distances of up to two epochs, and its dumps are needed as long.
+    A seeded order has distances of up to two epochs, and its dumps are needed for as long.
     """
     epochs, rows_PG = 2 if seeded else 1, positions.pass_rows
     total = 0
@@ -249,7 +249,7 @@ def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) 
 
 
 def _checkpoint_bytes(positions: RowOffsets) -> int:
-    """Return the most bytes of reading rows of checkpoints."""
+    """Return the maximum bytes of reading rows of checkpoints."""
     read_G = [any(isinstance(one.initializer, Checkpoint) for one in group.tables) for group in positions.groups]
     if not any(read_G):
         return 0
@@ -257,9 +257,9 @@ def _checkpoint_bytes(positions: RowOffsets) -> int:
 
 
 MOST_SLOTS = (1 << 31) - 1
-"""The most slots of a group: a slot is an int32."""
+"""Maximum slots of a group: a slot is an int32."""
 _ARRAY_BYTES = 4096
-"""The most padding of the arrays of a group on the device."""
+"""Maximum padding of the arrays of a group on the device."""
 
 
 def reserved_rows(rows_G: Sequence[int], row_bytes_G: Sequence[int], num_bytes: int) -> tuple[int, ...]:

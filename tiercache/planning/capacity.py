@@ -1,4 +1,4 @@
-"""The cost of a training at different host budgets: exact rows and bytes, and predicted seconds."""
+"""The cost of training at different host budgets: exact rows and bytes, and predicted seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ALIKE = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A training of two epochs of a new store at one host budget, from one reuse analysis."""
+    """Two epochs of training on a new store at one host budget, from one reuse analysis."""
 
     host_budget: int
     commit_every: int
@@ -34,7 +34,7 @@ class Point:
 
     @property
     def later(self) -> range:
-        """The passes of the second epoch: later ones are alike."""
+        """The passes of the second epoch; later epochs are the same."""
         return range(len(self.passes) // 2, len(self.passes))
 
     @property
@@ -48,13 +48,13 @@ class Point:
 
 
 class Capacity:
-    """Plans trainings from one reuse analysis, without reading keys again."""
+    """Plans training runs from one reuse analysis, without reading keys again."""
 
     def __init__(
         self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_budget: int | None = None,
         tensors: Mapping[str, tuple[int, int, int]] | None = None,
     ) -> None:  # fmt: skip
-        """tensors: rows, bytes of a row and of the record, by table that begins from a checkpoint."""
+        """tensors: rows, bytes of a row and of the record, by table that starts from a checkpoint."""
         self._reuse, self._samples_P, self._rates, self._eval_budget = reuse, samples_P, rates, eval_budget
         sizes = {name: TensorSize(rows, width) for name, (rows, width, _) in (tensors or {}).items()}
         self._record_bytes = sum(num_bytes for *_, num_bytes in (tensors or {}).values())
@@ -74,7 +74,7 @@ class Capacity:
         return Point(host_budget, commit_every, plans, tuple(seconds))
 
     def least(self) -> int:
-        """Return the smallest host budget of a training."""
+        """Return the smallest host budget that trains."""
         try:
             self._planner(1, 1)
         except BudgetError as error:
@@ -84,7 +84,7 @@ class Capacity:
     def curve(self, most: int) -> list[Point]:
         """Return points from the least budget up to where a later epoch reads nothing, or to ``most`` if that is less.
 
-        Each has half as much again as the one before. Raises BudgetError if ``most`` is below the least.
+        Each has 1.5 times the previous one. Raises BudgetError if ``most`` is below the least.
         """
         points = [self.at(min(self.least(), most))]
         while points[-1].total("rows_read") and points[-1].host_budget < most:

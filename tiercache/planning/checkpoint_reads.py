@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorSize(NamedTuple):
-    """The size of a tensor that rows begin from."""
+    """The size of a tensor that rows start from."""
 
     rows: int
     row_bytes: int
@@ -25,11 +25,11 @@ class TensorSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReads:
-    """The reads of a schedule whose tables, some or all, begin from checkpoints."""
+    """The reads of a schedule of which some or all tables start from checkpoints."""
 
     positions: RowOffsets
     tensors: Mapping[str, TensorSize]
-    """By table that begins from a checkpoint."""
+    """By table that starts from a checkpoint."""
 
     def of(self, plan: PassPlan) -> Reads:
         """Return the reads of a pass, at most: rows of one table are spread evenly over its tensor."""
@@ -43,7 +43,7 @@ class CheckpointReads:
         return total
 
     def rows(self, plan: PassPlan) -> int:
-        """Return the new rows of a pass in groups with tables that begin from checkpoints."""
+        """Return the new rows of a pass in groups with tables that start from checkpoints."""
         return sum(
             rows
             for rows, spec in zip(plan.generated_G, self.positions.groups, strict=True)
@@ -59,7 +59,7 @@ class CheckpointReads:
 
 
 def expected_reads(tensor: TensorSize, rows: int) -> Reads:
-    """Return about what it costs to read ``rows`` of a tensor that are spread evenly; close neighbors cost less.
+    """Return the approximate cost of reading ``rows`` of a tensor that are spread evenly; close neighbors cost less.
 
     With a share s of the chunks in use, gaps between them have lengths of a geometric distribution. Those of up to
     GAP_BYTES are read along, so that from about a fifth of the chunks on the tensor is read from end to end.

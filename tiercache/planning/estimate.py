@@ -1,4 +1,4 @@
-"""An estimate of a training before any data is read: device, host, disk and hours, by the planner's own formulas.
+"""An estimate of training before any data is read: device, host, disk and hours, by the planner's own formulas.
 
 All passes are alike, so one planned pass represents all of them. Its keys come from a `KeyModel`.
 """
@@ -41,7 +41,7 @@ _MOST_ROWS = (1 << 31) - 1
 _MOST_EXPONENT = 4.0
 _ROUNDING = 1e-9
 _FITTED = 0.01
-"""The most that the different keys of a pass may differ from the number that was given."""
+"""Maximum difference between the distinct keys of a pass and the given number."""
 _KEY_SET_BYTES = 16
 """Bytes of a key of a sub-dataset on disk: the key and its count."""
 _NUMBER_BYTES = 4
@@ -53,9 +53,9 @@ class Workload(NamedTuple):
 
     tables: tuple[Table, ...]
     rows: Mapping[str, int]
-    """By table the different keys of the data."""
+    """By table, the distinct keys of the data."""
     keys_per_sample: Mapping[str, float]
-    """By table the keys of a sample."""
+    """By table, the keys of a sample."""
     samples: int
     """Samples of an epoch."""
     dense: int
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
     samples: float
     """Samples of each pass."""
     exponent: float
-    """That of Zipf's law."""
+    """The exponent of Zipf's law."""
     models: dict[str, KeyModel]
 
 
@@ -97,7 +97,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The answer of `estimate`; the figures say how each number comes about."""
+    """The answer of `estimate`; the figures show how each number is derived."""
 
     passes: int
     """Passes of an epoch."""
@@ -107,7 +107,7 @@ class Estimate:
     rows_per_pass: int
     """Rows of a pass, of all tables."""
     stored_rows: int
-    """Different keys of the whole data: the rows of the store."""
+    """Distinct keys of all data: the rows of the store."""
     device_bytes: int
     """Rows and slot maps of a pass, on the device."""
     host_bytes: int
@@ -115,7 +115,7 @@ class Estimate:
     least_host_bytes: int
     """The smallest host budget that trains."""
     store_bytes: int
-    """The most bytes of the store, without dense state."""
+    """Maximum bytes of the store, without dense state."""
     dataset_bytes: int
     """Key sets and samples."""
     bytes_read: int
@@ -131,7 +131,7 @@ class Estimate:
     rates: Rates
     """The speed of the machine that the seconds are for."""
     figures: tuple[Figure, ...]
-    """All of these, with their formulas."""
+    """All of the numbers above, with their formulas."""
     assumptions: tuple[str, ...]
     """The assumptions of the estimate."""
     warnings: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class Model:
 
     @property
     def stored_rows(self) -> int:
-        """Different keys of all passes."""
+        """Distinct keys of all passes."""
         draws = {name: keys * self.cut.samples for name, keys in self.work.keys_per_sample.items()}
         return round(sum(model.rows(self.cut.passes * draws[name]) for name, model in self.cut.models.items()))
 
@@ -206,7 +206,7 @@ class Model:
 
     @cached_property
     def least_host(self) -> int:
-        """The smallest host budget of a training."""
+        """The smallest host budget that trains."""
         try:
             self.planner(1)
         except BudgetError as error:
@@ -282,8 +282,8 @@ def cut_passes(
 ) -> Cut:
     """Cut an epoch into passes, by the first that is given: ``passes``, ``unique_per_pass``, ``device_budget``.
 
-    ``passes`` with ``unique_per_pass`` says the exponent. Raises ValueError, and BudgetError for a device budget that
-    does not hold a pass.
+    ``passes`` with ``unique_per_pass`` determines the exponent. Raises ValueError, and BudgetError for a device budget
+    that does not hold a pass.
     """
     groups = group_tables(work.tables)
 
@@ -300,30 +300,30 @@ def cut_passes(
         size = _Size("unique_per_pass", unique_per_pass, lambda found: sum(found.values()))
     if passes is None:
         if (least := size.of(rows(models, 1))) > size.most:
-            raise BudgetError(f"{size.name} is {size.most:,}, and the rows of one sample take {least:,.0f}: raise it")
+            raise BudgetError(f"{size.name} is {size.most:,}, but the rows of one sample take {least:,.0f}: raise it")
         samples = float(work.samples)
         if size.of(rows(models, samples)) > size.most:
             samples = root(lambda n: size.of(rows(models, n)) - size.most, 1.0, samples)
         passes = math.ceil(work.samples / samples * (1 - _ROUNDING))
     if passes > _MOST_PASSES:
         raise ValueError(
-            f"an epoch would have {passes:,} passes, and an estimate is for {_MOST_PASSES:,} at most: give a larger "
+            f"an epoch would have {passes:,} passes, but an estimate supports at most {_MOST_PASSES:,}: use a larger "
             "device_budget or unique_per_pass, or fewer passes"
         )
     if passes > work.samples:
-        raise ValueError(f"passes is {passes:,}, and there are {work.samples:,} samples: give fewer passes")
+        raise ValueError(f"passes is {passes:,}, but there are {work.samples:,} samples: use fewer passes")
     each = work.samples / passes
     need = device_need(groups, rows(models, each))
     if device_budget is not None and need > device_budget * (1 + _ROUNDING):
         raise BudgetError(
             f"device_budget is {format_bytes(device_budget)}, and the rows of a pass take {format_bytes(need)}: raise "
-            f"it to {option_bytes(math.ceil(need))}, or give more passes or a smaller unique_per_pass"
+            f"it to {option_bytes(math.ceil(need))}, or use more passes or a smaller unique_per_pass"
         )
     return Cut(passes, each, exponent, models)
 
 
 class _Size(NamedTuple):
-    """The size of a pass, and the most that it may have."""
+    """The size of a pass, and its maximum."""
 
     name: str
     most: int
@@ -344,9 +344,9 @@ def key_models(work: Workload, exponent: float) -> dict[str, KeyModel]:
         if model is None:
             most = KeyModel.most_rows(draws, exponent)
             raise ValueError(
-                f"rows of table {table.name!r} is {rows:,}, and its {draws:,.0f} keys in all samples, with the "
-                f"exponent {exponent:.3g}, have {most:,.0f} different ones at most: give the different keys of the "
-                "data, or a smaller zipf"
+                f"rows of table {table.name!r} is {rows:,}, but its {draws:,.0f} keys in all samples, with the "
+                f"exponent {exponent:.3g}, include at most {most:,.0f} distinct ones: pass the number of distinct "
+                "keys of the data, or a smaller zipf"
             )
         found[table.name] = model
     return found
@@ -360,7 +360,7 @@ def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, 
         try:
             models = key_models(work, exponent)
         except ValueError:
-            return 1.0  # too skewed for that many different keys
+            return 1.0  # too skewed for that many distinct keys
         return wanted - sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
 
     exponent = root(excess, 0.0, _MOST_EXPONENT)
@@ -368,8 +368,8 @@ def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, 
     found = sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
     if abs(found - wanted) > 1 + _FITTED * wanted:
         raise ValueError(
-            f"unique_per_pass is {wanted:,}, and of {passes:,} passes of this data each has about {found:,.0f} "
-            "different keys: give a number nearer to that, other passes, or zipf in place of it"
+            f"unique_per_pass is {wanted:,}, but each of {passes:,} passes of this data has about {found:,.0f} "
+            "distinct keys: use a number closer to that, another number of passes, or zipf instead"
         )
     return exponent, models
 
@@ -382,6 +382,6 @@ def _check_rows(starts: NDArray[np.int64], groups: tuple[Group, ...]) -> None:
         first += len(group.tables)
         if rows > _MOST_ROWS:
             raise BudgetError(
-                f"a pass would have {rows:,} rows of tables such as {group.tables[0].name!r}, and a device holds "
-                f"{_MOST_ROWS:,}: give a smaller device_budget or unique_per_pass, or more passes"
+                f"a pass would have {rows:,} rows of tables such as {group.tables[0].name!r}, but a device holds "
+                f"{_MOST_ROWS:,}: use a smaller device_budget or unique_per_pass, or more passes"
             )

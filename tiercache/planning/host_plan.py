@@ -23,7 +23,7 @@ class PageRange(NamedTuple):
 
 
 def cached_bytes(layout: SegmentLayout, pages: PageRange, grain: int = PAGE_BYTES) -> int:
-    """Return the most bytes of memory that a range of pages takes: whole memory pages, or ``grain`` for each block.
+    """Return the maximum bytes of memory that a range of pages takes: whole memory pages, or ``grain`` for each block.
 
     One memory page more at either end, as the range may begin and end inside one, and one more at each end of a block.
     """

@@ -44,7 +44,7 @@ class KeyModel:
 
     @classmethod
     def of(cls, rows: int, draws: float, exponent: float) -> KeyModel | None:
-        """Return the model in which ``draws`` have ``rows`` different keys; None if no number of keys does."""
+        """Return the model in which ``draws`` have ``rows`` distinct keys; None if no number of keys does."""
         fewest, most = cls(rows, exponent), cls.most_rows(draws, exponent)
         if fewest.rows(draws) >= rows * (1 - _ALIKE):
             return fewest
@@ -54,7 +54,7 @@ class KeyModel:
 
     @classmethod
     def most_rows(cls, draws: float, exponent: float) -> float:
-        """Return how many different keys ``draws`` have if the keys do not end."""
+        """Return the number of distinct keys in ``draws`` if the keys are unlimited."""
         return cls(_MOST_KEYS, exponent).rows(draws)
 
     @cached_property
@@ -70,7 +70,7 @@ class KeyModel:
         return counts, weights / counts / weights.sum()
 
     def rows(self, draws: float) -> float:
-        """Return the expected number of different keys among ``draws``."""
+        """Return the expected number of distinct keys among ``draws``."""
         counts, chances = self._bins
         return float(counts @ -np.expm1(-draws * chances))
 

@@ -25,8 +25,8 @@ def check_tables(store: Store, passes: DatasetView) -> None:
         if found := difference(other_tables[name], ours[name]):
             field, extracted, stored = found
             raise DatasetError(
-                f"table {name!r} of the dataset {passes.path} has {field} {extracted!r}, and that of "
-                f"{store.label} {stored!r}: {advice}"
+                f"table {name!r} of the dataset {passes.path} has {field} {extracted!r}, but {store.label} "
+                f"has {stored!r}: {advice}"
             )
 
 
@@ -37,7 +37,7 @@ def check_features(trained: DatasetView, passes: DatasetView) -> None:
     for feature in trained.schema.features:
         if feature.name not in other_features:
             raise DatasetError(
-                f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} lacks it: "
+                f"feature {feature.name!r} is trained from {trained.path}, but the dataset {passes.path} lacks it: "
                 f"{advice}"
             )
         if found := difference(feature, other_features[feature.name]):
@@ -59,9 +59,9 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
             f"the dataset {passes.path} in this order is not the one that {store.label} was trained "
             f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
             f"{commit.schedule_digest[:12]}): open the dataset it was trained with, call "
-            "tiercache.reorganize(store, passes) to continue with this one, or begin a new store"
+            "tiercache.reorganize(store, passes) to continue with this one, or start a new store"
         )
     raise DatasetError(
         f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "
-        "tiercache.reorganize(store, passes) first, or do not give reorganize=False"
+        "tiercache.reorganize(store, passes) first, or do not pass reorganize=False"
     )

@@ -37,12 +37,12 @@ class NextUses:
 
     @property
     def longest(self) -> int:
-        """The longest distance possible, as of `longest_distance`."""
+        """The longest possible distance, see `longest_distance`."""
         return longest_distance(len(self.next_distance))
 
 
 def longest_distance(num_passes: int) -> int:
-    """Return the longest distance possible: twice the number of passes, less one."""
+    """Return the longest possible distance: twice the number of passes, less one."""
     return max(1, 2 * num_passes - 1)
 
 
@@ -136,7 +136,7 @@ class FirstUses:
 def count_keys(
     positions: RowOffsets, keys_of: Callable[[int, int], Int64s], *, keys_per_range: int = KEYS_PER_RANGE
 ) -> dict[str, int]:
-    """Return the number of different keys of each table in all passes, by the table's name; reads each key once.
+    """Return the number of distinct keys of each table in all passes, by the table's name; reads each key once.
 
     ``keys_of(pass, table)`` gives keys in hash order.
     """

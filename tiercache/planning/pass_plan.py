@@ -58,7 +58,7 @@ class PassPlan:
     within: bool
     """True if the rows come from a commit inside this pass."""
     max_distance: int
-    """The most passes between a dump and its load: rows with a longer distance were not used since the schedule was
+    """Maximum passes between a dump and its load: rows with a longer distance were not used since the schedule was
     entered."""
     commits: bool
     """True if the pass ends with a commit, which also writes kept rows."""
@@ -72,9 +72,9 @@ class PassPlan:
     retained: Mapping[tuple[int, int], PageRange]
     """Pages of earlier dumps that the host caches from the load of this pass on."""
     host_bytes: int
-    """The most bytes of dump, staging and cached rows during the pass."""
+    """Maximum bytes of dump, staging and cached rows during the pass."""
     capacity: int
-    """The most bytes of cached rows."""
+    """Maximum bytes of cached rows."""
     row_bytes_G: tuple[int, ...]
 
     @property
@@ -99,7 +99,7 @@ class PassPlan:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of rows written when the pass ends; their keys add 8 bytes a row."""
+        """Bytes of rows written when the pass ends; their keys add 8 bytes per row."""
         return sum(layout.rows * layout.row_bytes for layout in self.dumps)
 
     @property
@@ -164,7 +164,7 @@ class Planner:
         return tuple(dumps)
 
     def store_plan(self, stored: History, *, commits: int, state_bytes: int) -> StorePlan:
-        """Return the most bytes of a store with this history that keeps ``commits`` of such a state."""
+        """Return the maximum bytes of a store with this history that keeps ``commits`` of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
         passes = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
@@ -227,7 +227,7 @@ class Planner:
             counts.append(high - low)
         if sum(counts) != rows:
             raise DatasetError(
-                f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, and the store "
+                f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, but the store "
                 "has no such range: the dataset or its order is not the one the store was trained with"
             )
         return [self._load(source, part, group, pass_index, count) for part, count in enumerate(counts) if count]
@@ -266,7 +266,7 @@ class Planner:
         return dict(self._cache.pages), num_bytes, capacity
 
     def _reserve(self, pass_index: int) -> int:
-        """Return the most bytes of dump and staging while ``pass_index`` is trained (design, section 4)."""
+        """Return the maximum bytes of dump and staging while ``pass_index`` is trained (design, section 4)."""
         dumps = [
             self._dump_bytes(self._schedule.sub_dataset_of(v)) for v in (pass_index - 1, pass_index) if v >= self._start
         ]
@@ -288,7 +288,7 @@ class Planner:
         return self._loaded_bytes(runs_G, [runs.size + self._more_parts for runs in runs_G])
 
     def _most_staging_bytes(self, sub_dataset: int) -> int:
-        """Return the most bytes of staging a sub-dataset in any order: no row kept, as many distances as possible.
+        """Return the maximum bytes of staging a sub-dataset in any order: no row kept, as many distances as possible.
 
         A row was used last in the newest pass of some sub-dataset, or never: one distance for each, and one more.
         """
@@ -369,7 +369,7 @@ class Plans:
         return (0, 0) if commit is None else (commit.cursor.pass_index, commit.cursor.sample)
 
     def passes(self, count: int | None) -> list[PassPlan]:
-        """Plan the next passes; default: one epoch and one pass. Safe while a training runs."""
+        """Plan the next passes; default: one epoch and one pass. Safe during training."""
         planner = self.planner()
         return [planner.plan_next() for _ in range(self.schedule.num_passes + 1 if count is None else count)]
 
@@ -383,7 +383,7 @@ class Plans:
             self.store_plan(state_bytes()).check(self._budgets.store_budget)
 
     def planner(self, end: int | None = None) -> Planner:
-        """Return the planner of a training up to pass ``end``."""
+        """Return the planner of training up to pass ``end``."""
         pass_index, sample = self.cursor
         stored = {v: [one.layouts for one in found] for v, found in segments_by_pass(self._store).items()}
         return Planner(

@@ -1,4 +1,4 @@
-"""The plan of a training: budgets, order and predictions for each pass; a TOML file that users can edit."""
+"""The plan of a training run: budgets, order and predictions for each pass; a TOML file that users can edit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Rates(_Part):
     copy_: float = Field(gt=0, alias="copy")
     """Host memory to host memory."""
     link: float = Field(gt=0)
-    """Host to device; on a CPU that is the copy."""
+    """Host to device; on a CPU, the rate of the copy."""
     commit_seconds: float = Field(ge=0)
     """Until a small write is durable."""
     samples: float | None = Field(default=None, gt=0)
@@ -151,7 +151,7 @@ class TrainingPlan(_Part):
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"the plan {name} is not TOML: {error}") from error
         except RecursionError as error:
-            raise PlanError(f"the plan {name} is nested too deeply to be one: write it with tiercache plan") from error
+            raise PlanError(f"the plan {name} is nested too deeply: write it with tiercache plan") from error
         except ValidationError as error:
             raise PlanError(f"the plan {name}: " + "; ".join(map(_sentence, error.errors()))) from error
 
@@ -171,12 +171,12 @@ class TrainingPlan(_Part):
         """Raise PlanError for the plan of another dataset, or an order that is not a permutation of its passes."""
         if self.dataset != dataset_digest:
             raise PlanError(
-                f"the plan {name} is of the dataset {self.dataset[:12]}, and training was given {dataset_digest[:12]}: "
-                "run `tiercache plan` on this dataset, or open the dataset that was planned"
+                f"the plan {name} is for the dataset {self.dataset[:12]}, but training was given "
+                f"{dataset_digest[:12]}: run `tiercache plan` on this dataset, or open the dataset that was planned"
             )
         if self.order is not None and sorted(self.order) != list(range(num_passes)):
             raise PlanError(
-                f"the plan {name}: order is {list(self.order)}: it must have each of the {num_passes} sub-datasets once"
+                f"the plan {name}: order is {list(self.order)}: it must list each of the {num_passes} sub-datasets once"
             )
 
 
@@ -196,4 +196,4 @@ def _sentence(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing: run `tiercache plan` again"
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
-    return f"{key} is {error['input']!r}, and {message[:1].lower()}{message[1:]}"
+    return f"{key} is {error['input']!r}, but {message[:1].lower()}{message[1:]}"

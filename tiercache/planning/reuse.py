@@ -110,7 +110,7 @@ def _missing(_epoch: int) -> NoReturn:
 
 
 TOP_SHARE = 0.01
-"""The share of the most frequent keys whose occurrences say how skewed a table is."""
+"""The share of the most frequent keys whose occurrences measure the skew of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class TableReuse:
     keys_in_N: Int64s
     """(P + 1,): keys by the number of passes that have them."""
     distance_N: Int64s
-    """(longest distance + 1,): uses by the number of passes since the last use of the same key, round the schedule."""
+    """(longest distance + 1,): uses by the number of passes since the last use of the same key, around the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Reuse:
     """Counts of every pass, for planning."""
     tables: tuple[TableReuse, ...]
     kept_PT: Int64s
-    """Rows of each sub-dataset and table that the pass before has too."""
+    """Rows of each sub-dataset and table that the previous pass also has."""
 
     @classmethod
     def of(
@@ -193,7 +193,7 @@ class Reuse:
 
 
 def _merged(frequencies: Int64s, totals: Int64s) -> Int64s:
-    """Return (2, different numbers of occurrences): each number, ascending, and how many keys have it."""
+    """Return (2, distinct numbers of occurrences): each number, ascending, and how many keys have it."""
     values, keys = np.unique(totals, return_counts=True)
     every, place = np.unique(np.concatenate([frequencies[0], values]), return_inverse=True)
     return np.stack([every, np.bincount(place, weights=np.concatenate([frequencies[1], keys])).astype(np.int64)])

@@ -33,7 +33,7 @@ class Schedule:
     """The endless cycle of passes over the sub-datasets of one dataset.
 
     Pass ``e * num_passes + i`` trains the sub-dataset at place ``i`` of epoch ``e``'s order. The number of epochs is
-    not part of it, so a later training of more epochs finds its segments in the right order.
+    not part of it, so a later run with more epochs finds its segments in the right order.
     """
 
     num_passes: int
@@ -49,7 +49,7 @@ class Schedule:
         if isinstance(self.order, tuple):
             if sorted(self.order) != list(range(self.num_passes)):
                 raise ValueError(
-                    f"the order {self.order} does not have each of the {self.num_passes} sub-datasets once: give a "
+                    f"the order {self.order} does not have each of the {self.num_passes} sub-datasets once: pass a "
                     f"permutation of 0 to {self.num_passes - 1}"
                 )
             if self.order == tuple(range(self.num_passes)):
@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def longest_distance(self) -> int:
-        """The most passes from one use of a key to the next: each epoch trains each sub-dataset once."""
+        """Maximum passes from one use of a key to the next: each epoch trains each sub-dataset once."""
         return self.num_passes if self.repeats else max(1, 2 * self.num_passes - 1)
 
     def order_of(self, epoch: int) -> NDArray[np.int64]:
@@ -114,7 +114,8 @@ def _order(num_passes: int, rule: OrderRule, epoch: int) -> NDArray[np.int64]:
 
 
 SAMPLED_KEYS = 4 << 20
-"""The most keys of all sub-datasets whose overlaps are counted; of more, those with the lowest hashes are a sample."""
+"""Maximum keys of all sub-datasets whose overlaps are counted; if there are more, those with the lowest hashes are a
+sample."""
 _KEYS_PER_RANGE = 1 << 18
 _MATRIX_BYTES = 64 << 20
 
@@ -132,7 +133,7 @@ def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order
     if order == "overlap":
         return overlap_order(RowOffsets.of(data, group_tables(data.tables)), data)
     if isinstance(order, str):
-        raise ValueError(f"order {order!r} is unknown: it must be 'overlap' or a permutation")  # noqa: TRY004
+        raise ValueError(f"order {order!r} is unknown: expected 'overlap' or a permutation")  # noqa: TRY004
     return Schedule(num_passes=len(data.passes), dataset_digest="", order=tuple(int(p) for p in order)).order
 
 

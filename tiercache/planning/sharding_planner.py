@@ -54,7 +54,7 @@ class TableStats:
     """Keys with equal use: (number of keys, occurrences of each in the pass). Empty: all alike."""
 
     def unique(self, samples: float) -> int:
-        """Return the expected number of different ids in ``samples``: ``sum n (1 - exp(-ids p))``.
+        """Return the expected number of distinct ids in ``samples``: ``sum n (1 - exp(-ids p))``.
 
         n keys have the share p of all ids.
         """
@@ -174,7 +174,7 @@ def sharding_of(
     if isinstance(how, ShardingPlan):
         how.check(passes.tables)
         if how.num_ranks != num_ranks:
-            raise ValueError(f"the sharding is for {how.num_ranks} ranks and there are {num_ranks}: make another")
+            raise ValueError(f"the sharding is for {how.num_ranks} ranks, but there are {num_ranks}: create another")
         return how
     if isinstance(how, ShardingRules):
         rules = how
@@ -193,7 +193,7 @@ def _checked_kinds(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[st
     found: dict[str, Kind] = {}
     for name, requested in kinds.items():
         if name not in names:
-            raise ValueError(f"a sharding is asked for the unknown table {name!r}: the tables are {listed(names)}")
+            raise ValueError(f"the sharding names the unknown table {name!r}: the tables are {listed(names)}")
         for kind in KINDS:
             if kind == requested:
                 found[name] = kind
@@ -283,7 +283,7 @@ def _choices(
 class _TableCost:
     """The seconds that one table costs each of W ranks in one batch.
 
-    With u the different ids of one rank's samples of a batch, U the ids of all ranks between two steps, D numbers in a
+    With u the distinct ids of one rank's samples of a batch, U the ids of all ranks between two steps, D numbers in a
     vector, b bytes of a number and a batches between two steps; a rank asks with addresses of 4 bytes, gets rows, and
     sends gradients. Bytes in and out of a rank that owns the share f of the rows:
 

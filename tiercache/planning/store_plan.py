@@ -1,4 +1,4 @@
-"""The bytes that a store takes at its fullest, from the sizes of passes: decided before anything is written."""
+"""The maximum bytes of a store, from the sizes of passes: decided before anything is written."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StorePlan:
 
     @property
     def needed(self) -> int:
-        """The most bytes of the store; 15 % are for partly live blocks and for gaps between blocks."""
+        """Maximum bytes of the store; 15 % are for partly live blocks and for gaps between blocks."""
         blocks = self.live + self.num_passes * self.largest_pass
         return blocks + -(-15 * blocks // 100) + self.state + self.schedule + self.metadata + RECORD_BYTES
 
@@ -113,7 +113,7 @@ class StorePlan:
 
 
 def block_bytes(group: Group, rows: int) -> int:
-    """Return the most bytes of a block of rows and keys in either engine: whole pages for each field."""
+    """Return the maximum bytes of a block of rows and keys in either engine: whole pages for each field."""
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
@@ -153,12 +153,12 @@ def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
 _MAP_ROW_BYTES = 3.5
 """Metadata bytes per row: the key map, and the checksums and hashes of key pages."""
 _MOST_GROWTH = 64 << 20
-"""The most that a file of blocks grows by at once; a small one grows by a 32nd."""
+"""Maximum growth of a file of blocks at once; a small one grows by a 32nd."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReorganizePlan:
-    """The most bytes of a store while it is reorganized for other passes."""
+    """Maximum bytes of a store while it is reorganized for other passes."""
 
     present: int
     """Bytes before: they stay until the new order is committed."""
@@ -182,7 +182,7 @@ class ReorganizePlan:
         present: int | None,
         use_bytes: int,
     ) -> ReorganizePlan:
-        """Count the rows that may move for passes that use ``used`` different keys of each table, including new ones.
+        """Count the rows that may move for passes that use ``used`` distinct keys of each table, including new ones.
 
         ``layout`` cuts the new segment into blocks. Used rows are rewritten, and unused ones of segments in which they
         take fewer bytes than used and stale ones, or of segments that are too many to retain. Only keys decide that,
@@ -217,7 +217,7 @@ class ReorganizePlan:
 
     @property
     def needed(self) -> int:
-        """The most bytes of the store's folder, with temporary files."""
+        """Maximum bytes of the store's folder, including temporary files."""
         return self.present + self.other + max(self.sorting, self.ordered + self.segment)
 
     def check(self, allowed: int) -> None:
@@ -228,7 +228,7 @@ class ReorganizePlan:
             if self.sorting > self.ordered + self.segment:
                 work = f"{format_bytes(self.sorting)} of temporary files to sort keys"
             raise BudgetError(
-                f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
+                f"store_budget is {format_bytes(allowed)}, but reordering the store for these passes may need "
                 f"{format_bytes(self.needed)}: {present} that it takes now, {work}, and {other} of next uses, dense "
                 f"state and metadata: raise store_budget to {self.needed} bytes, keep fewer commits (retention), or "
                 "extract passes with fewer keys"
@@ -242,7 +242,7 @@ class _TableRows:
     group: int
     row_bytes: int
     used: int
-    """Different keys of the passes."""
+    """Distinct keys of the passes."""
     live: int
     """Live rows of the store, with stale ones."""
     stale: int
@@ -270,7 +270,7 @@ class _TableRows:
 
 
 def _most_unused(tables: Sequence[_TableRows], history: History) -> int:
-    """Return the most bytes of rows that move although no pass uses them (see ``CompactionPlan``).
+    """Return the maximum bytes of rows that move although no pass uses them (see ``CompactionPlan``).
 
     They take fewer bytes than the used and stale rows of their segments, so at most half.
     """

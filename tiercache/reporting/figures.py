@@ -185,7 +185,7 @@ def read_reports(path: Path) -> list[PassReport]:
             found.append(PassReport.from_record(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"line {number} of {path} is not a report of a pass ({error}): give a file of cache.write_report()"
+                f"line {number} of {path} is not a report of a pass ({error}): pass a file of cache.write_report()"
             ) from error
     return found
 
@@ -203,7 +203,7 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
         "passes": f"{len(passes):,} in {1 + max(r.epoch for r in passes) - min(r.epoch for r in passes)} epochs",
         "time": f"{seconds:,.1f} s",
         "waited for the store": f"{waited:,.2f} s ({waited / max(seconds, 1e-9):.1%})",
-        "rows that were there already": f"{kept / max(rows, 1):.1%}",
+        "rows that were already there": f"{kept / max(rows, 1):.1%}",
         "read from the store": format_bytes(read),
         "written to it": format_bytes(written),
         "planned = measured": f"{exact} of {len(passes)} passes",

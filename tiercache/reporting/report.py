@@ -45,17 +45,17 @@ class PassReport:
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
     checkpoint_rows: int = 0
-    """New rows that began as rows of a checkpoint."""
+    """New rows that started as rows of a checkpoint."""
     checkpoint_bytes: int = 0
     """Bytes read for them from the checkpoint: whole chunks."""
     rows_ahead: int = 0
-    """Rows that a GPU loaded while the pass before trained, into slots that were free."""
+    """Rows that a GPU loaded into free slots while the previous pass trained."""
     wait_seconds: dict[str, float] = field(default_factory=dict)
     """By cause: ``store`` (rows are not staged yet), ``durable`` (the last dump), ``room`` (memory of the next)."""
     work_seconds: dict[str, float] = field(default_factory=dict)
     """By work: ``pack``, ``unpack`` (on a GPU, launching it), ``commit`` (cloning the dense state)."""
     load_seconds: float = 0.0
-    """From the last step of the pass before, or the beginning of the load, until all rows are on the device."""
+    """From the last step of the previous pass, or the beginning of the load, until all rows are on the device."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By activity (``train``, ``read``, ``write``): begin and end in seconds, on one clock."""
     losses: list[float] = field(default_factory=list)

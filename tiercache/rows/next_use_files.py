@@ -94,7 +94,7 @@ class NextUseFiles:
             mapped = np.memmap(path, dtype=np.int32, mode="r", shape=(2, total))
         except OSError as error:
             raise TierCacheError(
-                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete the file there, or give "
+                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete the file there, or grant "
                 "this user write permission"
             ) from error
         return views_of(mapped, self._positions)

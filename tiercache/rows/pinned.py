@@ -158,7 +158,7 @@ class PinnedRegion:
 _MOVED_PAGES = 32
 """The smallest run that is moved: for a smaller one, returning it and zeroing others takes no longer."""
 _MOST_RUNS = 2048
-"""The most runs of pages in a budget: each may take four of the 65,530 maps that Linux allows a process.
+"""Maximum runs of pages in a budget: each may take four of the 65,530 maps that Linux allows a process.
 
 In a budget above 32 GiB no region has such a long run, and none is moved: few of its many regions are partly in use.
 """

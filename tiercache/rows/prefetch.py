@@ -67,7 +67,7 @@ def initial_vectors(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32
 
 
 def read_vectors(table: Table, keys: NDArray[np.int64], outs: Sequence[NDArray[np.float32]]) -> Reads:
-    """Write the first vectors of keys (n,) to their words in ``outs``, of n rows in all; returns what was read.
+    """Write the first vectors of keys (n,) to their words in ``outs``, of n rows in all; returns the bytes read.
 
     They are rows of a checkpoint, read in the order of its file. Raises CheckpointError. Memory: CHECKPOINT_BYTES, and
     KEY_ORDER_BYTES per key.

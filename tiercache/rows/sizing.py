@@ -1,4 +1,4 @@
-"""tc.estimate: the cost of a training on this machine, before any data is read."""
+"""tc.estimate: the cost of training on this machine, before any data is read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def estimate(
     store: str | os.PathLike[str] = ".",
     device: str = "cpu",
 ) -> Estimate:
-    """Estimate the bytes on device, host and disk, and the hours, of a training whose data does not exist yet.
+    """Estimate the bytes on device, host and disk, and the hours, of training on data that does not exist yet.
 
     The formulas are those of `tiercache plan`, which is exact once the data is extracted. Keys are assumed to follow
     Zipf's law, independently of each other, and all passes to be alike. Measures the disk of ``store`` and the memory
@@ -62,14 +62,14 @@ def estimate(
 
     Args:
         tables: their dims, dtypes and optimizers determine the bytes of a row.
-        rows: different keys in all samples, by table or the same for all.
+        rows: distinct keys in all samples, by table or the same for all.
         samples: samples of an epoch.
         keys_per_sample: keys that a sample looks up, by table or the same for all; lists count with their mean length.
         dense: dense features of a sample, for the bytes of the dataset.
         epochs: the number of times the samples are trained.
         zipf: the exponent of the keys' frequencies; 0: all are equally frequent. Default: 1.
-        unique_per_pass: different keys of a pass, of all tables. It determines where passes are cut; with ``passes``,
-            it determines the exponent of the frequencies.
+        unique_per_pass: distinct keys of a pass, of all tables. It determines where passes are cut; with ``passes``, it
+            determines the exponent of the frequencies.
         passes: passes of an epoch.
         device_budget: bytes, or text such as "8GiB", that the rows of a pass may take on the device. Without
             ``unique_per_pass`` and ``passes`` it determines where passes are cut. Default then: 8 GiB.
@@ -78,8 +78,8 @@ def estimate(
         commit_every: as in `TierCache`.
         retention: as in `TierCache`.
         samples_per_second: how fast the model trains from memory; None: only the seconds of moving rows are predicted.
-        disk_gbps: GB/s (10^9 bytes) of reading and of writing, in place of measuring the disk.
-        link_gbps: GB/s from host to device, in place of measuring it.
+        disk_gbps: GB/s (10^9 bytes) of reading and of writing, instead of measuring the disk.
+        link_gbps: GB/s from host to device, instead of measuring it.
         store: where the store will be: its disk is measured.
         device: "cpu", or such as "cuda", whose link is measured.
 
@@ -91,9 +91,9 @@ def estimate(
     retention, passes = _whole("retention", retention), None if passes is None else _whole("passes", passes)
     unique = None if unique_per_pass is None else _whole("unique_per_pass", unique_per_pass)
     if zipf is not None and not (isinstance(zipf, int | float) and 0 <= zipf <= 4):
-        raise ValueError(f"zipf is {zipf!r}: expected an exponent from 0, all keys as frequent, to 4")
+        raise ValueError(f"zipf is {zipf!r}: expected an exponent from 0 (all keys equally frequent) to 4")
     if zipf is not None and unique is not None and passes is not None:
-        raise ValueError("unique_per_pass and passes say which exponent the keys have: leave out zipf, or one of them")
+        raise ValueError("unique_per_pass and passes determine the exponent: omit zipf, or one of them")
     rates_given = {"samples_per_second": samples_per_second, "disk_gbps": disk_gbps, "link_gbps": link_gbps}
     for name, rate in rates_given.items():
         if rate is not None and not (math.isfinite(rate) and rate > 0):
@@ -102,12 +102,12 @@ def estimate(
     budget = None if device_budget is None else parse_bytes(device_budget)
     if budget is None and unique is None and passes is None:
         budget = DEVICE_BUDGET
-        assumptions.append(f"a device budget of {format_bytes(budget)}: give device_budget, unique_per_pass or passes")
+        assumptions.append(f"a device budget of {format_bytes(budget)}: pass device_budget, unique_per_pass or passes")
     cut = cut_passes(work, device_budget=budget, unique_per_pass=unique, passes=passes, zipf=zipf)
     evaluation = None if eval_budget is None else parse_bytes(eval_budget)
     model = Model(work, cut, commit_every=commit_every, eval_budget=evaluation, pinned=device != "cpu")
     if zipf is None:
-        fitted = "that gives so many keys in a pass" if unique and passes else "(give zipf)"
+        fitted = "that gives that many keys in a pass" if unique and passes else "(or pass zipf)"
         assumptions.append(f"keys by Zipf's law with the exponent {cut.exponent:.3g} {fitted}")
     memory = virtual_memory()
     host = _host_budget(model, host_budget, int(MEMORY_SHARE * memory.available))
@@ -117,8 +117,8 @@ def estimate(
     seconds, later = traffic.seconds(rates, cut.samples, epochs)
     free = shutil.disk_usage(place).free
     if samples_per_second is None:
-        assumptions.append("hours of moving rows alone: give samples_per_second to include the model")
-    assumptions.append("a store without dense state, and a dataset without weights of keys")
+        assumptions.append("hours of moving rows alone: pass samples_per_second to include the model")
+    assumptions.append("the store does not include dense state, and the dataset has no weights of keys")
     found = Estimate(
         passes=cut.passes, samples_per_pass=cut.samples, zipf=cut.exponent, rows_per_pass=model.pass_rows,
         stored_rows=model.stored_rows, device_bytes=model.device_bytes, host_bytes=host,
@@ -151,7 +151,7 @@ def _workload(
         if unknown := sorted(values.keys() - {*names}):
             raise ValueError(f"{what} names the unknown table {unknown[0]!r}: expected {', '.join(map(repr, names))}")
         if missing := [name for name in names if name not in values]:
-            raise ValueError(f"{what} has no number for table {missing[0]!r}: give one")
+            raise ValueError(f"{what} has no number for table {missing[0]!r}: pass one")
         by_name[what] = values
     for name, value in by_name["keys_per_sample"].items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -186,7 +186,7 @@ def _host_budget(model: Model, requested: int | str | None, free: int) -> int:
 
 
 def _rates(place: Path, device: str, disk_gbps: float | None, link_gbps: float | None, samples: float | None) -> Rates:
-    """Return the speed of the machine, with given numbers in place of measured ones."""
+    """Return the speed of the machine, with given numbers instead of measured ones."""
     changes: dict[str, Any] = {"samples": samples}
     if link_gbps is not None:
         changes["link"] = link_gbps * 1e9
@@ -199,7 +199,7 @@ def _rates(place: Path, device: str, disk_gbps: float | None, link_gbps: float |
             rates = measured_rates(place, device=measured)
         except (RuntimeError, AssertionError) as error:  # torch raises these if there is no such device
             raise ValueError(
-                f"device {device!r} cannot be measured ({str(error).splitlines()[0]}): give link_gbps, or device='cpu'"
+                f"device {device!r} cannot be measured ({str(error).splitlines()[0]}): pass link_gbps, or device='cpu'"
             ) from error
     if disk_gbps is not None:
         changes |= {"read": disk_gbps * 1e9, "write": disk_gbps * 1e9}
@@ -215,8 +215,8 @@ def _warnings(found: Estimate, host: int, memory: Any, free: int, place: Path, *
     )
     if need > memory.total:
         warned.append(
-            f"{what} exceed the {format_bytes(memory.total)} of this machine: give a smaller device_budget, for more "
-            "passes, or use a machine with more memory"
+            f"{what} exceed the {format_bytes(memory.total)} of this machine: use a smaller device_budget, for more "
+            "passes, or a machine with more memory"
         )
     elif need > memory.available:
         warned.append(f"{what} exceed the {format_bytes(memory.available)} that are free now: close other programs")
@@ -250,9 +250,9 @@ def _figures(
         _figure("passes", found.passes, "passes", f"{work.samples:,} samples / {cut.samples:,.0f} of a pass"),
         _figure(
             "rows of a pass", found.rows_per_pass, "rows",
-            f"different keys of {cut.samples:,.0f} samples, by Zipf's law with the exponent {found.zipf:.3g}",
+            f"distinct keys of {cut.samples:,.0f} samples, by Zipf's law with the exponent {found.zipf:.3g}",
         ),
-        _figure("rows of the store", found.stored_rows, "rows", f"different keys of {work.samples:,} samples"),
+        _figure("rows of the store", found.stored_rows, "rows", f"distinct keys of {work.samples:,} samples"),
         _figure("device", found.device_bytes, "bytes", f"rows of a pass x (row + slot maps): {rows} bytes"),
         _figure(
             "host, at least", found.least_host_bytes, "bytes",

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def alter(store: Store, tables: Iterable[Table]) -> Commit:
-    """Make a commit with other tables, and return it; the newest one if it has these tables already.
+    """Make a commit with different tables, and return it; the newest one if it already has these tables.
 
     Tables may be added or dropped, dims may grow; optimizers, their settings, initializers and seeds may change. Rows
-    keep the layout that they have: they are read as rows of the new tables, and the next rewrite stores them so.
-    The vector is kept; new columns are taken from the key's first row; the state of a different kind of optimizer
-    starts over. Dense state and position are kept. Unless only settings change, the commit has no schedule: a training
-    reorganizes the store first.
+    keep their layout: they are read as rows of the new tables, and the next rewrite stores them as such. The vector is
+    kept; new columns are taken from the key's first row; the state of a different kind of optimizer starts over. Dense
+    state and position are kept. Unless only settings change, the commit has no schedule: training reorganizes the store
+    first.
 
     One atomic, durable step. Raises ValueError for tables that the rows cannot be converted to, CheckpointError for
-    files that do not fit, and StoreFullError.
+    files that do not match, and StoreFullError.
     """
     commit = checked_commit(store)
     requested = altered_tables(commit.tables, tables, store.label)
@@ -86,7 +86,7 @@ def checked_commit(store: Store) -> Commit:
     """Return the newest commit of a store that is open for writing, with nothing appended. Raises ValueError."""
     _ = store.any_writer  # or raises
     if store.commit is None:
-        raise ValueError(f"{store.label} has no commit yet: make a new store, or train and commit first")
+        raise ValueError(f"{store.label} has no commit yet: create a new store, or train and commit first")
     if any(part.snapshot.appended for part in store.parts):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
     return store.commit
@@ -103,11 +103,11 @@ def altered_tables(before: Sequence[Table], requested: Iterable[Table], label: s
         compression = None if old is None else old.compression
         wrong = None
         if table.compression not in {None, compression}:
-            wrong = f"compression {compression!r} and {table.compression!r} was given: leave it out"
+            wrong = f"compression {compression!r}, but {table.compression!r} was given: omit it"
         elif old is not None and table.dtype != old.dtype:
-            wrong = f"dtype {old.dtype!r} and {table.dtype!r} was given: give {old.dtype!r}, or import into a new store"
+            wrong = f"dtype {old.dtype!r}, but {table.dtype!r} was given: use {old.dtype!r}, or import into a new store"
         elif old is not None and table.dim < old.dim:
-            wrong = f"dim {old.dim} and {table.dim} was given: a dim can only grow"
+            wrong = f"dim {old.dim}, but {table.dim} was given: a dim can only grow"
         if wrong:
             raise ValueError(f"table {table.name!r} of {label} has {wrong}")
         found.append(Table.from_record({**table.to_record(), **({"compression": compression} if compression else {})}))
@@ -160,8 +160,8 @@ def _check_rates(rates: Mapping[str, float], tables: Sequence[Table]) -> None:
         if len(found) > 1:
             (one, first), (other, second), *_ = found.items()
             raise ValueError(
-                f"tables {first!r} and {second!r} would share a group, and so a learning rate, and the training left "
-                f"them at {one} and {other}: give both a new learning_rate"
+                f"tables {first!r} and {second!r} would share a group, and so a learning rate, but training left them "
+                f"at {one} and {other}: set a new learning_rate for both"
             )
 
 
@@ -196,7 +196,7 @@ class Forgotten:
     unknown: int
     """Keys that had no row."""
     waiting_bytes: int
-    """Bytes of rows that the next rewrite frees, those of earlier commands too."""
+    """Bytes of rows that the next rewrite frees, including those of earlier commands."""
     listed_by: tuple[str, ...]
     """The older commits that still list some of the rows, and why they are kept."""
 
@@ -213,21 +213,21 @@ def forget(
     """Delete the rows of ``keys`` (n,) of a table, or those that no commit after ``unused_since`` wrote.
 
     Their keys go into a tombstone segment, in one atomic, durable commit that keeps dense state and position. The
-    commit has no schedule: a training reorganizes the store first. A key that is trained later starts from its first
-    row. Older commits that are kept list the rows still; the next rewrite frees their bytes. ``now`` rewrites the store
-    as ``compact`` does, in a second commit, and gives up all commits that only the retention keeps: the rows are gone
-    unless ``listed_by`` names a pin or a reader. Keys take 24 bytes each in memory; ``unused_since`` reads all rows.
+    commit has no schedule: training reorganizes the store first. A key that is trained later starts from its first row.
+    Older commits that are kept still list the rows; the next rewrite frees their bytes. ``now`` rewrites the store as
+    ``compact`` does, in a second commit, and drops all commits that only the retention keeps: the rows are gone unless
+    ``listed_by`` names a pin or a reader. Keys take 24 bytes each in memory; ``unused_since`` reads all rows.
 
     Raises ValueError, CommitMissingError, StoreFullError and CorruptStoreError.
     """
     commit = checked_commit(store)
     between_passes(commit, store.label, "rows are forgotten")
     if (keys is None) == (unused_since is None):
-        raise ValueError("give either keys or unused_since")
+        raise ValueError("pass either keys or unused_since")
     if unused_since is not None and unused_since >= commit.id:
         raise ValueError(
-            f"no row of {store.label} changed after commit {unused_since}, as the newest is {commit.id}: give an older "
-            "commit"
+            f"no row of {store.label} changed after commit {unused_since}, because the newest is {commit.id}: pass an "
+            "older commit"
         )
     if unused_since is not None:
         keys = np.concatenate([_unused(part, table_name, unused_since) for part in store.parts])

@@ -46,7 +46,7 @@ def load_rows(
 ) -> Commit:
     """Make a commit of rows from outside, in any order of keys and tables, and return it.
 
-    In a store that has rows each replaces its key's row, and everything else is kept: see ``Store.overlay``.
+    In a store that has rows, each row replaces the row of its key, and everything else is kept: see ``Store.overlay``.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
     NaN too, but vectors of 16-bit dtypes are rounded to the nearest; a finite number that would become infinite is
@@ -99,10 +99,10 @@ def load_sorted(
     """Make commit 0 of an empty store, at ``start`` of a schedule, from other rows, and return it.
 
     ``rows(table)`` yields keys (n,), each once and in hash order over all chunks, and all fields (n, width), float32,
-    which keep their bits. ``most_rows``: by table name, the most rows that it yields; with it, temporary files take the
-    stated fraction of all rows, without it that fraction of the rows in ``uses``. ``uses``, ``first_rows``, ``layout``,
-    ``progress``, memory and disk are as for ``Store.rewrite``; rows that are not in ``uses`` have next use ``NEVER``.
-    All rows count as changed at this commit.
+    which keep their bits. ``most_rows``: by table name, the maximum rows that it yields; with it, temporary files take
+    the stated fraction of all rows, without it that fraction of the rows in ``uses``. ``uses``, ``first_rows``,
+    ``layout``, ``progress``, memory and disk are as for ``Store.rewrite``; rows that are not in ``uses`` have next use
+    ``NEVER``. All rows count as changed at this commit.
 
     Raises ValueError for a store that is not empty, StoreFullError, and the errors of ``rows``; after any error or kill
     the store has no commit.
@@ -158,7 +158,7 @@ def _append(
         for name, (keys, fields) in chunks:
             if name not in tables:
                 names = ", ".join(map(repr, tables))
-                raise ValueError(f"there are rows of table {name!r}, but {store.label} has {names}: leave them out")
+                raise ValueError(f"there are rows of table {name!r}, but {store.label} has {names}: drop these rows")
             table = tables[name]
             _check(table, keys, fields, initial_state=initial_state, reserved=name in reserved_keys)
             states = table.fields[len(fields) :]
@@ -187,7 +187,7 @@ def _sorted(
         if not rising(hashes, last):
             same = hashes[1:] == hashes[:-1]
             key = keys[0] if int(hashes[0]) == last else keys[int(np.argmax(same))]
-            raise ValueError(f"key {key} of table {table.name!r} is given twice: give each key once")
+            raise ValueError(f"key {key} of table {table.name!r} occurs twice: pass each key once")
         last = int(hashes[-1])
         yield keys, rows
 
@@ -202,16 +202,16 @@ def _check(
 ) -> None:
     """Raise ValueError for a chunk that cannot be rows of ``table``."""
     if keys.dtype != np.int64 or keys.ndim != 1:
-        raise ValueError(f"keys of table {table.name!r} are {keys.shape} of {keys.dtype}: they must be (n,) of int64")
+        raise ValueError(f"keys of table {table.name!r} are {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
     if len(fields) != len(table.fields) and not (len(fields) == 1 and initial_state):
         names = ", ".join(field.name for field in table.fields)
-        advice = ": or ask for the state's initial value with initial_state" if len(fields) == 1 else ""
-        raise ValueError(f"rows of table {table.name!r} have {len(fields)} fields and not {names}{advice}")
+        advice = ": or pass initial_state to start from the initial state" if len(fields) == 1 else ""
+        raise ValueError(f"rows of table {table.name!r} have {len(fields)} fields, not {names}{advice}")
     for field, values in zip(table.fields, fields, strict=False):
         if values.dtype != np.float32 or values.shape != (keys.size, field.width):
             raise ValueError(
                 f"{field.name} of table {table.name!r} is {values.shape} of {values.dtype} for {keys.size:,} keys: "
-                f"it must be ({keys.size}, {field.width}) of float32"
+                f"expected float32 of shape ({keys.size}, {field.width})"
             )
         row = row_beyond(values, field.dtype)
         if row is not None:
@@ -219,7 +219,7 @@ def _check(
             most = number[np.argmax(np.abs(number))]
             raise ValueError(
                 f"{field.name} of table {table.name!r} has {most:g} for key {keys[row]}, which is infinite in "
-                f'{field.dtype}: clip the vectors, or give the table dtype = "float32"'
+                f'{field.dtype}: clip the vectors, or set dtype = "float32" for the table'
             )
     if not reserved and keys.size and int(keys.min()) < _PLAIN_KEYS:
         shared = "out-of-vocabulary" if int(keys.min()) < _PLAIN_KEYS - 1 else "null"

@@ -96,15 +96,15 @@ def _changed(
         raise ValueError(f"{reader.label} has rows that no commit names: publish or discard them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
-            f"{reader.label} is at commit {newest} and has no changes since {since}: give -1 to {newest}"
+            f"{reader.label} is at commit {newest} and has no changes since {since}: pass -1 to {newest}"
         )
     if commit is None:
         return [], None
     for first, last in commit.abandoned:
         if first <= since <= last:
             raise CommitMissingError(
-                f"commit {since} of {reader.label} was given up by a rollback to commit {first - 1}: "
-                f"give {first - 1}, or take all rows with -1"
+                f"commit {since} of {reader.label} was dropped by a rollback to commit {first - 1}: "
+                f"pass {first - 1}, or get all rows with -1"
             )
     changed: list[Segment] = []
     changes, choice = VersionReader(reader, commit.named), None

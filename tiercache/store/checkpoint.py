@@ -1,6 +1,6 @@
-"""Rows that begin as rows of a released checkpoint: read from its files when they are first used.
+"""Rows that start as rows of a released checkpoint: read from its files when they are first used.
 
-Row k of a table begins as row k of the tensor. A store records sizes and headers of the files and the checksum of every
+Row k of a table starts as row k of the tensor. A store records sizes and headers of the files and the checksum of every
 chunk that it read, in a file of its folder (docs/format/store.md, "Checkpoints"), so that it refuses other files.
 """
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
     _Place = tuple[str, Checkpoint]
-    """A path, and what is there."""
+    """A path, and the entry there."""
 
 PREFIX = "checkpoint-"
 _SAMPLED_CHUNKS = 64
 _LAST_SHARED = -(1 << 63) + 1
-"""The greatest key of a row that keys share: the rows of rare keys and of null."""
+"""The largest key of a row that keys share: the rows of rare keys and of null."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LOCK = threading.Lock()
 _OPEN: WeakValueDictionary[_Place, CheckpointTensor] = WeakValueDictionary()
 _RECORDS: dict[_Place, WeakSet[CheckpointRecord]] = {}
-"""The records of open stores, which every reader of a tensor compares and completes."""
+"""Records of open stores; every reader of a tensor compares and completes them."""
 RECORD_BYTES = 25
 """Bytes per chunk of a record: 5 that stay, and copies while it is saved."""
 
@@ -124,7 +124,7 @@ class CheckpointTensor:
         for part in self.parts:
             if (part.dim, part.values.dtype) != (self.dim, dtype):
                 raise CheckpointError(
-                    f"{part.values.label} has {part.dim} columns of {part.values.dtype}, and {self.label} has "
+                    f"{part.values.label} has {part.dim} columns of {part.values.dtype}, but {self.label} has "
                     f"{self.dim} of {dtype}: expected parts of one tensor"
                 )
         self.starts = np.cumsum([0, *(part.num_rows for part in self.parts)])
@@ -137,10 +137,10 @@ class CheckpointTensor:
             found = find_tensors(start.path, start.scale or f"{start.tensor}_scale_inv")
         except CheckpointError as error:
             raise CheckpointError(
-                f"{self.label} has 8-bit numbers and needs the tensor of their scales: give its name as scale ({error})"
+                f"{self.label} has 8-bit numbers and needs the tensor of their scales: pass its name as scale ({error})"
             ) from error
         if len(found) != count:
-            raise CheckpointError(f"{self.label} is one of {count} tensors, and there are {len(found)} of scales")
+            raise CheckpointError(f"{self.label} is one of {count} tensors, but there are {len(found)} of scales")
         return found
 
     @property
@@ -215,17 +215,19 @@ class CheckpointRecord:
             for file, expected in zip(tensor.files, self.identities, strict=False):
                 if file.identity != expected:
                     raise CheckpointError(
-                        f"the checkpoint {file.path} is not the one that table {self.name!r} began with: it has "
+                        f"the checkpoint {file.path} is not the one that table {self.name!r} started from: it has "
                         f"{file.identity.size:,} bytes and header {file.identity.header[:12]}, expected "
-                        f"{expected.size:,} and {expected.header[:12]}: put the former file back, or, if new rows are "
-                        f"to begin from this one, delete {self.label}"
+                        f"{expected.size:,} and {expected.header[:12]}: restore the original file, or, if new rows "
+                        f"should start from this one, delete {self.label}"
                     )
-            raise CheckpointError(f"{tensor.label} has other parts than the tensor that table {self.name!r} began with")
+            raise CheckpointError(
+                f"{tensor.label} has different parts than the tensor that table {self.name!r} started from"
+            )
         if self.identities is None:
             self.identities, self.sums = tensor.identities, [Sums.empty(file.num_chunks) for file in tensor.files]
             self.sums[0].changed = True
         elif [one.crc_C.size for one in self.sums] != [file.num_chunks for file in tensor.files]:
-            raise CorruptStoreError(f"{self.label} has sums of other tensors: restore the store from a copy")
+            raise CorruptStoreError(f"{self.label} has checksums of other tensors: restore the store from a copy")
         self._tensor = tensor
 
     def close(self) -> None:
@@ -324,7 +326,7 @@ class CheckpointRecord:
 def checkpoint_records(
     tables: Iterable[Table], notes: Notes | None, before: dict[str, CheckpointRecord]
 ) -> dict[str, CheckpointRecord]:
-    """Return the record of each table that begins from a checkpoint; those of ``before`` if they are the same."""
+    """Return the record of each table that starts from a checkpoint; those of ``before`` if they are the same."""
     found = {}
     for table in tables:
         if isinstance(table.initializer, Checkpoint):
@@ -336,7 +338,8 @@ def checkpoint_records(
 
 
 def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int, int]]:
-    """Return by table that begins from a checkpoint the rows of its tensor, bytes of a row, and bytes of its record.
+    """Return, for each table that starts from a checkpoint, the rows of its tensor, bytes of a row, and bytes of its
+    record.
 
     Raises CheckpointError unless its files are there, and fit the table.
     """
@@ -350,7 +353,7 @@ def tensor_sizes(tables: Iterable[Table]) -> dict[str, tuple[int, int, int]]:
 
 
 def checkpoint_tensor(table: Table) -> CheckpointTensor:
-    """Return the tensor that the rows of a table begin as. Raises CheckpointError."""
+    """Return the tensor that the rows of a table start as. Raises CheckpointError."""
     return _opened_for(table)[0]
 
 
@@ -360,8 +363,8 @@ def _opened_for(table: Table) -> tuple[CheckpointTensor, list[CheckpointRecord]]
     dim = table.dim if table.whole_dim is None else table.whole_dim
     if tensor.dim != dim:
         raise CheckpointError(
-            f"{tensor.label} has {tensor.dim} columns and table {table.name!r} has dim {dim}: give the table "
-            "the dim of the tensor"
+            f"{tensor.label} has {tensor.dim} columns, but table {table.name!r} has dim {dim}: use the dim of "
+            "the tensor for the table"
         )
     return tensor, records
 
@@ -381,12 +384,12 @@ def checkpoint_vectors(
     outside = (keys < 0) | (keys >= tensor.num_rows)
     if (keys <= _LAST_SHARED).any():
         raise CheckpointError(
-            f"table {table.name!r} has a row that rare keys or nulls share, and {tensor.label} has none: leave out "
+            f"table {table.name!r} has a row that rare keys or nulls share, but {tensor.label} has none: omit "
             'min_count and null = "embed"'
         )
     if outside.any():
         raise CheckpointError(
-            f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, and {tensor.label} has "
+            f"table {table.name!r} has key {int(keys[np.argmax(outside)])}, but {tensor.label} has "
             f"{tensor.num_rows:,} rows: expected keys from 0 to {tensor.num_rows - 1:,}"
         )
     reads = Reads()
@@ -400,7 +403,7 @@ def checkpoint_vectors(
             if (bad := row_beyond(vectors, table.dtype)) is not None:
                 raise CheckpointError(
                     f"row {int(keys[index[bad]])} of {tensor.label} has a number that is infinite in {table.dtype}: "
-                    f"give table {table.name!r} another dtype"
+                    f"choose another dtype for table {table.name!r}"
                 )
             put(index, raw, vectors)
         reads = reads.plus(more)
@@ -425,7 +428,7 @@ def initial_checkpoint_vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
 def _opened(start: Checkpoint) -> tuple[CheckpointTensor, list[CheckpointRecord]]:
     """Return a tensor, and the records that its reads are compared with.
 
-    It stays open while an open store has a table that begins from it.
+    It stays open while an open store has a table that starts from it.
     """
     place = start.path, start
     with _LOCK:
@@ -441,7 +444,7 @@ def _opened(start: Checkpoint) -> tuple[CheckpointTensor, list[CheckpointRecord]
 
 
 def moved_with(tables: Sequence[Table], stored: Iterable[Table]) -> tuple[Table, ...]:
-    """Return tables that begin from checkpoints where the same ones of ``stored`` find them: files may have moved."""
+    """Return tables with the checkpoint paths of the same tables in ``stored``: files may have moved."""
     paths = {one.name: one.initializer for one in stored if isinstance(one.initializer, Checkpoint)}
     return tuple(
         replace(one, initializer=paths[one.name]) if paths.get(one.name) == one.initializer else one for one in tables
@@ -474,5 +477,5 @@ def _block(numbers: int, scales: int, size: int | None, scale: TensorFile) -> in
         return found.pop()
     seen = f"blocks of {' or '.join(map(str, sorted(found)))} fit" if found else "no block fits"
     raise CheckpointError(
-        f"{scale.label} has {scales} scales for {numbers} numbers, and {seen}: give scale_block = [rows, columns]"
+        f"{scale.label} has {scales} scales for {numbers} numbers, and {seen}: pass scale_block = [rows, columns]"
     )

@@ -37,7 +37,7 @@ TABLES = "tables"
 
 
 class Cursor(NamedTuple):
-    """The position of a training: the next pass to train, and the number of its samples already trained."""
+    """The position of training: the next pass to train, and the number of its samples already trained."""
 
     pass_index: int
     sample: int = 0
@@ -194,7 +194,7 @@ class CommitRecord:
     """The digest of the schedule that a compaction or an import interrupted: if reorganized for it, the store resumes
     at the cursor."""
     abandoned: tuple[tuple[int, int], ...] = ()
-    """First and last id of the commits that each rollback gave up, in order."""
+    """First and last id of the commits that each rollback dropped, in order."""
     stored: tuple[tuple[Table, ...], ...] = ()
     """The tables as its segments have them, then those after each alteration but the last; empty if segments have them
     as they are now."""

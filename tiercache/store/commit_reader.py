@@ -69,9 +69,9 @@ class CommitReader:
                     reader.close()
                 if not isinstance(error, CorruptStoreError) or loader.commits.newest() == head:
                     raise
-            time.sleep(_PAUSE_SECONDS)  # the writer gave it up meanwhile
+            time.sleep(_PAUSE_SECONDS)  # the writer has dropped it
         raise CommitMissingError(
-            f"commits of {loader.label} are given up faster than they can be read: keep more (retention)"
+            f"commits of {loader.label} are dropped faster than they can be read: keep more (retention)"
         )
 
     @classmethod
@@ -120,13 +120,13 @@ class CommitReader:
         if (() if newest is None else newest.folders) != commit.folders:
             return StoreError(f"{label} was divided among other ranks while it was read: open it again")
         longer = (
-            "have its writer keep what is free for longer (keep_for)"
+            "have its writer keep freed data for longer (keep_for)"
             if self._lease_folder is None
             else "let readers write to its folder"
         )
         return CommitMissingError(
-            f"{label} was opened at commit {commit.id}, which its writer has given up since, as no lease could be "
-            f"taken: open the store again, or {longer}"
+            f"{label} was opened at commit {commit.id}, which its writer has dropped since, because no lease could "
+            f"be taken: open the store again, or {longer}"
         )
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class CommitReader:
     def _take(self) -> bool:
         """Take a lease if the engine has a folder for it; return False if it came too late.
 
-        A commit that is not kept any more may lack blobs, though its own is there while others read it.
+        A commit that is no longer kept may lack blobs, but its own blob exists while others read it.
         """
         commit = self.snapshot.commit
         lease = None
@@ -179,7 +179,7 @@ class CommitLoader:
         """Return the newest commit that there is now; before the first one a snapshot of nothing."""
         head = self.commits.newest()
         if head is None:
-            raise CorruptStoreError(f"{self.label} does not say what it is: {ADVICE}")
+            raise CorruptStoreError(f"{self.label} has no description of its contents: {ADVICE}")
         return Snapshot(None if before_commits(head) else self.read(head), self.groups)
 
     def newest_record(self) -> CommitRecord | None:
@@ -221,7 +221,7 @@ class CommitLoader:
         return Commit(**vars(record), own=own, groups=groups, head=head)
 
     def given_up(self, blob: Blob) -> Snapshot:
-        """Return a commit that nothing names: its own checksum says whether it is whole."""
+        """Return a commit that nothing names: its own checksum shows whether it is intact."""
         data = np.empty(blob.size, np.uint8)
         with self._uses.using():
             self.commits.read(ReadRequest(blob, 0, data))
@@ -235,7 +235,7 @@ class CommitLoader:
     def read_in_place(self, segment: Segment, head: bytes) -> None:
         """Drop the key maps and last changes of a written segment from memory; they are read again on use.
 
-        The checksums of its pages stay, since each load of a training needs some: budgets count them.
+        The checksums of its pages stay, because each load in training needs some: budgets count them.
         """
         described = zip(segment.meta, self._described(segment, head), strict=True)
         segment.describe(tuple(replace(one, key_map=two.key_map, changed=two.changed) for one, two in described))
@@ -249,7 +249,7 @@ class CommitLoader:
         try:
             check_layouts([one.layout for one in meta], segment.groups)
         except ValueError as error:
-            raise CorruptStoreError(f"{name} does not fit the store ({error}): {ADVICE}") from error
+            raise CorruptStoreError(f"{name} does not match the store ({error}): {ADVICE}") from error
         return meta
 
     def _named(self, segment: Segment) -> str:
@@ -344,11 +344,11 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
         if seen is None:
             wrong = "is missing"
         elif seen.size < need.size:
-            wrong = f"is cut short: {seen.size:,} of its {need.size:,} bytes are there"
+            wrong = f"is truncated: {seen.size:,} of its {need.size:,} bytes are there"
         elif seen.size > need.size:
-            wrong = f"is described as having {seen.size:,} bytes, and {need.size:,} were written"
+            wrong = f"is described as having {seen.size:,} bytes, but {need.size:,} were written"
         elif seen.dropped > need.first_byte:
-            wrong = f"lacks its first {seen.dropped:,} bytes, and those from {need.first_byte:,} on are needed"
+            wrong = f"lacks its first {seen.dropped:,} bytes, but those from {need.first_byte:,} on are needed"
         else:
             continue
         raise CorruptStoreError(f"{need.name} of {label} {wrong}: {ADVICE}")
@@ -356,4 +356,4 @@ def check_blobs(stored: Mapping[str, Stored], snapshots: Sequence[Snapshot], lab
 
 def kept_commits(ids: Sequence[int]) -> str:
     """Return a message fragment with the commits that exist."""
-    return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"
+    return f"pass one of {', '.join(map(str, ids))}" if ids else "it has none yet"

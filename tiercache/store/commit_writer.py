@@ -145,7 +145,7 @@ class CommitWriter:
     ) -> Segment:
         """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``.
 
-        ``rewritten``: it takes the place of others, in the groups of the tables as they are now.
+        ``rewritten``: it replaces others, in the groups of the tables as they are now.
         """
         now = self.snapshot
         groups = now.next_groups if rewritten else tombstone_groups(now.groups) if tombstone else now.groups
@@ -214,7 +214,7 @@ class CommitWriter:
             return self._advance(commit, state)
 
     def rollback(self, to: int) -> Commit:
-        """Make a commit like ``to``, which is kept; later ones go, unless something else keeps them."""
+        """Make a commit like ``to``, which is kept; later ones are dropped, unless something else keeps them."""
         with self._lock:
             self.discard_uncommitted()
             target, newest = self.find(to).commit, self.snapshot.commit
@@ -408,7 +408,7 @@ class CommitWriter:
     def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
         """Make the last of ``after``, which is durable, the newest commit; ``before`` is the engine's previous head.
 
-        Commits that are not in ``after`` are given up.
+        Commits that are not in ``after`` are dropped.
         """
         kept, newest = {snapshot.id for snapshot in after}, after[-1]
         self._given_up += [one for one in self.history.snapshots if one.id not in kept]
@@ -421,7 +421,7 @@ class CommitWriter:
             self.snapshot = newest
 
     def _leased_before(self, stored: Mapping[str, Stored]) -> list[Snapshot]:
-        """Return commits that a previous writer gave up and other processes still read.
+        """Return commits that a previous writer dropped but other processes still read.
 
         One that cannot be read was half dropped: its reader retries and finds that it is not kept.
         """
@@ -437,7 +437,7 @@ class CommitWriter:
         return set() if folder is None else leased_commits(folder)
 
     def _free(self, *, shrink: bool = False) -> None:
-        """Free unneeded blobs. A reader may have leased a commit until it was durably given up."""
+        """Free unneeded blobs. A reader may have leased a commit until it was durably dropped."""
         self._publisher.check_known()
         leased = self.leased_now() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if snapshot.id in leased]

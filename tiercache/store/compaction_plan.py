@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 MOST_RETAINED = 256
-"""The most retained segments: a scan holds a page of each of their ranges, a lookup reads keys of each."""
+"""Maximum number of retained segments: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Bytes of the row number that is sorted along with a key."""

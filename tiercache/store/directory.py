@@ -44,28 +44,29 @@ class StoreDirectory:
                 return False
         except (OSError, ValueError) as error:
             raise NotAStoreError(
-                f"{str(self.path)[:200]!r} cannot be the path of a store ({reason(error)}): give another"
+                f"{str(self.path)[:200]!r} cannot be the path of a store ({reason(error)}): choose another"
             ) from error
         if not self.path.is_dir():
-            raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
+            raise NotAStoreError(f"{self.path} is a file, not a store: pass the path of a store, or an unused one")
         names = {entry.name for entry in self.path.iterdir()}
         if _OLDER_SHARDS in names:
             raise FormatVersionError(
-                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with separate commits, and this tiercache "
-                f"reads version {FORMAT_VERSION}, without it: export the store with the tiercache that wrote it"
+                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with separate commits, but this tiercache "
+                f"reads version {FORMAT_VERSION}, which does not have it: export the store with the tiercache that "
+                "wrote it"
             )
         if MARKER in names:
             self._check_marker()
         elif names and LOCK not in names:
             raise NotAStoreError(
                 f"{self.path} is a directory without {MARKER} that holds {min(names)!r}, not a store: "
-                "give the path of a store, or one that is free"
+                "pass the path of a store, or an unused one"
             )
         return MARKER in names
 
     def missing(self) -> StoreMissingError:
         """Return the error of a store that is missing and may not be created."""
-        return StoreMissingError(f"no store at {self.path}: check the path, or give tables to create a store there")
+        return StoreMissingError(f"no store at {self.path}: check the path, or pass tables to create a store there")
 
     def create(self) -> None:
         """Make the directory, durably, with those above it. Raises NotAStoreError, and StoreFullError."""
@@ -90,13 +91,13 @@ class StoreDirectory:
         engine = self.marker().get("engine")
         if engine not in engines:
             raise FormatVersionError(
-                f"the store at {self.path} was made with engine {engine!r} and this tiercache has "
+                f"the store at {self.path} was created with engine {engine!r}, but this tiercache has "
                 f"{' and '.join(engines)}: use a newer tiercache"
             )
         if requested not in {None, engine}:
             raise ValueError(
-                f"the store at {self.path} was made with engine {engine!r}, not {requested!r}: leave engine out, "
-                "or give the path of a new store"
+                f"the store at {self.path} was created with engine {engine!r}, not {requested!r}: omit engine, "
+                "or pass the path of a new store"
             )
         return str(engine)
 
@@ -118,19 +119,19 @@ class StoreDirectory:
         except (ValueError, RecursionError) as error:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict):
-            raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
+            raise NotAStoreError(f"{path} is not the marker of a store: pass the path of a store, or an unused one")
         return marker
 
     def _check_marker(self) -> None:
         marker = self.marker()
         if marker.get("format") == RANK_FORMAT:
             raise NotAStoreError(
-                f"{self.path} has the rows of one rank of a store: give the path of the whole store, which all ranks "
+                f"{self.path} has the rows of one rank of a store: pass the path of the whole store, which all ranks "
                 "commit together"
             )
         if marker.get("format") != FORMAT:
             raise NotAStoreError(
-                f"{self.path / MARKER} is not a store's: give the path of a store, or one that is free"
+                f"{self.path / MARKER} is not the marker of a store: pass the path of a store, or an unused one"
             )
         check_version(marker.get("version"), f"the store at {self.path}")
 
@@ -147,10 +148,10 @@ def delete_folder(folder: Path) -> None:
 
 
 def check_version(version: object, name: str) -> None:
-    """Raise FormatVersionError if ``name`` has a format version other than the one that is read."""
+    """Raise FormatVersionError if ``name`` has a different format version than this tiercache reads."""
     if version != FORMAT_VERSION or isinstance(version, bool):
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise FormatVersionError(
-            f"{name} has format version {version!r:.40} and this tiercache reads version {FORMAT_VERSION}: "
+            f"{name} has format version {version!r:.40}, but this tiercache reads version {FORMAT_VERSION}: "
             f"{'use a newer tiercache' if newer else 'use the tiercache that wrote it'}"
         )

@@ -219,7 +219,7 @@ def part_rows(payload_bytes: int, memory_bytes: int) -> int:
 
 
 def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
-    """Return the most bytes of the file of a sort: each row is written once for every factor of 256."""
+    """Return the maximum bytes of the file of a sort: each row is written once for every factor of 256."""
     most, times = part_rows(payload_bytes, memory_bytes), 0
     remaining = rows
     while remaining > most:

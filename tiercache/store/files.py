@@ -28,7 +28,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 """The start of a URL, also after ``Path`` made one slash of two."""
 
 
-def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a local path") -> Path:
+def local_path(path: str | os.PathLike[str], what: str, instead: str = "pass a local path") -> Path:
     """Return the path of ``what`` as an absolute path; symbolic links stay in it.
 
     Raises ValueError for a URL, advising ``instead``, and for a relative path in a deleted folder.
@@ -39,7 +39,7 @@ def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a l
     try:
         return Path(path).absolute()
     except FileNotFoundError:
-        raise ValueError(f"{text!r} is relative, and the current folder was deleted: give an absolute path") from None
+        raise ValueError(f"{text!r} is relative, and the current folder was deleted: pass an absolute path") from None
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -57,7 +57,7 @@ def unreadable(path: Path, error: OSError) -> StoreError:
     if isinstance(error, FileNotFoundError):
         return CorruptStoreError(f"{path} is missing: restore the store from a copy")
     if isinstance(error, PermissionError):
-        return StoreError(f"{path} cannot be opened ({error}): give this user the right to read and write it")
+        return StoreError(f"{path} cannot be opened ({error}): grant this user read and write permission")
     return CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy")
 
 
@@ -104,11 +104,11 @@ def full_disk(
     elif system.f_files and not system.f_favail:
         limit = f"the file system of {path} has no room for another file"
     elif free >= needed_bytes + kept_bytes:
-        limit = f"the file system of {path} was full, and has {free:,} free by now"
+        limit = f"the file system of {path} was full, but now has {free:,} free"
     return StoreFullError(
         needed_bytes=needed_bytes + kept_bytes,
         limit=limit,
-        advice="free some, or move the store to a larger one",
+        advice="free some space, or move the store to a larger one",
         kept_bytes=kept_bytes,
         at_least=at_least,
     )
@@ -134,7 +134,7 @@ def writing(place: Path | str, needed_bytes: int = ROOM_FOR_RECORDS, *, kept_byt
 
 @contextmanager
 def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False) -> Iterator[None]:
-    """Raise StoreFullError, which says that ``what`` needed ``needed_bytes``, in place of an OSError of a full disk.
+    """Raise StoreFullError, which says that ``what`` needed ``needed_bytes``, instead of an OSError for a full disk.
 
     ``path`` or its parent must exist. ``at_least``: ``what`` needs more bytes later.
     """
@@ -374,7 +374,7 @@ class ScratchFile:
                 problem = error
             except OSError as error:
                 needed = "a temporary file" if num_bytes is None else f"a temporary file of {num_bytes:,} bytes"
-                problem = StoreError(f"{what} needs {needed} and {folder} takes none ({error}): set TMPDIR")
+                problem = StoreError(f"{what} needs {needed}, but {folder} cannot hold it ({error}): set TMPDIR")
             else:
                 return
         raise problem
@@ -402,7 +402,7 @@ class ScratchFile:
             raise StoreError(f"a temporary file in {self._folder} ends at byte {offset + done:,}: try again")
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Free the disk space of bytes that are not needed any more, if the file system can."""
+        """Free the disk space of bytes that are no longer needed, if the file system can."""
         with suppress(OSError):  # close() frees it otherwise
             punch_hole(self._file.fileno(), offset, num_bytes)
 

@@ -17,7 +17,7 @@ class Zeros:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constant:
-    """Every number starts at one value."""
+    """All numbers start at the same value."""
 
     value: float
     """The value, rounded to float32."""
@@ -85,7 +85,7 @@ class Checkpoint:
             if not isinstance(text, str) or not text or "\0" in text:
                 if name == "scale" and value is None:
                     continue
-                raise ValueError(f"invalid {name} {value!r} of Checkpoint: expected a text that is not empty")
+                raise ValueError(f"invalid {name} {value!r} of Checkpoint: expected a non-empty string")
             if name == "path":
                 object.__setattr__(self, "path", str(Path(text).expanduser().absolute()))
         if self.scale_block is not None:
@@ -136,7 +136,7 @@ def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
     """Build the dataclass that a record's ``kind`` names, from exactly its fields."""
     if not isinstance(record, dict) or record.get("kind") not in kinds:
         kind = record.get("kind") if isinstance(record, dict) else record
-        raise ValueError(f"{what} {kind!r} is unknown: it must be one of {', '.join(kinds)}")
+        raise ValueError(f"{what} {kind!r} is unknown: expected one of {', '.join(kinds)}")
     values = {name: value for name, value in record.items() if name != "kind"}
     cls = kinds[record["kind"]]
     allowed = [field.name for field in dataclasses.fields(cls)]
@@ -150,7 +150,7 @@ def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
         if field.default is dataclasses.MISSING and field.name not in values
     ]
     if missing:
-        raise ValueError(f"{what} {record['kind']!r} lacks {missing[0]!r}: give it a number")
+        raise ValueError(f"{what} {record['kind']!r} lacks {missing[0]!r}: set it to a number")
     return cls(**values)
 
 

@@ -31,7 +31,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     "space_amplification" is all bytes of files for each of "row_bytes".
 
     In a store of several ranks, rows and bytes are totals, and "shards" has the numbers of each rank. Raises what
-    ``Store.open`` raises for reading; a writer may be at work meanwhile.
+    ``Store.open`` raises for reading; a writer may be active.
     """
     with Store.open(store_path(path), mode="r") as store:
         return _describe_ranks(store, path) if store.ranks else describe(store, path)
@@ -114,7 +114,7 @@ def describe_commits(commits: Iterable[Commit]) -> list[dict[str, int]]:
 def file_bytes_of(path: str | os.PathLike[str]) -> int:
     """Return the bytes that the file system allocates to all files below ``path``; holes do not count.
 
-    A writer may delete some meanwhile.
+    A writer may delete some during the call.
     """
     found, folders = 0, [os.fspath(path)]
     while folders:
@@ -166,7 +166,7 @@ def verify(
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         report["problems"].append(
-            f"reading {path} ended with {name}, as it does where the file is cut short or damaged: "
+            f"reading {path} ended with {name}, as happens if the file is truncated or damaged: "
             "restore the store from a copy"
         )
     elif child.returncode > 0:
@@ -181,7 +181,7 @@ def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any
     assert commit.sharding is not None, "it has several ranks"
     shards, by_commit = [describe(rank, rank.path or path) for rank in store.ranks], []
     for one in store.commits:
-        with suppress(CommitMissingError), store.at(one.id) as at:  # a writer may give it up meanwhile
+        with suppress(CommitMissingError), store.at(one.id) as at:  # a writer may have dropped it
             by_commit.append(describe_commits(rank.commit for rank in at.ranks if rank.commit is not None))
     for rank, shard in enumerate(shards):
         shard["commits"] = [commits[rank] for commits in by_commit]

@@ -113,13 +113,13 @@ class KeyCounts:
                 if lacking := np.nonzero(self._found_CTS[c, i] < self._stated_CTS[c, i])[0].tolist():
                     found, stated = (int(n[c, i, lacking].sum()) for n in (self._found_CTS, self._stated_CTS))
                     where = f"in segments {', '.join(str(self._ids[s]) for s in lacking)}"
-                    yield f"{name} has {found} stale rows and its commit says {stated}, {where}: {_ADVICE}", commit
+                    yield f"{name} has {found} stale rows, but its commit says {stated}, {where}: {_ADVICE}", commit
                 if aged := int(self._aged_CT[c, i]):
-                    yield f"{aged} keys of {name} have a row that changed after one that is newer: {_ADVICE}", commit
+                    yield f"{aged} keys of {name} have a row that changed after a newer one: {_ADVICE}", commit
                 if lost := int(self._lost_CT[c, i]):
                     before = self._before[c]
                     assert before is not None, "only of those is a key lost"
-                    had = f"{lost} keys of {name} have no row, and had one at commit {self._commits[before]}"
+                    had = f"{lost} keys of {name} have no row, but had one at commit {self._commits[before]}"
                     yield f"{had}: roll the store back to that, or restore it from a copy", commit
 
     def _add_stale(self, c: int, table: int, again: NDArray[Any], ranges: UInt32s, changed: UInt32s) -> None:
@@ -132,7 +132,7 @@ class KeyCounts:
 
 
 def _before(commits: Sequence[Commit | None]) -> int | None:
-    """Return the index of the last commit's origin: the newest earlier one that was not given up.
+    """Return the index of the last commit's origin: the newest earlier one that was not dropped.
 
     None if keys were forgotten since.
     """
@@ -145,7 +145,7 @@ def _before(commits: Sequence[Commit | None]) -> int | None:
 
 
 def _missing(hashes: UInt64s, among: UInt64s) -> int:
-    """Return how many different hashes are missing from ``among``; both are sorted."""
+    """Return the number of distinct hashes missing from ``among``; both are sorted."""
     if among.size:
         at = np.minimum(np.searchsorted(among, hashes), among.size - 1)
         hashes = hashes[among[at] != hashes]

@@ -1,4 +1,4 @@
-"""A small map from keys to the ranges of a segment: it rules the segment out, or says which ranges may have a key.
+"""A small map from keys to the ranges of a segment: it rules the segment out, or lists the ranges that may have a key.
 
 A segment in the order of next uses may have a key in any of its ranges. The map has 2 or 3 bytes for each key: in the
 bucket that the last 32 bits of the key's hash choose, a fingerprint of the next bits and the number of the range. (The
@@ -35,7 +35,7 @@ MOST_ROWS = 1 << 26
 BUILD_BYTES = 10
 """Memory per row while a segment with a map is written."""
 _BUCKET_KEYS = 4
-"""The least average number of keys in a bucket; the most is twice that."""
+"""Minimum average number of keys in a bucket; the maximum is twice that."""
 _LEAST_PRINT_BITS = 8
 _LOW = np.uint64(0xFFFFFFFF)
 _FEW = 4
@@ -133,7 +133,7 @@ class KeyMap:
 
     @staticmethod
     def most_bytes(layout: SegmentLayout) -> int:
-        """Return the most bytes of the map of a layout."""
+        """Return the maximum bytes of the map of a layout."""
         if not needs_map(layout):
             return 0
         bucket_bits, _, entry_bytes = _sizes(layout)
@@ -153,7 +153,7 @@ class KeyMap:
         sizes = found.starts.size, found.counts.size, found.entries.size
         expected = -(-(1 << min(bucket_bits, 40)) // _RUN), 1 << min(bucket_bits, 40), layout.rows * entry_bytes
         if sizes != expected or found.print_bits < 1:
-            raise ValueError(f"a map of keys has arrays of {sizes}, and {expected} were written")
+            raise ValueError(f"a map of keys has arrays of {sizes}, but {expected} were written")
         return found
 
 

@@ -79,7 +79,7 @@ class SegmentLayout:
         self.block_rows = block_bytes // row_bytes
         """Rows of every block but the last."""
         if self.block_rows < 1:
-            raise ValueError(f"blocks of {block_bytes} bytes cannot hold a row of {row_bytes}: make them larger")
+            raise ValueError(f"blocks of {block_bytes} bytes cannot hold a row of {row_bytes}: use larger blocks")
         if next_use_R.size and int(next_use_R.min()) < 0:
             raise ValueError(f"next use {next_use_R.min()} of a range is not a pass: it must be 0 .. {NEVER}")
         if np.any(next_use_R[1:] <= next_use_R[:-1]):
@@ -94,7 +94,7 @@ class SegmentLayout:
         if rows * row_bytes > MAX_LAYOUT_BYTES:
             raise ValueError(
                 f"a layout has {rows:.0f} rows of {row_bytes} bytes: "
-                f"all may have {MAX_LAYOUT_BYTES} at most, dump fewer"
+                f"the limit is {MAX_LAYOUT_BYTES} bytes in all, dump fewer"
             )
         self.next_use_R, self.table_rows_RT = next_use_R, table_rows_RT
         self.num_ranges = next_use_R.size
@@ -158,7 +158,7 @@ class SegmentLayout:
 
     @property
     def most_page_rows(self) -> int:
-        """The most rows in a page; an upper bound if ranges are cut by blocks."""
+        """Maximum rows in a page; an upper bound if ranges are cut by blocks."""
         return min(self.page_rows, self.block_rows, int(np.diff(self.first_row_R).max(initial=0)))
 
     def range_of_use(self, next_use: int) -> int | None:

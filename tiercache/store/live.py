@@ -39,7 +39,7 @@ class Live:
     first_ranges_SG: Int64s
     """(S, G): the first live range of each layout, or the number of ranges."""
     next_uses_SG: Int64s
-    """(S, G): the next use of that range; ``NEVER`` where there is none."""
+    """(S, G): the next use of that range; ``NEVER`` if there is none."""
     rows_SG: Int64s
     """(S, G): rows of each layout, dead ones too."""
     block_rows_SG: Int64s
@@ -47,7 +47,7 @@ class Live:
     row_bytes_SG: Int64s
     """(S, G): bytes of a row."""
     changed_SG: Int64s
-    """(S, G): 1 where last changes of rows are stored, else 0."""
+    """(S, G): 1 if last changes of rows are stored, else 0."""
     live_ST: Int64s
     """(S, T): rows of each table in live ranges, stale ones too."""
     stale_ST: Int64s

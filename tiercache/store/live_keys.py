@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 KEY_MEMORY_BYTES = 256 << 20
-"""Limit for all keys that a process remembers, at 8 bytes a key; keys of further segments are read each time."""
+"""Limit for all keys that a process remembers, at 8 bytes per key; keys of further segments are read each time."""
 _ROW = np.uint64((1 << 32) - 1)
 
 

@@ -73,10 +73,10 @@ class WriterLock:
                     continue
                 seen = f"{path} is not the one that this process opened and locked"
             except OSError as error:
-                seen = f"{path} cannot be looked at ({reason(error)})"
+                seen = f"{path} cannot be accessed ({reason(error)})"
             raise StoreError(
                 f"the store at {self._directory} was moved, replaced or deleted while it was written: {seen}. Nothing "
-                "more is written: close it, put the store back in its place, and open it again"
+                "more is written: close it, move the store back, and open it again"
             )
 
     def __del__(self) -> None:
@@ -111,15 +111,15 @@ class WriterLock:
             who = f"process {pid}" if pid else "another process"
             own = " (this process)" if pid == os.getpid() else ""
             raise StoreInUseError(
-                f"the store at {self._directory} is being written by {who}{own} and may have one writer: close it "
-                "there, or open it here with mode='r'",
+                f"the store at {self._directory} is being written by {who}{own} and can have only one writer: close "
+                "it there, or open it here with mode='r'",
                 pid=pid,
             ) from error
 
     def _unusable(self, path: Path, error: OSError) -> StoreError:
         """Return the error of a file or folder that cannot be opened."""
         return StoreError(
-            f"the lock of the store at {self._directory} cannot be opened ({reason(error)}): mend {path}, or open the "
+            f"the lock of the store at {self._directory} cannot be opened ({reason(error)}): fix {path}, or open the "
             "store with mode='r'"
         )
 

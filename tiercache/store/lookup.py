@@ -154,7 +154,7 @@ def read_found(
     if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
         missing = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in snapshot.segments])
         raise StoreError(
-            f"{reader.label} has no segment {missing[0]} any more, where rows were found: locate them again, or do "
+            f"{reader.label} no longer has segment {missing[0]}, where rows were found: locate them again, or do "
             "both with a store that was opened with mode='r', which stays at its commit"
         )
     return _read(reader, group, snapshot.groups[group].fields, parts, rows, None, progress)
@@ -269,7 +269,7 @@ def lookup(
     the rows that were read.
     """
     if missing not in MISSING:
-        raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
+        raise ValueError(f"missing={missing!r} is unknown: expected one of {', '.join(map(repr, MISSING))}")
     stored = snapshot.find(table_name, reader.label)
     table, group, keys = stored.table, stored.group, check_keys(keys)
     distinct, which = np.unique(keys, return_inverse=True)
@@ -310,9 +310,9 @@ def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return keys to look up as int64. Raises ValueError for invalid keys."""
     keys = np.asarray(keys)
     if keys.dtype.kind not in "iu" or keys.ndim != 1:
-        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
+        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: expected a flat array of integers")
     if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
+        raise ValueError(f"key {keys.max()} does not fit in int64: pass keys of at most 2**63 - 1")
     return keys.astype(np.int64, copy=False)
 
 
@@ -321,7 +321,7 @@ def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) 
     shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
     return KeyMissingError(
         f"{gone.size:,} of {asked:,} keys have no row in table {table.name!r} of {label} ({shown}): leave them out, or "
-        "ask for missing='initial' or missing='zeros'",
+        "pass missing='initial' or missing='zeros'",
         table=table.name,
         keys=gone,
     )

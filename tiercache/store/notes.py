@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Note(NamedTuple):
-    """What was written last."""
+    """The contents as last written."""
 
     data: bytes
     version: object

@@ -68,7 +68,7 @@ class Opened:
 
     engine: Engine
     tables: tuple[Table, ...]
-    """Whole tables, also if the rank has a slice of their columns."""
+    """Whole tables, even if the rank has a slice of their columns."""
     path: Path | None = None
     lock: WriterLock | None = None
     """None if it is open for reading."""
@@ -124,10 +124,10 @@ COMPRESSING = ("zarr",)
 def check_options(mode: str, commit: int | None, retention: int | None) -> None:
     """Raise ValueError for invalid options of ``Store.open``."""
     if mode not in {"a", "r"}:
-        raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
+        raise ValueError(f"mode {mode!r} is unknown: expected 'a' (read and write) or 'r' (read)")
     for name, value in (("commit", commit), ("retention", retention)):
         if value is not None and not hasattr(value, "__index__"):
-            raise ValueError(f"{name} is {value!r} of type {type(value).__name__}: give an int")
+            raise ValueError(f"{name} is {value!r} of type {type(value).__name__}: expected an int")
     if commit is not None and mode != "r":
         raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
     if retention is not None and retention < 1:
@@ -137,7 +137,7 @@ def check_options(mode: str, commit: int | None, retention: int | None) -> None:
 def check_pin(name: str) -> None:
     """Raise ValueError for an invalid name of a pinned commit."""
     if not name or not name.isprintable() or len(name) > 200:
-        raise ValueError(f"{name!r} cannot name a pinned commit: give 1 to 200 characters that can be printed")
+        raise ValueError(f"{name!r} cannot be the name of a pinned commit: use 1 to 200 printable characters")
 
 
 def label_of(path: Path | None) -> str:
@@ -159,7 +159,7 @@ def open_engine(
     if engine is not None and not isinstance(engine, str):
         store, fresh = label_of(path), engine.newest() is None
         if fresh and (tables is None or mode == "r"):
-            raise StoreMissingError(f"no store in the engine of {store}: give tables to create one")
+            raise StoreMissingError(f"no store in the engine of {store}: pass tables to create one")
         return Opened(engine=engine, tables=_tables_of(engine, requested, store, fresh=fresh), path=path)
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
@@ -209,7 +209,7 @@ def located(
     if engine is None or isinstance(engine, str):
         url = os.fspath(path)
         if engine not in {None, "zarr"}:
-            raise ValueError(f"{url} is on an object store, which engine {engine!r} cannot use: leave engine out")
+            raise ValueError(f"{url} is on an object store, which engine {engine!r} cannot use: omit engine")
         from tiercache.store.engines.zarr_engine import ZarrEngine
         from tiercache.store.engines.zarr_objects import object_store
 
@@ -226,7 +226,7 @@ def _open_path(
 ) -> Opened:
     """Open or create the store at ``path``; if it has several ranks, the part of rank 0."""
     if engine is not None and engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
+        raise ValueError(f"engine {engine!r} is unknown: expected 'lmdb', 'zarr' or an instance of an engine")
     directory = StoreDirectory(path)
     found = directory.find()
     if not found:
@@ -280,14 +280,14 @@ def _locked(path: Path, mode: str, undo: ExitStack) -> WriterLock | None:
 def _new_engine(engine: str | None, tables: Iterable[Table]) -> str:
     """Return the engine of a new store: ``engine``, or the first, or the first that can compress if a table needs it.
 
-    Raises ValueError if a table asks for compression that the engine does not have.
+    Raises ValueError if a table has compression but the engine does not.
     """
     asking = next((table for table in tables if table.compression), None)
     kind = engine or next(kind for kind in ENGINES if kind in COMPRESSING or asking is None)
     if asking is not None and kind not in COMPRESSING:
         raise ValueError(
-            f"table {asking.name!r} asks for compression {asking.compression!r}, and engine {kind!r} has none: "
-            f"give engine={COMPRESSING[0]!r}, or leave the compression of the table out"
+            f"table {asking.name!r} has compression {asking.compression!r}, but engine {kind!r} has none: "
+            f"use engine={COMPRESSING[0]!r}, or omit the compression of the table"
         )
     return kind
 
@@ -298,7 +298,7 @@ def _check_alone(path: Path, kind: str) -> None:
         if other != kind and (path / name).exists():
             raise NotAStoreError(
                 f"{path} holds {name} of a store with engine {other!r} that lost its marker or was never finished: "
-                "restore the store from a copy, or give a path that is free"
+                "restore the store from a copy, or choose another path"
             )
 
 
@@ -327,7 +327,7 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
         return requested
     stored = _at_newest(engine, store, tables_at)
     if stored is None:
-        raise CorruptStoreError(f"{store} does not say what it is: restore the store from a copy")
+        raise CorruptStoreError(f"{store} has no description of its contents: restore the store from a copy")
     if requested is not None:
         compare_tables(stored, requested, store)
     return stored
@@ -336,8 +336,8 @@ def _tables_of(engine: Engine, requested: tuple[Table, ...] | None, store: str, 
 def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: str) -> None:
     """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
     advice = (
-        "give the tables it has, alter the store by tiercache.store.alter(store, tables) or `tiercache alter STORE "
-        "--schema FILE`, or give the path of a new one"
+        "pass the tables it has, alter the store with tiercache.store.alter(store, tables) or `tiercache alter STORE "
+        "--schema FILE`, or pass the path of a new one"
     )
     stored_by_name, requested_by_name = ({table.name: table for table in tables} for tables in (stored, requested))
     for name in sorted(stored_by_name.keys() | requested_by_name.keys()):
@@ -352,5 +352,5 @@ def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: s
         part = next((key for key in other if one.get(key) != other[key]), None)
         if part is not None:
             raise TableMismatchError(
-                f"table {name!r} of {store} has {part} {one.get(part)!r} and {other[part]!r} was given: {advice}"
+                f"table {name!r} of {store} has {part} {one.get(part)!r}, but {other[part]!r} was given: {advice}"
             )

@@ -54,7 +54,7 @@ class Optimizer:
     counts_steps: ClassVar[bool] = False
     """True if a step depends on how many steps the table has had."""
     row_wise: ClassVar[bool] = False
-    """True if a state is one number a row, which depends on the gradient of the whole row."""
+    """True if a state is one number per row, which depends on the gradient of the whole row."""
     learning_rate: float
     decay: float
 
@@ -102,7 +102,7 @@ class SGD(Optimizer):
     """
 
     learning_rate: float = 1e-2
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     momentum: float = dataclasses.field(default=0.0, metadata=_OMITTED)
     """Share of the buffer that stays, at least 0 and less than 1; with 0, rows have no buffer."""
     nesterov: bool = dataclasses.field(default=False, metadata=_OMITTED)
@@ -113,7 +113,7 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         Optimizer.__post_init__(self)
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov of SGD is True and its momentum 0: give it a momentum above 0")
+            raise ValueError("nesterov of SGD is True and its momentum 0: set a momentum above 0")
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:
         """Return the buffer of momentum."""
@@ -132,7 +132,7 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi, Hazan, Singer, 2011) with one accumulator for each number, as ``torch.optim.Adagrad``."""
 
     learning_rate: float = 1e-2
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     eps: float = 1e-10
     """Added to the root of the accumulator."""
     initial_accumulator: float = 0.0
@@ -151,7 +151,7 @@ class RowWiseAdagrad(Optimizer):
 
     row_wise: ClassVar[bool] = True
     learning_rate: float = 1e-2
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     eps: float = 1e-8
     """Added to the root of the accumulator."""
     decay: float = 0.0
@@ -171,7 +171,7 @@ class Adam(Optimizer):
 
     counts_steps: ClassVar[bool] = True
     learning_rate: float = 1e-3
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     beta1: float = 0.9
     """Share of the mean of gradients that stays."""
     beta2: float = 0.999
@@ -203,7 +203,7 @@ class RowWiseAdam(Optimizer):
     counts_steps: ClassVar[bool] = True
     row_wise: ClassVar[bool] = True
     learning_rate: float = 1e-3
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     beta1: float = 0.9
     """Share of the mean of gradients that stays."""
     beta2: float = 0.999
@@ -233,7 +233,7 @@ class RowWiseRMSprop(Optimizer):
 
     row_wise: ClassVar[bool] = True
     learning_rate: float = 1e-2
-    """Until it is changed between two steps."""
+    """Initial rate; it can be changed between steps."""
     alpha: float = 0.99
     """Share of the mean of squares that stays."""
     eps: float = 1e-8

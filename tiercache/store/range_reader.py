@@ -121,7 +121,7 @@ class _File(NamedTuple):
                     fcntl.fcntl(self.handle, fcntl.F_SETFL, 0)
                     _read_nothing_ahead(self.handle)
                 if (done := read_cached(self.handle, memory[: stop - low].data, low, done)) < stop - low:
-                    raise BlockReadError(f"is cut short, as {self.path} ends at byte {low + done:,}")
+                    raise BlockReadError(f"is truncated: {self.path} ends at byte {low + done:,}")
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
@@ -133,7 +133,7 @@ def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
         past_cache = open_direct(path, os.O_RDONLY) if direct else None
         handle = os.open(path, READ_FLAGS) if past_cache is None else past_cache
     except FileNotFoundError:
-        raise BlockReadError(f"is missing, as {path} does not exist") from None
+        raise BlockReadError(f"is missing: {path} does not exist") from None
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
@@ -142,7 +142,7 @@ def _opened(path: str, size: int, *, direct: bool) -> Iterator[_File]:
         except OSError as error:
             raise _unreadable(path, error) from error
         if seen != size and size >= 0:
-            raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
+            raise BlockReadError(f"is incomplete: {path} has {seen:,} of {size:,} bytes")
         if past_cache is None:
             _read_nothing_ahead(handle)
         yield _File(path, handle, past_cache is not None)
@@ -157,4 +157,4 @@ def _read_nothing_ahead(handle: int) -> None:
 
 
 def _unreadable(path: str, error: OSError) -> BlockReadError:
-    return BlockReadError(f"cannot be read, as {path} gives an error ({error})")
+    return BlockReadError(f"cannot be read: {path} raises an error ({error})")

@@ -53,7 +53,7 @@ class RankFolder:
         Raises StoreMissingError, NotAStoreError and FormatVersionError.
         """
         what = f"rank {self._rank} of the store at {self._store}"
-        advice = "restore it from a copy, move it back, or train with shard_dirs= that say where it is"
+        advice = "restore it from a copy, move it back, or pass its new location in shard_dirs="
         if not self.path.is_dir():
             raise StoreMissingError(f"{what} is missing: {self.path} does not exist: {advice}")
         directory = StoreDirectory(self.path)
@@ -84,15 +84,15 @@ class RankFolder:
             is_used = self.path.exists() and any(self.path.iterdir())
         except OSError as error:
             raise NotAStoreError(
-                f"{self.path} cannot be made the folder of rank {self._rank} ({reason(error)}): give shard_dirs= that "
-                "are free"
+                f"{self.path} cannot be made the folder of rank {self._rank} ({reason(error)}): pass unused folders as "
+                "shard_dirs="
             ) from error
         if is_used:
             try:
                 self.check()
             except StoreError as error:
                 raise NotAStoreError(
-                    f"{self.path} exists and is not a rank of this store: give shard_dirs= that are free"
+                    f"{self.path} exists and is not a rank of this store: pass unused folders as shard_dirs="
                 ) from error
             self.home.check()
             self._empty()
@@ -149,9 +149,9 @@ def folders_of(num_ranks: int, path: Path, given: Sequence[Path] | None) -> tupl
     if given is None:
         return tuple(map(rank_folder, range(num_ranks)))
     if len(given) != num_ranks:
-        raise ValueError(f"shard_dirs= names {len(given)} folders for {num_ranks} ranks: give one for each rank")
+        raise ValueError(f"shard_dirs= names {len(given)} folders for {num_ranks} ranks: pass one for each rank")
     if given[0].absolute() != path.absolute():
-        raise ValueError(f"shard_dirs[0] is {given[0]}: rank 0 has its rows in the store itself, so give {path}")
+        raise ValueError(f"shard_dirs[0] is {given[0]}: rank 0 has its rows in the store itself, so pass {path}")
     return tuple(rank_folder(rank) if rank == 0 or folder.absolute() == path.absolute() else _named(folder, rank)
                  for rank, folder in enumerate(given))  # fmt: skip
 
@@ -160,7 +160,7 @@ def _named(folder: Path, rank: int) -> str:
     """Return the absolute path of a rank's folder that is not in the store."""
     place = folder.resolve() if ".." in folder.parts else folder.absolute()
     if not str(place).isprintable():
-        raise ValueError(f"shard_dirs[{rank}] is {str(folder)!r}: give a folder with a name that can be printed")
+        raise ValueError(f"shard_dirs[{rank}] is {str(folder)!r}: pass a folder with a printable name")
     return str(place / rank_folder(rank))
 
 
@@ -311,7 +311,7 @@ class RankHome:
         raise StoreError(
             f"{self._folder} has rank {self._rank} of the store at {home}, and the store at {self._store} is a copy "
             "of that one, without this folder: writing to the copy would change the original. Copy the folders of "
-            f"other ranks, too, and train with shard_dirs= that name the copies; or delete {home} if the copy replaces "
+            f"the other ranks too, and pass the copies as shard_dirs=; or delete {home} if the copy replaces "
             "it; or open the copy with mode='r'"
         )
 

@@ -74,7 +74,7 @@ class RankWriter(CommitWriter):
         self._replaced = list[Snapshot]()
         """Commits with other ranks or another sharding, until the first one of these ranks exists."""
         self._abandoned: tuple[tuple[int, int], ...] = ()
-        """Commits given up by rollbacks before the first one of these ranks: no changes since them are requested."""
+        """Commits dropped by rollbacks before the first one of these ranks: no changes since them are requested."""
         super().__init__(engine, loader, tables, counters, retention)
         if place.sharding.num_ranks > 1:
             self.sharding, self.folders = place.sharding, place.folders
@@ -181,7 +181,7 @@ class RankWriter(CommitWriter):
         return self._publisher.is_known
 
     def newest_blobs(self) -> list[tuple[Head, bytes]]:
-        """Return, on rank 0, the blobs of the newest commit, the kept ones, and leased ones that were given up."""
+        """Return, on rank 0, the blobs of the newest commit, the kept ones, and leased ones that were dropped."""
         snapshots = [*self._given_up, *(self._replaced or self.history.snapshots)]
         heads = [one.commit.head for one in snapshots if one.commit is not None and one.commit.head is not None]
         return [(head, read_whole(self._engine, head, head.name).tobytes()) for head in heads]
@@ -254,7 +254,7 @@ def commit_blobs(
 ) -> tuple[list[tuple[Head, bytes]], set[int]]:
     """Return the blobs that other ranks need to open their parts, ``newest`` last, and the leased commits.
 
-    Those are the newest commit, the kept ones, and leased ones that were given up.
+    Those are the newest commit, the kept ones, and leased ones that were dropped.
     """
     leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
     kept = () if record is None else record.kept

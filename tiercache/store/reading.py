@@ -62,7 +62,7 @@ def read_ahead(
 
 
 _READS = 4
-"""Most reads at once: one is checked while others keep the disk busy."""
+"""Maximum concurrent reads: one is checked while others keep the disk busy."""
 _CHECK_BYTES = 4 << 20
 """Bytes per checksum computation, while others are read."""
 
@@ -109,7 +109,7 @@ class BlockReader:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.compute = Compute()
-        """Functions over many rows; a training substitutes kernels that run next to it, without the GIL."""
+        """Functions over many rows; training substitutes kernels that run in parallel with it, without the GIL."""
 
     @property
     def scratch(self) -> Path:
@@ -147,7 +147,7 @@ class BlockReader:
                 raise ValueError(f"{found}: it has {layout.num_pages}")
             size = (layout.row_of_page(high) - layout.row_of_page(low)) * layout.row_bytes
             if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
-                raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
+                raise ValueError(f"out is {out.size:,} of {out.dtype}: expected {size:,} contiguous bytes")
         at_once = min(_READS if at_once is None else at_once, len(requests))
         if at_once < 2:
             self._work(iter(requests))
@@ -180,7 +180,7 @@ class BlockReader:
             raise
 
     def _read_some(self, spans: Iterator[_Span]) -> list[_Span]:
-        """Read spans until they are worth a check, or none are left; returns them."""
+        """Read spans until there are enough to check, or none are left; returns them."""
         read, size = list[_Span](), 0
         with self._uses.using():
             for span in spans:
@@ -257,7 +257,7 @@ class BlockReader:
         first_row = block * layout.block_rows + int(bounds[0]) // KEY_BYTES
         hashes = first_hashes_of(keys[starts], first_row + starts, layout, segment.groups[group])
         if np.any(hashes != meta.first_hashes[page : page + sums.size]):
-            words = "has other first keys than the segment's description says"
+            words = "has different first keys than the segment's description"
             raise self._corrupt(segment, group, block, words)
         self.counters.add(key_bytes_read=data.size, reads=1)
         return keys
@@ -276,7 +276,7 @@ class BlockReader:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
             raise self._corrupt(segment, group, block, words, expected)
         if (numbers.min(), numbers.max()) != (stored.oldest_B[block], stored.newest_B[block]):
-            words = "has rows that were changed by other commits than its record says"
+            words = "has rows that were changed by different commits than its record says"
             raise self._corrupt(segment, group, block, words)
         self.counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
@@ -293,7 +293,7 @@ class BlockReader:
                     self._engine.read(ReadRequest(of_rank.blob, i * of_rank.chunk_bytes, part))
                 seen = checksum(part)
                 if seen != expected:
-                    raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
+                    raise BlockReadError(f"has checksum {seen:08x}, but {expected:08x} was written")
         except BlockReadError as error:
             corrupt = CorruptStoreError(
                 f"part {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "

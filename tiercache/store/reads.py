@@ -66,7 +66,7 @@ class StoreReads:
         raise NotImplementedError
 
     def pinned(self) -> AbstractContextManager[Snapshot]:
-        """Yield the current snapshot and keep all its blobs until this ends, whatever is committed meanwhile.
+        """Yield the current snapshot and keep all its blobs until this ends, regardless of later commits.
 
         Raises ValueError for a store of several ranks: each of ``ranks`` has its snapshot.
         """
@@ -79,9 +79,9 @@ class StoreReads:
         return sum(part.snapshot.live_rows(table_name, self.label) for part in self._counting(table_name))
 
     def most_rows(self, table_name: str, hashes: tuple[int, int]) -> int:
-        """Return the most rows of a table that have hashes in a range, from the ranks' counts: reads nothing.
+        """Return the maximum rows of a table that have hashes in a range, from the ranks' counts: reads nothing.
 
-        As hashes are uniform, this is four standard deviations above the mean if a rank has others too.
+        Because hashes are uniform, this is four standard deviations above the mean if a rank has others too.
         """
         bounds, by_hash = hash_bounds(len(self.parts)), self._sharding_of(table_name).by_hash
         total = variance = 0.0
@@ -102,9 +102,9 @@ class StoreReads:
     ) -> Iterator[Chunk]:
         """Yield all rows of a table at the newest commit in hash order: keys (n,), and a tuple of fields (n, width).
 
-        The first field is the vector; the optimizer's follow, in the order in which ``lookup`` has their names.
-        At most ``chunk_rows`` rows at a time, by default about 4 MiB. Takes about ``memory_bytes``; more is sorted in a
-        temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile change nothing. Raises
+        The first field is the vector; the optimizer's follow, in the order in which ``lookup`` has their names. At most
+        ``chunk_rows`` rows at a time, by default about 4 MiB. Takes about ``memory_bytes``; more is sorted in a
+        temporary file in ``scratch`` (None: the store's folder). Commits made during the scan change nothing. Raises
         ValueError, StoreFullError and CorruptStoreError.
         """
         scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
@@ -171,7 +171,7 @@ class StoreReads:
     def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
         """``read`` for many: ``at_once`` of them at a time (None: 4, the most), on threads as nice as the first caller.
 
-        When this returns or raises, no ``out`` is written any more. Raises as ``read`` does.
+        After this returns or raises, no ``out`` is written. Raises as ``read`` does.
         """
         self.reader.load(wanted, at_once)
 

@@ -55,10 +55,10 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
     body, (expected,) = data[:-4], struct.unpack("<I", data[-4:])
     seen = google_crc32c.value(body)
     if seen != expected:
-        raise _corrupt(name, f"has checksum {seen:08x} where {expected:08x} was written")
+        raise _corrupt(name, f"has checksum {seen:08x}, but {expected:08x} was written")
     (header_bytes,) = struct.unpack("<I", body[4:8])
     if header_bytes > len(body) - 8:
-        raise _corrupt(name, f"names a header of {header_bytes} bytes and has {len(body) - 8}")
+        raise _corrupt(name, f"has a header of {header_bytes} bytes, but only {len(body) - 8} bytes follow")
     try:
         header = json.loads(body[8 : 8 + header_bytes], parse_constant=no_number)
         found, values, described = header["kind"], header["values"], header["arrays"]
@@ -75,11 +75,11 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
             case _:
                 raise _corrupt(name, f"describes an array as {entry!r}")
         if end > len(body):
-            raise _corrupt(name, f"names {length} numbers of {array!r} and ends before them")
+            raise _corrupt(name, f"lists {length} numbers of {array!r} but ends before them")
         arrays[array] = np.frombuffer(body[at:end], dtype=dtype)
         at = end
     if at != len(body):
-        raise _corrupt(name, f"has {len(body) - at} bytes that nothing describes")
+        raise _corrupt(name, f"has {len(body) - at} extra bytes at its end")
     return values, arrays
 
 
@@ -272,7 +272,7 @@ class PagedArrays:
             seen, expected = checksum(chunk), int(self._checksums[number])
             if seen != expected:
                 raise CorruptStoreError(
-                    f"chunk {number} of {self._label} has checksum {seen:08x} where {expected:08x} was written: "
+                    f"chunk {number} of {self._label} has checksum {seen:08x}, but {expected:08x} was written: "
                     "restore the store from a copy"
                 )
             found[i] = chunk if high - low == 1 else chunk.copy()

@@ -66,7 +66,7 @@ class Rewrite:
 
     With ``retain_segments`` unused rows stay in place, as ``CompactionPlan`` decides. Stored rows keep their last
     change; for the others it is the new commit. ``stored`` yields rows of a table from elsewhere, for a store without a
-    commit; None: its own. ``most_rows``: by table, the most rows that ``stored`` yields, if known.
+    commit; None: its own. ``most_rows``: by table, the maximum rows that ``stored`` yields, if known.
 
     Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Unlinked temporary files in the store's folder: none for rows
     that fit the memory; otherwise ``row_scratch_bytes``, at most an eighth of the bytes of the rows, their keys and
@@ -105,7 +105,7 @@ class Rewrite:
     def segments(self) -> Iterator[NewSegment]:
         """Yield the new segments, at least one; together they are in the order (table, hash).
 
-        Raises StoreFullError, before a row is read if it is known by then, and CorruptStoreError.
+        Raises StoreFullError (before any row is read, if possible) and CorruptStoreError.
         """
         idle: dict[str, int] | None = None
         if self._retain_segments:
@@ -186,7 +186,7 @@ class Rewrite:
     def _check_room(self, least: Sequence[int]) -> None:
         """Raise StoreFullError if there is less room than temporary files are known to need.
 
-        least: the least rows of each group that are written.
+        least: the minimum rows of each group that are written.
         """
         total = usage = 0.0
         for rows, order in zip(least, self._orders, strict=True):
@@ -197,7 +197,7 @@ class Rewrite:
             check_room(self._reader.scratch, num_bytes)
 
     def _least_rows(self, order: RowOrder, idle: Mapping[str, int] | None) -> int:
-        """Return the least rows of a group that are written; exact if ``idle`` has the numbers of unused rows."""
+        """Return the minimum rows of a group that are written; exact if ``idle`` has the numbers of unused rows."""
         tables = order.group.tables
         if idle is not None:
             return order.used + sum(idle[table.name] for table in tables)
@@ -206,7 +206,7 @@ class Rewrite:
         return max(order.used, sum((self._most_rows or {}).get(table.name, 0) for table in tables))
 
     def _most_rows_of(self, order: RowOrder, place: int, idle: Mapping[str, int] | None) -> int:
-        """Return the most rows of a table that are written."""
+        """Return the maximum rows of a table that are written."""
         table, used = order.group.tables[place], int(order.counts_RT[:, place].sum())
         if idle is not None:
             return used + idle[table.name]
@@ -272,7 +272,7 @@ def _have_several_changes(snapshot: Snapshot, group: Group) -> bool:
 
 
 def row_scratch_bytes(tables: Iterable[tuple[int, int, int]]) -> int:
-    """Return the most bytes of temporary files while rows are reordered.
+    """Return the maximum bytes of temporary files while rows are reordered.
 
     ``tables`` yields the group, the rows and the bytes of an entry (row, key and last change) of each table. Rows that
     fit the memory take none. Otherwise a slice is sorted by hash, if it has too many ranges to merge, then by place: a
@@ -351,7 +351,7 @@ class RowOrder:
     def _other(self, place: int, use: int, count: int) -> StoreError:
         return StoreError(
             f"pass {use} was said to use {count:,} keys of table {self.group.tables[place].name!r} first, and others "
-            "came: the key sets changed meanwhile"
+            "came: the key sets changed in the meantime"
         )
 
 
@@ -429,7 +429,7 @@ class _GroupSlice:
         self.order, self.most, self.sorter = order, most, sorter
         self.rows = 0
         self.oldest, self.newest = (1 << 32) - 1, 0
-        """The least and the greatest last change."""
+        """The smallest and the largest last change."""
         width_R = np.append(np.minimum(order.counts_RT.sum(axis=1), most), most)
         self._start_R = np.cumsum(width_R) - width_R
         """The least place number for each first use: places need not be dense, only far enough apart."""

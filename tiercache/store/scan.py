@@ -131,7 +131,7 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -
         yield keys[last], rows[last]
     if remaining and all_rows:
         raise CorruptStoreError(
-            f"{label} has {remaining} stale rows of {stale} less than its commit says: restore the store from a copy"
+            f"{label} has {remaining} fewer stale rows of {stale} than its commit says: restore the store from a copy"
         )
 
 
@@ -278,7 +278,7 @@ class SortedRun:
 
     @property
     def page_bytes(self) -> int:
-        """The most bytes of a page."""
+        """Maximum bytes of a page."""
         return min(self._layout.page_rows, self.block_rows) * self._layout.row_bytes
 
     @property

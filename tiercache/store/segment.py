@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Compute(NamedTuple):
-    """The array functions of a store, from libraries; a training has kernels that return the same bits.
+    """The array functions of a store, from libraries; training has kernels that return the same bits.
 
     Each may be called by any thread.
     """
@@ -94,7 +94,7 @@ class GroupMeta:
     named it."""
 
     def check(self) -> None:
-        """Raise ValueError if its arrays do not fit its layout."""
+        """Raise ValueError if its arrays do not match its layout."""
         layout, blocks = self.layout, self.layout.num_blocks
         sizes = [array.size for array in (self.checksums, self.key_checksums, self.first_hashes)]
         if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
@@ -105,7 +105,7 @@ class GroupMeta:
         sizes = [blocks, blocks, 0] if self.changed is None else [array.size for array in self.changed]
         if not sizes[0] == sizes[1] == blocks or sizes[2] not in {0, blocks}:
             raise ValueError(
-                f"{sizes[0]}, {sizes[1]} and {sizes[2]} numbers say which commits changed the rows of {blocks} blocks"
+                f"{sizes[0]}, {sizes[1]} and {sizes[2]} numbers for the last changes of {blocks} blocks do not match"
             )
 
     def arrays(self) -> dict[str, Numbers]:
@@ -304,7 +304,7 @@ def first_hashes_of(keys: NDArray[np.int64], rows: Int64s, layout: SegmentLayout
 
 
 def most_meta_bytes(layouts: Iterable[SegmentLayout]) -> int:
-    """Return approximately the most bytes of the description of ``layouts``, one for each group."""
+    """Return approximately the maximum bytes of the description of ``layouts``, one for each group."""
     total = _HEAD_BYTES
     for layout in layouts:
         total += layout.next_use_R.nbytes + layout.table_rows_RT.nbytes + _TABLE_BYTES * layout.table_rows_RT.shape[1]
@@ -372,7 +372,7 @@ def corrupt_block(
     """Return the error of a block that differs from what was written; ``expected`` is the checksum, if known."""
     tables = tuple(table.name for table in group.tables)
     named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
-    suffix = "" if expected is None else f" where {expected:08x} was written"
+    suffix = "" if expected is None else f", but {expected:08x} was written"
     return CorruptBlockError(
         f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{suffix}: "
         "restore the store from a copy, or train again from the start",

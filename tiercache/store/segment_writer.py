@@ -133,7 +133,9 @@ class SegmentWriter:
                 raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
             group, block, data, keys = item[:4]
             if (group, block) not in self._missing:
-                raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
+                raise ValueError(
+                    f"append was given block {block} of group {group}, which does not exist or was already given"
+                )
             self._missing.remove((group, block))
             keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(item[4]) if len(item) == 5 else None
             layout = self._meta[group].layout
@@ -141,7 +143,7 @@ class SegmentWriter:
             if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
                 raise ValueError(
                     f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
-                    f"it must be {size:,} contiguous bytes"
+                    f"expected {size:,} contiguous bytes"
                 )
             if keys.dtype != np.int64 or keys.size != size // layout.row_bytes:
                 raise ValueError(
@@ -224,7 +226,7 @@ class SegmentWriter:
 def check_layouts(layouts: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:
     """Raise ValueError if layouts do not fit the groups' rows."""
     if len(layouts) != len(groups):
-        raise ValueError(f"there are {len(layouts)} layouts for {len(groups)} groups: give one for each")
+        raise ValueError(f"there are {len(layouts)} layouts for {len(groups)} groups: pass one for each")
     for group, layout in zip(groups, layouts, strict=True):
         if layout.row_bytes != group.row_bytes:
             raise ValueError(

@@ -72,7 +72,7 @@ class ShardingPlan:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_ranks, bool) or not isinstance(self.num_ranks, int) or self.num_ranks < 1:
-            raise ValueError(f"a sharding is for {self.num_ranks!r} ranks: it must be a whole number >= 1")
+            raise ValueError(f"a sharding is for {self.num_ranks!r} ranks: expected a whole number >= 1")
         object.__setattr__(self, "tables", dict(sorted(self.tables.items())))
         for name, table_sharding in self.tables.items():
             _check_table(name, table_sharding, self.num_ranks)
@@ -89,8 +89,8 @@ class ShardingPlan:
         for name, table_sharding in self.tables.items():
             if table_sharding.slices and table_sharding.slices[-1].last != dims[name]:
                 raise ValueError(
-                    f"the sharding of table {name!r} has {table_sharding.slices[-1].last} columns and the table "
-                    f"{dims[name]}: slices must have every column once"
+                    f"the sharding of table {name!r} has {table_sharding.slices[-1].last} columns, but the table "
+                    f"has {dims[name]}: slices must have every column once"
                 )
 
     @classmethod
@@ -202,7 +202,7 @@ def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
 
 def unknown_kind(kind: Any) -> str:
     """Return the end of an error message about a kind that does not exist."""
-    return f"{_shown(kind)}: it must be one of {listed(KINDS)}"
+    return f"{_shown(kind)}: expected one of {listed(KINDS)}"
 
 
 def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
@@ -224,7 +224,7 @@ def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> No
         columns = ", ".join(f"{part.first} to {part.last}" for part in slices)
         raise ValueError(f"{what} has slices of columns {columns}: they must begin at 0 and follow one another")
     if len({part.rank for part in slices}) < len(slices):
-        raise ValueError(f"{what} gives a rank two slices: make one slice of the columns of a rank")
+        raise ValueError(f"{what} has two slices for one rank: merge the columns of a rank into one slice")
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

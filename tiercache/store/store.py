@@ -50,7 +50,7 @@ class Store(StoreReads):
     """Rows of tables in segments, with atomic commits. Made by ``Store.open``.
 
     ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; reading methods may be called from
-    other threads meanwhile. A store belongs to the process that opened it, not to its forks.
+    other threads at the same time. A store belongs to the process that opened it, not to its forks.
     """
 
     def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None,
@@ -68,7 +68,7 @@ class Store(StoreReads):
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), True
         self.checkpoints: dict[str, CheckpointRecord] = {} if of is None else of.checkpoints
-        """By table the checkpoint that its rows begin as."""
+        """By table, the checkpoint that its rows start from."""
         self.ranks: tuple[Store, ...] = ()
         """The store of each rank, with several ranks: ``reader`` and ``snapshot`` are rank 0's then."""
         engine, label, loader = opened.engine, self.label, opened.loader(self.counters)
@@ -212,7 +212,7 @@ class Store(StoreReads):
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
 
     def check_checkpoints(self) -> None:
-        """Raise CheckpointError if files that rows begin from are missing, or differ from what the store read."""
+        """Raise CheckpointError if files that rows start from are missing, or differ from what the store read."""
         for part in self.parts:
             for table in part.tables:
                 if table.name in part.checkpoints:
@@ -309,7 +309,7 @@ class Store(StoreReads):
         """
         writer = self.commit_writer
         if (commit := writer.snapshot.commit) is not None and commit.stored:
-            raise ValueError(f"{self.label} was altered: reorganize or compact it before rows are added")
+            raise ValueError(f"{self.label} was altered: reorganize or compact it before you add rows")
         with self._opened.uses.using():
             return writer.append(pass_index, layouts, blocks, self.reader.compute, within=within, stable=stable)
 
@@ -343,7 +343,7 @@ class Store(StoreReads):
     def rollback(self, to: int | str) -> Commit:
         """Make a commit with the rows, the state and the cursor of a commit, and drop later ones.
 
-        ``to``: its id, or a pin name. Pinned commits stay. Segments appended since the newest commit are dropped, too.
+        ``to``: its id, or a pin name. Pinned commits stay. Segments appended since the newest commit are also dropped.
         One atomic, durable step; training continues from there. Ids are not used again: the new commit has the next
         one. Raises CommitMissingError, StoreFullError and CorruptStoreError, after which the store is unchanged.
         """
@@ -406,9 +406,9 @@ class Store(StoreReads):
         """Commit the appended rows over the stored ones: each replaces its key's row.
 
         The cursor, the dense state and all other rows stay; ``settings`` are added to the commit's. The commit has no
-        schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor.
-        Reads all keys once, in 128 MiB and temporary files of 16 bytes a key. Raises ValueError without a commit and
-        for one inside a pass, StoreFullError and CorruptStoreError.
+        schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor. Reads
+        all keys once, in 128 MiB and temporary files of 16 bytes per key. Raises ValueError without a commit and for
+        one inside a pass, StoreFullError and CorruptStoreError.
         """
         writer = self.commit_writer
         between_passes(self.commit, self.label, "rows are laid over it")
@@ -422,8 +422,8 @@ class Store(StoreReads):
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        It keeps the position: a training reorganizes the store first, then resumes. No row is stale.
-        Readers keep their commits meanwhile. Otherwise as ``rewrite``.
+        It keeps the position: training reorganizes the store first, then resumes. No row is stale. Readers keep their
+        commits during this. Otherwise as ``rewrite``.
         """
         if self.ranks:
             return self.commit_on_all(lambda rank: rank.compact(progress=progress))

@@ -6,9 +6,9 @@
     ├── FormatVersionError     a store of an older or newer format
     ├── TableMismatchError     a store of other tables
     ├── StoreInUseError        another writer holds it (.pid)
-    ├── CommitMissingError     a commit that is not, or no longer, kept
+    ├── CommitMissingError     a commit that is not kept, or no longer kept
     ├── KeyMissingError        keys without a row (.table, .keys)
-    ├── CheckpointError        files that rows begin from are missing, moved, changed, or lack a row
+    ├── CheckpointError        files that rows start from are missing, moved, changed, or lack a row
     ├── StoreFullError         the disk or the map is full (.needed_bytes)
     ├── StoreClosedError       used after close, or across a fork
     └── CorruptStoreError      a file differs from the written bytes
@@ -69,7 +69,7 @@ class KeyMissingError(StoreError):
 
 
 class CheckpointError(StoreError):
-    """The files that rows of a table begin from are missing, changed, or have no row for a key."""
+    """The files that rows of a table start from are missing, changed, or have no row for a key."""
 
 
 class StoreFullError(StoreError):

@@ -79,7 +79,7 @@ class Table:
     in float32 and rounds the vector of a 16-bit dtype stochastically."""
     compression: str | None = field(default=None, compare=False)
     """"zstd" or "blosc": compression of its rows in a store on Zarr arrays; None: uncompressed. The rows are the same,
-    so tables that differ in nothing else are equal."""
+    so tables that differ only in this are equal."""
     first_column: int = 0
     """In a column slice: its first column in the whole vectors."""
     whole_dim: int | None = None
@@ -93,9 +93,9 @@ class Table:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"a table is named {self.name!r}: its name must be a string that is not empty")
+            raise ValueError(f"a table is named {self.name!r}: expected a non-empty string")
         if not self.name.isprintable():
-            raise ValueError(f"table name {self.name!r} has unprintable characters: leave them out")
+            raise ValueError(f"table name {self.name!r} has unprintable characters: remove them")
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
             raise ValueError(f"dim of table {self.name!r} is {self.dim!r}: it must be a whole number >= 1")
         if not isinstance(self.optimizer, Optimizer):
@@ -209,9 +209,9 @@ def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
         raise ValueError("no tables were given: a store needs at least one")
     for one, other in pairwise(ordered):
         if one.name == other.name:
-            raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
+            raise ValueError(f"two tables are named {one.name!r}: every table needs a unique name")
         if one.table_id == other.table_id:
-            raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
+            raise ValueError(f"tables {one.name!r} and {other.name!r} have the same table id: rename one of them")
     members: dict[tuple[int, str, Optimizer, str | None, str | None], list[Table]] = {}
     for table in ordered:
         alone = table.whole_dim is not None and table.optimizer.row_wise
@@ -231,9 +231,7 @@ def _check_columns(table: Table) -> None:
             f"{table.whole_dim!r}: they must lie within the whole"
         )
     if table.whole_dim == table.dim:
-        raise ValueError(
-            f"table {table.name!r} is a slice with all {table.dim} columns: leave out whole_dim where it is whole"
-        )
+        raise ValueError(f"table {table.name!r} is a slice with all {table.dim} columns: omit whole_dim if it is whole")
 
 
 def _check_start(table: Table) -> None:
@@ -241,7 +239,7 @@ def _check_start(table: Table) -> None:
     for name, value in initializer_to_record(table.initializer).items():
         if isinstance(value, float | int) and not np.isfinite(nearest(np.array([value], np.float32), table.dtype)[0]):
             raise ValueError(
-                f"{name} of table {table.name!r} is {value}, which is infinite in {table.dtype}: give less"
+                f"{name} of table {table.name!r} is {value}, which is infinite in {table.dtype}: use a smaller value"
             )
 
 
@@ -256,7 +254,7 @@ def _check_spread(table: Table) -> None:
     if beyond:
         raise ValueError(
             f"Normal of table {table.name!r} reaches {most:g} at {_FARTHEST} deviations from its mean, which is "
-            f"infinite in {table.dtype}: give a smaller std or mean"
+            f"infinite in {table.dtype}: use a smaller std or mean"
         )
 
 

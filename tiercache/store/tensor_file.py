@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
 
 CHUNK_BYTES = 16 << 10
-"""Bytes of a tensor per checksum: the least that is read."""
+"""Bytes of a tensor per checksum: the minimum read."""
 READ_BYTES = 4 << 20
-"""The most bytes of one read, and of the rows that are gathered together."""
+"""Maximum bytes of one read, and of the rows that are gathered together."""
 GAP_BYTES = 128 << 10
-"""Unused bytes between two rows that one read takes along: about what a disk transfers during another request."""
+"""Maximum gap between two rows of one read: about what a disk transfers during another request."""
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _MOST_RUNS = 4096
@@ -130,13 +130,13 @@ class TensorFile:
             now = self.path.stat()
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {self.path} cannot be read ({reason(error)}): put the file back"
+                f"the checkpoint {self.path} cannot be read ({reason(error)}): restore the file"
             ) from error
         names = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
         if any(getattr(now, name) != getattr(self._status, name) for name in names):
             raise CheckpointError(
-                f"the checkpoint {self.path} was changed or replaced while it was in use: put the former file back and "
-                "open the store again"
+                f"the checkpoint {self.path} was changed or replaced while it was in use: restore the original file "
+                "and open the store again"
             )
 
     def rows(
@@ -200,7 +200,7 @@ class TensorFile:
                 str(self.path), self.begin + begin_R, self.begin + end_R, self._status.st_size
             )
         except BlockReadError as error:
-            raise CheckpointError(f"{self.label} {error.seen}: put the former file back") from error
+            raise CheckpointError(f"{self.label} {error.seen}: restore the original file") from error
         if not sums:
             return data, place_R
         count_R = -(-(end_R - begin_R) // CHUNK_BYTES)
@@ -215,8 +215,8 @@ class TensorFile:
         for one in sums:
             if (bad := one.check(chunk_C, seen_C)) is not None:
                 raise CheckpointError(
-                    f"{self.label} has other bytes at {self.begin + bad * CHUNK_BYTES:,} than when the store first "
-                    "read them: put the former file back"
+                    f"{self.label} has different bytes at {self.begin + bad * CHUNK_BYTES:,} than when the store "
+                    "first read it: restore the original file"
                 )
         return data, place_R
 
@@ -260,7 +260,7 @@ class _Header(NamedTuple):
             handle = open_file(path)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {path} cannot be read ({reason(error)}): put the file back, or give its new path by "
+                f"the checkpoint {path} cannot be read ({reason(error)}): restore the file, or set its new path with "
                 "`tiercache alter`"
             ) from error
         try:
@@ -291,7 +291,7 @@ def find_tensors(path: str, tensor: str) -> list[TensorFile]:
     place, file_of = _files_of(Path(path))
     if "*" not in tensor:
         if file_of is not None and tensor not in file_of:
-            raise CheckpointError(f"the checkpoint {place} names no file of tensor {tensor!r}")
+            raise CheckpointError(f"the checkpoint {place} has no file for tensor {tensor!r}")
         return [TensorFile(place if file_of is None else file_of[tensor], tensor)]
     pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)", 1))
     header_of: dict[Path, _Header] = {}
@@ -316,7 +316,7 @@ def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
         files = sorted(place.glob("*.safetensors"))
         if not (place / INDEX).exists() and len(files) != 1:
             raise CheckpointError(
-                f"the checkpoint {place} has {len(files)} safetensors files and no {INDEX}: give the path of one file"
+                f"the checkpoint {place} has {len(files)} safetensors files but no {INDEX}: pass the path of one file"
             )
         place = place / INDEX if (place / INDEX).exists() else files[0]
     if place.suffix != ".json":
@@ -325,7 +325,7 @@ def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
         names: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))["weight_map"]
         found = {str(tensor): place.parent / file for tensor, file in names.items()}
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {place} cannot be read ({reason(error)}): put the file back") from error
+        raise CheckpointError(f"the checkpoint {place} cannot be read ({reason(error)}): restore the file") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{place} is not an index of safetensors files ({error})") from error
     if outside := [file for file in found.values() if file.parent != place.parent]:

@@ -200,7 +200,7 @@ def _at_commits(store: Store) -> list[Store]:
         return [store]
     stores = []
     for commit in store.commits:
-        with suppress(CommitMissingError):  # a writer gave it up meanwhile
+        with suppress(CommitMissingError):  # a writer has dropped it
             stores.append(store.at(commit.id))
     return stores
 
@@ -265,7 +265,7 @@ def _was_divided(store: Store) -> bool:
 
 
 def _each_alone(path: str, error: CorruptStoreError, *, deep: bool) -> dict[str, Any]:
-    """Return the report of a store whose commits do not open together: each is opened by itself."""
+    """Return the report of a store whose commits do not open together: each is opened separately."""
     try:
         record = newest_record(store_path(path))
         assert record is not None, "a store without a commit has no older one that is damaged"
@@ -302,7 +302,7 @@ def _contradictions(snapshots: Sequence[Snapshot], label: str) -> Iterator[tuple
             what, named = f"segment {segment.id} of {label}", firsts.setdefault(segment.id, first)
             if not named == first <= id_:
                 other = f"commit {named} was" if named != first else "that is newer"
-                yield f"commit {id_} says that commit {first} was the first with {what}, and {other}: {ADVICE}", id_
+                yield f"commit {id_} says that commit {first} was the first with {what}, but {other}: {ADVICE}", id_
             newest = max((int(one.newest_B[:].max(initial=0)) for one in segment.changed), default=0)
             if newest > first:
                 yield f"commit {newest} changed rows of {what}, which commit {first} named first: {ADVICE}", id_

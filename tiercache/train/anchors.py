@@ -1,6 +1,6 @@
 """Anchors: gradients of rows as gradients that torch knows.
 
-A module that looks rows up has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
+A module that looks up rows has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
 backward delivers the gradient of an output, it becomes the ``.grad`` of a *placeholder*: a leaf tensor of the output's
 shape that takes no memory. Until the step it is a parameter of the row optimizer, so unscaling, clipping and dropping
 apply to it as to the gradient of any parameter. The anchor's own gradient is 2^-60 for each backward. If it is None or
@@ -117,7 +117,7 @@ class Anchor:
         return found
 
     def _follow(self, parameter: nn.Parameter) -> None:
-        """Record the backward passes that add to this parameter's gradient, in place of another one's."""
+        """Record the backward passes that add to this parameter's gradient, instead of another one's."""
         self.remove()
         anchor = weakref.ref(self)  # must not keep the parameter alive
 
@@ -154,7 +154,7 @@ class Anchor:
             self._last_grad, self._version = weakref.ref(grad), grad._version
 
     def check_parameter(self, parameter: torch.Tensor) -> None:
-        """Raise StateError if the loop changed parameters, dropped the gradients, and now looks rows up again.
+        """Raise StateError if the loop changed parameters, dropped the gradients, and now looks up rows again.
 
         Only warn if it may have dropped them first, as after a skipped batch.
         """
@@ -272,7 +272,7 @@ class Anchor:
             raise StateError(
                 f"the loss contains the parameters of the module that looks up {self.tables}, as with a penalty on "
                 "model.parameters(), but its rows are not parameters and would not be penalized: put the penalty on "
-                "what the lookups return, or give the table's optimizer a decay (L2 on the rows of a step)"
+                "the outputs of lookups, or set a decay in the table's optimizer (L2 on the rows of a step)"
             )
 
     def expire(self, where: str) -> None:
@@ -334,7 +334,7 @@ class Anchors:
         self.ledger: PassLedger | None = None
         """The ledger of the pass whose rows are trained."""
         self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
-        """The registered modules that look rows up."""
+        """The registered modules that look up rows."""
         self.is_closed_to_others = False
         """True if unregistered modules must not train rows, because no commit has their model."""
 
@@ -352,7 +352,7 @@ class Anchors:
         """Return True if a module may train rows. Raises StateError if it is neither registered nor a copy of one, or
         if its parameters were written since a backward.
 
-        A copy, such as an average of a model, may look rows up, and is refused when gradients arrive.
+        A copy, such as an average of a model, may look up rows, and is refused when gradients arrive.
         """
         if (found := self._anchors.get(id(module))) is not None:
             found.check_parameter(module.anchor)
@@ -366,7 +366,7 @@ class Anchors:
         """Raise StateError for a module that is not registered and would train rows."""
         raise StateError(
             f"a module that looks up {', '.join(map(repr, tables))} belongs to no model of this cache, so its model "
-            "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
+            "would be trained and not committed: pass the model to the cache (model=..., or register()), or freeze "
             "the module with requires_grad_(False)"
         )
 

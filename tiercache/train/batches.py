@@ -66,7 +66,7 @@ def check_epochs(epochs: int) -> None:
     """Raise ValueError if ``epochs`` is not a number of epochs."""
     if not hasattr(epochs, "__index__") or epochs < 0:
         raise ValueError(
-            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
+            f"epochs is {epochs!r}: pass the total number of epochs at the end of the loop, including earlier runs"
         )
 
 
@@ -225,7 +225,7 @@ class BatchQueue:
                     break
                 self._check_process()
                 read = self._exchange.read(request, self._rows, ahead=self._depth > 0, by_owner=self._by_owner)
-            except Exception as error:  # sent to all ranks in place of the batch
+            except Exception as error:  # sent to all ranks instead of the batch
                 self._begin(partial(fail, error))
                 break
             if self._threads is None:
@@ -263,8 +263,8 @@ class BatchQueue:
     def _check_process(self) -> None:
         if self._threads is not None and os.getpid() != self._pid:
             raise StateError(
-                f"these batches are made on threads of process {self._pid}, and this is its fork {os.getpid()}: ask "
-                "for batches in the process that trains"
+                f"these batches are made on threads of process {self._pid}, but this is its fork {os.getpid()}: "
+                "request batches in the process that trains"
             )
 
 
@@ -274,7 +274,7 @@ def _result(future: list[Future[Any]]) -> Any:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Raise an error in place of a batch."""
+    """Raise an error instead of a batch."""
     raise error
 
 

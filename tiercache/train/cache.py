@@ -111,8 +111,9 @@ class TierCache(CacheFacts):
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
                 transaction and evaluation.
             eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
-            store_budget: the most bytes that the store may ever need, checked here and, with the dense state, before
-                training. It does not stop writes; that of ``Store.open`` does. All budgets count for each rank.
+            store_budget: the maximum bytes that the store may ever need, checked here and, with the dense state, before
+                training. It does not stop writes; the ``store_budget`` of ``Store.open`` does. All budgets count for
+                each rank.
             plan: a file written by `tiercache plan`. It provides budgets, order and commit_every if they are not given
                 here, and the reports show its predicted seconds next to the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
@@ -130,7 +131,7 @@ class TierCache(CacheFacts):
                 Later commits are dropped unless they are pinned, and a warning names them. This happens at every start:
                 leave it out to resume.
             progress: whether to show a progress bar; None: on a terminal.
-            options: settings that few trainings change.
+            options: settings that are rarely changed.
 
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
@@ -162,7 +163,7 @@ class TierCache(CacheFacts):
         self.index_bytes = parts.index_bytes
         """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
 
-        Keys are then searched on the CPU. The index is built when a pass first looks keys up.
+        Keys are then searched on the CPU. The index is built when a pass first looks up keys.
         """
         self.reports: list[PassReport] = parts.loop.reports
         """Rows and bytes that this rank moved: a report for each pass trained by this object, also while it runs."""
@@ -177,7 +178,7 @@ class TierCache(CacheFacts):
         """Commit the state of these objects with the rows; ``cache.optimizer`` steps the optimizers among them.
 
         Objects need ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers, scalers. The loop steps
-        ``cache.optimizer`` in place of its optimizers: it steps these and the rows. The random generators of torch,
+        ``cache.optimizer`` instead of its optimizers: it steps these and the rows. The random generators of torch,
         numpy and random are always committed. A model that is compiled or wrapped in DistributedDataParallel is stored
         under its own names, so you can resume without the wrapper or with another number of ranks. With several ranks,
         register a model before you request batches: they bring the rows that its modules look up. Modules, optimizers,
@@ -272,7 +273,7 @@ class TierCache(CacheFacts):
         This is a loop over ``passes`` and ``Pass.batches``, or ``Pass.loader`` if your ``dataset`` is given, for
         trainers that want a loader; ``options`` are their other arguments. The same rules hold: each iteration begins
         at the last commit, a pass counts only if its batches were trained, and passes are committed when they end. No
-        batch has samples of two passes. ``len`` is the number of batches that are left, ``current_pass`` the pass of
+        batch mixes samples of two passes. ``len`` is the number of batches that are left, ``current_pass`` the pass of
         the newest batch, ``state_dict`` names the last commit. If your loop takes the last batch and then stops, the
         last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
         trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
@@ -287,8 +288,8 @@ class TierCache(CacheFacts):
     def restore(self) -> None:
         """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.
 
-        ``passes`` does this by itself; call it to evaluate without training. A store without a commit gets one of the
-        current state. Raises StateError if the registered objects are not the same as in the commit.
+        ``passes`` does this automatically; call it to evaluate without training. A store without a commit gets one of
+        the current state. Raises StateError if the registered objects are not the same as in the commit.
         """
         self._check_open()
         self._loop.restore()
@@ -306,7 +307,7 @@ class TierCache(CacheFacts):
     def keep(self, name: str) -> int:
         """Pin the current rows and dense state as ``name``, until it pins another commit or ``store.unpin``.
 
-        Inside a pass, batches trained since the last commit are first committed as by ``commit``, also after the last
+        Inside a pass, batches trained since the last commit are first committed as by ``commit``, even after the last
         batch of the pass. Returns the id of the pinned commit, when it is durable on all ranks. Raises StateError as
         ``commit`` does, without a store, and if no commit has the current state: before a batch of the pass is trained
         if ``commit_every`` left out the previous pass, and after the loop was left early.
@@ -319,10 +320,10 @@ class TierCache(CacheFacts):
     ) -> torch.Tensor:
         """Clip the gradients of rows and dense parameters by their common 2-norm, and return the norm.
 
-        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips
-        the parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it
-        between backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite
-        and ``error_if_nonfinite``. With several ranks all call it. The norm then equals the norm of one process on the
+        Use this instead of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips the
+        parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it between
+        backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite and
+        ``error_if_nonfinite``. With several ranks all call it. The norm then equals the norm of one process on the
         whole batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
@@ -396,7 +397,7 @@ class TierCache(CacheFacts):
 
         Each iteration evaluates all slices of ``evaluate`` with the rows as they are then; a cache that was not
         restored is restored first, as by ``restore``. A slice ends at a multiple of ``size`` samples, so that ``len``
-        is known. Other arguments are those of `Evaluation.batches`. Raises what ``evaluate`` raises, and BudgetError if
+        is known. Other arguments are as for `Evaluation.batches`. Raises the errors of ``evaluate``, and BudgetError if
         the rows of ``size`` samples exceed ``eval_budget``.
         """
         return EvaluationBatches(self, passes, size, prefetch=prefetch, schedule=schedule)
@@ -493,5 +494,5 @@ class TierCache(CacheFacts):
     def _check_stored(self, what: str) -> RankRows:
         """Return the rows of the store. Raises StateError without a store."""
         if not isinstance(self._rows, RankRows):
-            raise StateError(f"{what} needs a store, but this cache has none: give TierCache the path of one")
+            raise StateError(f"{what} needs a store, but this cache has none: pass the path of one to TierCache")
         return self._rows

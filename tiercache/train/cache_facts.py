@@ -93,5 +93,5 @@ class CacheFacts:
 
     @property
     def host_bytes_peak(self) -> int:
-        """The most bytes of rows that the host has held so far."""
+        """Peak bytes of rows on the host so far."""
         return self._rows.host_bytes_peak

@@ -130,8 +130,8 @@ class CacheParts:
                 begun = tensor_sizes(source.tables)
                 if begun and data.manifest.rare is not None:
                     raise DatasetError(
-                        f"the rare keys of {data.path} share a row (min_count), and table {min(begun)!r} begins from a "
-                        "checkpoint, which has no such row: make the dataset without min_count"
+                        f"the rare keys of {data.path} share a row (min_count), and table {min(begun)!r} starts from a "
+                        "checkpoint, which has no such row: create the dataset without min_count"
                     )
             with ranks.raise_on_all("opening the device"):
                 self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
@@ -246,5 +246,5 @@ def _refuse_unused(arguments: Mapping[str, object]) -> None:
     if found := [name for name, value in arguments.items() if value is not None]:
         raise ValueError(
             f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "
-            "committed: leave it out, or give the path of a store"
+            "committed: omit it, or pass the path of a store"
         )

@@ -154,11 +154,11 @@ class CommitState:
             self.environment["device"] = backend.name
 
     def capture(self, random: RandomStates | None = None) -> StateBytes:
-        """Clone the current state, with ``random`` in place of the current random states."""
+        """Clone the current state, with ``random`` instead of the current random states."""
         return self.dense.capture(random), self.optimizer.settings()
 
     def warn_of_schedulers(self) -> None:
-        """Warn of optimizers whose schedulers were not registered: a resumed training would restart their rates."""
+        """Warn of optimizers whose schedulers were not registered: a resumed run would restart their rates."""
         known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
         for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.joint)):
             if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
@@ -190,7 +190,7 @@ class CommitState:
         for name, group in groups:
             if group.get("maximize") and any(id(one) in anchors for one in group["params"]):
                 raise StateError(
-                    f"{name} has maximize=True for a module that looks rows up, but rows only descend: negate the loss "
+                    f"{name} has maximize=True for a module that looks up rows, but rows only descend: negate the loss "
                     "instead"
                 )
         known = stepped | anchors
@@ -205,7 +205,7 @@ class CommitState:
             more = f" and {len(unstepped) - 1} more parameters" if unstepped[1:] else ""
             warnings.warn(
                 f"{unstepped[0]}{more} are in no optimizer of the cache, so cache.optimizer does not "
-                "train them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
+                "train them: pass their optimizer to the cache (optimizer=..., or register()), or freeze them",
                 stacklevel=5,
             )
 
@@ -227,8 +227,9 @@ class CommitState:
             if unsaved:
                 raise StateError(
                     f"{name} steps {len(unsaved)} parameters that no registered module has (the first has shape "
-                    f"{tuple(unsaved[0].shape)}), so no commit would keep them: give the cache their model "
-                    "(model=..., or register()), and create optimizers after tc.convert, which replaces parameters"
+                    f"{tuple(unsaved[0].shape)}), so no commit would keep them: pass their model to the "
+                    "cache (model=..., or register()), and create optimizers after tc.convert, which replaces "
+                    "parameters"
                 )
 
     def restore(self, store: Store, ranks: AnyCommunicator) -> None:

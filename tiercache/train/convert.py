@@ -42,60 +42,60 @@ def convert(
 ) -> nn.Module:
     """Replace the `nn.Embedding`s and `nn.EmbeddingBag`s of ``model`` by modules whose rows a cache trains; returns it.
 
-    The new modules take the keys that the old ones took, and return what they returned, so ``forward`` stays as it is.
-    They also take a batch, or a feature of one (``batch.features["user"]``). The trained weights become rows of the
-    store: row i is that of key i. A cache that is given the model takes them when it makes the store; a store that has
-    commits keeps its own rows. They are not copied before, and the model has none after. A module on "meta" has no
-    weights: its rows begin as the schema says.
+    The new modules have the same inputs and outputs as the old ones, so ``forward`` does not change. They also take a
+    batch, or a feature of one (``batch.features["user"]``). The trained weights become rows of the store: row i is that
+    of key i. A cache with the model takes them when it creates the store; a store that has commits keeps its own rows.
+    They are not copied before that, and the model has none afterwards. A module on "meta" has no weights: its rows
+    start as the schema says.
 
     Without ``data`` each module gets a table and a feature named after it: `record_key_sets` then gets the key sets
     from your loader. With it a module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user".
     And torchrec's `EmbeddingBagCollection`s and `EmbeddingCollection`s are replaced, which then take a batch where they
     took a `KeyedJaggedTensor`, look up the features that they name, and return torchrec's types.
 
-    Keys outside the old module's range (``num_embeddings``) are refused as torch refuses them, unless the schema says
-    that the table is open. Modules that would compute something else are refused, too; references to a weight from
-    outside the model, such as a saved dict, only warn.
+    Keys outside the old module's range (``num_embeddings``) are refused, as in torch, unless the table is open in the
+    schema. Modules that would compute something else are also refused; references to a weight from outside the model,
+    such as a saved dict, only warn.
 
     Args:
-        model: the model. It is changed in place; if it is itself an embedding, use what is returned.
-        data: the dataset, its path, or its schema; None: there is none yet.
+        model: the model. It is changed in place; if it is itself an embedding, use the returned module.
+        data: the dataset, its path, or its schema; None if there is none yet.
         features: by name of a module (as in ``named_modules``) the feature that it looks up, or several for a module
             that the model uses for several features; by name of an `nn.ModuleList` a feature for each of its modules;
             by name of a collection its features, in its order.
-        optimizer: how rows step. One of `tc.optim`, or a mapping from names of modules to them; or an optimizer of
+        optimizer: the row optimizer. One of `tc.optim`, or a mapping from names of modules to them; or an optimizer of
             torch, or several, that may have the model's parameters already: rows then step as it steps, and modules
-            take the place of their weights in it. None: Adagrad. With ``data`` the schema says how rows step, and only
-            optimizers of torch are taken.
-        initializer: how rows of modules on "meta" begin, such as ``tc.init.Checkpoint(...)``; None: as the numbers of
-            `nn.Embedding` do, normally distributed. With ``data`` the schema says how.
+            replace their weights in it. None: Adagrad. With ``data`` the schema has the row optimizers, and only
+            optimizers of torch are accepted.
+        initializer: the initial rows of modules on "meta", such as ``tc.init.Checkpoint(...)``; None: normally
+            distributed, as in `nn.Embedding`. With ``data`` the schema has the initializers.
         parameters: names of `nn.Parameter`s (rows, dim) that the model uses as tables, by `F.embedding`,
-            `torch.index_select` or indexing. A `ParameterTable` takes the place of each and answers these uses.
-        filter_fn: ``filter_fn(module, name)`` says whether a module is replaced; default: all are.
+            `torch.index_select` or indexing. A `ParameterTable` that supports these uses replaces each.
+        filter_fn: ``filter_fn(module, name)`` returns True for modules to replace; default: all.
 
     Raises:
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
-            another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max;
-            a module has its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is
-            used elsewhere in the model, or by a module of another table; two modules of one table have different
-            weights; a collection has ``need_indices``, or weights of ids where the schema has none, or has none where
-            the schema has some; no row optimizer does what torch's does, or torch's has trained a weight already. The
-            model is unchanged then. ``sparse`` is ignored: no gradient of a whole table exists.
+            another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has
+            its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is used elsewhere
+            in the model, or by a module of another table; two modules of one table have different weights; a collection
+            has ``need_indices``, or weights of ids where the schema has none, or has none where the schema has some; no
+            row optimizer does the same as torch's, or torch's has already trained a weight. The model is unchanged
+            then. ``sparse`` is ignored: no gradient of a whole table exists.
     """
     listed = table_parameters(model, parameters)
     modules = _names_of(model, filter_fn, required=not listed)
     names: dict[Any, list[str]] = modules | listed
     if data is None:
         if features is not None:
-            raise ValueError("features= maps modules to features of a dataset: give the dataset, or leave it out")
+            raise ValueError("features= maps modules to features of a dataset: pass the dataset, or omit features=")
         schema, chosen = derive_schema(names, optimizer, initializer)
     else:
         schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
         chosen = _features_of(model, names, schema, features or {})
         if optimizer is not None and not as_list(optimizer):
-            raise ValueError("optimizer= is given along with data, whose schema says how rows step: leave it out")
+            raise ValueError("optimizer= is given along with data, whose schema has the row optimizers: omit it")
         if initializer is not None:
-            raise ValueError("initializer= is given along with data, whose schema says how rows begin: leave it out")
+            raise ValueError("initializer= is given along with data, whose schema has the initializers: omit it")
     check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
     check_unused(as_list(optimizer), _weights(names))
     replacer = _Replacer(schema, has_default_optimizer=data is None and optimizer is None)
@@ -146,9 +146,9 @@ class SharedLookup(nn.Module):
             return lookup(input, *others, **options)  # type: ignore[no-any-return]
         if not isinstance(input, JaggedIds):
             what = "a batch, which has several of them" if isinstance(input, Batch) else f"a {type(input).__name__}"
-            raise TypeError(f"a module that looks up {names} was given {what}: give it batch.features[name]")
+            raise TypeError(f"a module that looks up {names} was given {what}: pass it batch.features[name]")
         if input.feature not in self.lookups:
-            raise ValueError(f"this module looks up {names} and was given {input.feature!r}: give one of those")
+            raise ValueError(f"this module looks up {names} but was given {input.feature!r}: pass one of those")
         return self.lookups[input.feature](input, *others, **options)  # type: ignore[no-any-return]
 
 
@@ -169,7 +169,7 @@ def _names_of(
             found.setdefault(module, []).append(name)
     if not found and required:
         check_parameters(model)
-        raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: see filter_fn, too")
+        raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: check filter_fn too")
     return found
 
 
@@ -196,7 +196,7 @@ def _features_of(
             raise ValueError(f"features= names the module {name!r}, which the model does not have") from None
         if isinstance(inside, nn.ModuleList):
             if len(listed) != len(inside):
-                raise ValueError(f"{name} has {len(inside)} modules and features= names {len(listed)} features of it")
+                raise ValueError(f"{name} has {len(inside)} modules, but features= lists {len(listed)} features for it")
             listed_by |= {f"{name}.{i}" if name else str(i): [one] for i, one in enumerate(listed)}
         else:
             listed_by[name] = listed
@@ -207,7 +207,7 @@ def _features_of(
             chosen = feature_names(module) if is_collection(module) else _by_name(places, known)
         if not chosen:
             raise ValueError(
-                f"no feature is called like the module {places[0]!r}: give features={{{places[0]!r}: NAME}}, where the "
+                f"no feature matches the module {places[0]!r}: pass features={{{places[0]!r}: NAME}}, where the "
                 f"features are {', '.join(known)}, or leave it out by filter_fn"
             )
         if unknown := [one for one in chosen if one not in known]:
@@ -247,11 +247,11 @@ class _Replacer:
         kept = self._weight(weight_of(old), name, features)
         if isinstance(old, nn.Parameter):
             if len(features) > 1:
-                raise ValueError(f"the parameter {name} looks up {', '.join(features)}: name one feature for it")
+                raise ValueError(f"the parameter {name} looks up {', '.join(features)}: choose one feature for it")
             table = ParameterTable(self._schema, features[0])
             return self._prepared(table, old, kept, is_training=True)
         if old.scale_grad_by_freq:
-            raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
+            raise ValueError(f"{name} has scale_grad_by_freq=True: create it without, and pass weights for ids instead")
         lookups: dict[str, EmbeddingBag | Embedding] = {}
         for feature in features:
             made: EmbeddingBag | Embedding
@@ -270,7 +270,7 @@ class _Replacer:
     def _prepared(
         self, made: _Lookup, weight: torch.Tensor, kept: dict[str, torch.Tensor], *, is_training: bool
     ) -> _Lookup:
-        """Return a new module with the settings of the weight that it takes the place of."""
+        """Return a new module with the settings of the weight that it replaces."""
         made.weights, made.num_embeddings = kept, weight.shape[0]
         made.bounds = {name: weight.shape[0] for name in made.tables if name not in self._schema.open_tables}
         made.has_default_optimizer = self._has_default_optimizer
@@ -282,12 +282,12 @@ class _Replacer:
         """Return the replacement of a collection of torchrec."""
         if len(features) != len(feature_names(old)):
             raise ValueError(
-                f"{name} looks up {', '.join(feature_names(old))}, and {len(features)} features of the schema take "
-                "their place: a feature has one table, so name as many in features=, all different"
+                f"{name} looks up {', '.join(feature_names(old))}, but {len(features)} features of the schema replace "
+                "them: a feature has one table, so list the same number in features=, all distinct"
             )
         trained = {plain.weight.requires_grad for _, plain in tables_of(old)}
         if len(trained) > 1:
-            raise ValueError(f"{name} has frozen tables and tables that train: make two collections of it")
+            raise ValueError(f"{name} has frozen and trained tables: split it into two collections")
         made, rest = converted_collection(old, name, features, self._schema), iter(features)
         for config, plain in tables_of(old):
             of_table = [next(rest) for _ in config.feature_names]
@@ -303,23 +303,23 @@ class _Replacer:
         if others := [one for one in features if self._tables[one] != table]:
             raise ValueError(
                 f"{name} looks up {features[0]!r} and {others[0]!r}, which are of tables {table!r} and "
-                f"{self._tables[others[0]]!r}: give both features one table"
+                f"{self._tables[others[0]]!r}: use one table for both features"
             )
         dim = next(one.dim for one in self._schema.tables if one.name == table)
         if weight.shape[1] != dim:
-            raise ValueError(f"{name} has {weight.shape[1]} columns and table {table!r} {dim}: make them the same")
+            raise ValueError(f"{name} has {weight.shape[1]} columns, but table {table!r} has {dim}: make them the same")
         kept = None if weight.is_meta else weight.detach()
         if kept is not None:
             place = kept.untyped_storage().data_ptr()
             if (other := self._tables_of.setdefault(place, table)) != table:
                 raise ValueError(
-                    f"{name} shares its weight with a module of table {other!r} and looks up table {table!r}: give "
-                    "their features one table, as they would part in training"
+                    f"{name} shares its weight with a module of table {other!r} but looks up table {table!r}: use "
+                    "one table for their features, because their weights would diverge in training"
                 )
             before = self._weights.setdefault(table, kept)
             if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
                 raise ValueError(
-                    f"{name} and a module before it are of table {table!r} and have different weights: give their "
-                    "features separate tables, or use one module for all"
+                    f"{name} and an earlier module are of table {table!r} but have different weights: use separate "
+                    "tables for their features, or one module for all"
                 )
         return {table: self._weights[table]} if table in self._weights else {}

@@ -45,8 +45,8 @@ def check_keys_within(bounds: Mapping[str, int], passes: DatasetView) -> None:
                     f"the converted module of table {name!r} has {rows:,} rows (num_embeddings), and sub-dataset "
                     f"{one.index} of {passes.path} has {beyond.size:,} other keys, such as {int(beyond[0])}, for which "
                     "torch would raise IndexError: check the ids, convert a model with more rows, or open the table in "
-                    f"the schema (Schema(open_tables=[{name!r}]), or open = true in [tables.{name}]), and any int64 is "
-                    "a key"
+                    f"the schema (Schema(open_tables=[{name!r}]), or open = true in [tables.{name}]), so that any "
+                    "int64 is a key"
                 )
 
 
@@ -60,8 +60,7 @@ def refuse_weights(objects: Iterable[object]) -> None:
     """Raise StateError if a converted model still has its weights, because they would become no rows."""
     if weights_of(objects):
         raise StateError(
-            "a converted model brings rows for the store that is made: give it to TierCache(model=...), and not to "
-            "register()"
+            "a converted model has rows for the new store: pass it to TierCache(model=...), not to register()"
         )
 
 

@@ -68,7 +68,7 @@ class DenseState:
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(
-                    f"register({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
+                    f"register({name}=...) got a {type(value).__name__}, which has no state_dict or load_state_dict: "
                     "pass a module, an optimizer, a scheduler, or an object with these two methods"
                 )
             state = _state_of(value, anchors)
@@ -108,8 +108,8 @@ class DenseState:
     def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
         """Clone the current state; the returned function serializes the clone, on any thread.
 
-        random_states: in place of the current ones. Raises StateError for state that cannot be stored, since it may
-        have changed after ``register``.
+        random_states: instead of the current ones. Raises StateError for state that cannot be stored, since it may have
+        changed after ``register``.
         """
         anchors = anchor_ids(self.objects.values())
         objects = {name: _state_of(one, anchors) for name, one in self.objects.items() if name not in self._shared}
@@ -131,7 +131,8 @@ class DenseState:
         return save
 
     def most_bytes(self) -> int:
-        """Return about the most bytes that a commit stores, with two tensors per parameter for unstepped optimizers.
+        """Return approximately the maximum bytes that a commit stores, with two tensors per parameter for unstepped
+        optimizers.
 
         The user's own objects may need more.
         """
@@ -193,8 +194,8 @@ class DenseState:
                     value.load_state_dict(kept if not isinstance(value, nn.Module) else _sharded(kept, value))
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
-                    f"the state of {name!r} in the last commit does not fit the {type(value).__name__} "
-                    f"given to register() ({_line(error)}): register the same object as before, or start a new store"
+                    f"the state of {name!r} in the last commit does not match the {type(value).__name__} "
+                    f"passed to register() ({_line(error)}): register the same object as before, or start a new store"
                 ) from error
             finally:
                 TableModule.is_restoring = False
@@ -219,9 +220,9 @@ def load_module(module: nn.Module, data: bytes, commit: str) -> None:
     fitting = [name for name, one in objects.items() if isinstance(one, dict) and _shapes(one) == shapes]
     chosen = ["model"] if "model" in fitting else fitting
     if len(chosen) != 1:
-        found = f"{_names({*chosen})}, which all fit" if chosen else f"{_names({*objects})}, which do not fit"
+        found = f"{_names({*chosen})}, which all match" if chosen else f"{_names({*objects})}, which do not match"
         raise StateError(
-            f"{commit} has the state of {found} a {type(module).__name__} with these parameters: give the model that "
+            f"{commit} has the state of {found} a {type(module).__name__} with these parameters: pass the model that "
             "was registered, or resume from this commit with TierCache(at=...) and take the model from there"
         )
     TableModule.is_restoring = True
@@ -237,7 +238,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, object]:
 
 
 def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
-    """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
+    """Return the state of an object without its anchors; of a DTensor, as in FSDP, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
     if not any(hasattr(tensor, "to_local") for tensor in tensors_of(found)):
         return found

@@ -33,15 +33,15 @@ def derive_schema(
     """Return a schema for modules and parameters, and the feature of each.
 
     A feature has the name of its module and any number of keys; so has its table, which modules with one weight share.
-    Rows of a module on "meta" begin as ``initializer`` says, or from N(0, 1) as those of `nn.Embedding`.
+    Rows of a module on "meta" start as ``initializer`` says, or from N(0, 1) like those of `nn.Embedding`.
 
     Args:
         places: modules and `nn.Parameter`s, with their names in the model.
-        optimizer: of rows; see `convert`. None: that of `Table`.
+        optimizer: the row optimizer; see `convert`. None: the default of `Table`.
 
     Raises:
-        ValueError: a weight has a dtype that rows do not have, a collection of torchrec needs a dataset's schema, or
-            no row optimizer does what the one that was given does; or a module has weights and there is an initializer.
+        ValueError: a weight has a dtype that rows do not have, a collection of torchrec needs a dataset's schema, or no
+            row optimizer does the same as the given one; or a module has weights and there is an initializer.
     """
     chosen = optimizer if isinstance(optimizer, Mapping) else {}
     first: dict[int, Table] = {}
@@ -49,11 +49,11 @@ def derive_schema(
     features, found = list[Feature](), dict[Any, list[str]]()
     names = {(listed[0] or _ITSELF): one for one, listed in places.items()}
     if unknown := [name for name in chosen if name not in names]:
-        raise ValueError(f"optimizer= names {unknown[0]!r}, and tc.convert replaces {', '.join(names)}")
+        raise ValueError(f"optimizer= names {unknown[0]!r}, but tc.convert replaces {', '.join(names)}")
     for name, one in names.items():
         if is_collection(one):
             raise ValueError(
-                f"{name} is a {type(one).__name__}, which looks up features of a dataset: give its schema, as in "
+                f"{name} is a {type(one).__name__}, which looks up features of a dataset: pass its schema, as in "
                 "tc.convert(model, PassDataset.open(path))"
             )
         weight = weight_of(one)
@@ -73,12 +73,12 @@ def weight_of(one: nn.Module | nn.Parameter) -> torch.Tensor:
 def _table(name: str, weight: torch.Tensor, optimizer: Optimizer | None, initializer: Initializer | None) -> Table:
     if weight.dtype not in _DTYPES:
         raise ValueError(
-            f"the weight of {name} is {weight.dtype}, and vectors of rows are {', '.join(_DTYPES.values())}: convert "
+            f"the weight of {name} is {weight.dtype}, but vectors of rows are {', '.join(_DTYPES.values())}: convert "
             "the model to one of these first, as in model.float()"
         )
     if initializer is not None and not weight.is_meta:
         raise ValueError(
-            f'initializer= is given, and {name} has weights, with which its rows begin: build the model on "meta", or '
+            f'initializer= is given, but {name} has weights, from which its rows start: build the model on "meta", or '
             'choose modules on "meta" by filter_fn'
         )
     start: Any = initializer or (Normal() if weight.is_meta else Uniform())

@@ -56,7 +56,7 @@ class EmbeddingBagCollection(TableModule):
             raise ValueError(f"weighted= has {others[0]!r}, but this module looks up {', '.join(self.features)}")
         for name, chosen in modes.items():
             if chosen not in MODES:
-                raise ValueError(f"feature {name!r} is pooled by {chosen!r}: it must be one of {', '.join(MODES)}")
+                raise ValueError(f"feature {name!r} is pooled by {chosen!r}: expected one of {', '.join(MODES)}")
         self.out_features = sum(self.dims)
         """Number of columns of the output."""
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
@@ -68,7 +68,7 @@ class EmbeddingBagCollection(TableModule):
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Look up all features of ``batch``: (N, ``out_features``), in the dtype of the module.
 
-        ``weights``: by feature, a differentiable float32 tensor (ids,) in place of the weights in the data. Raises
+        ``weights``: by feature, a differentiable float32 tensor (ids,) that replaces the weights in the data. Raises
         IndexError if an id is not in the pass, RuntimeError if the pass has ended.
         """
         _check_batch(self, batch)
@@ -156,7 +156,7 @@ class EmbeddingBagCollection(TableModule):
         ]
 
     def extra_repr(self) -> str:
-        """Say what is looked up."""
+        """Describe the lookups."""
         return ", ".join(
             f"{name}: {self._modes[name]}({dim})" for name, dim in zip(self.features, self.dims, strict=True)
         )
@@ -276,7 +276,7 @@ class EmbeddingBag(EmbeddingBagCollection):
 
         Keys are int64 or int32: (N, L), a nested tensor, or (E,) with ``offsets`` (N,). With gradients they must be in
         the pass; without, any keys are read. ``per_sample_weights``: a differentiable float32 tensor, one for each key,
-        in place of the weights in the data. A batch has its own offsets. Raises ValueError for another feature,
+        that replaces the weights in the data. A batch has its own offsets. Raises ValueError for another feature,
         TypeError for any other input, and the errors of `PlainKeys.batch`.
         """
         if isinstance(input, torch.Tensor):
@@ -307,7 +307,7 @@ class EmbeddingBag(EmbeddingBagCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
-        """Look up bags of keys, leaving out padding."""
+        """Look up bags of keys, except padding."""
         name = self.features[0]
         bags = bag_input(name, keys, offsets, has_last=self.include_last_offset)
         if weights is not None:
@@ -368,7 +368,7 @@ class Embedding(EmbeddingCollection):
 
     @not_compiled
     def _of_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """Look keys up, leaving out padding."""
+        """Look up keys, except padding."""
         flat, kept = row_input(self.features[0], keys), None
         if self.padding is not None:
             flat, kept = flat.without(self.padding)
@@ -392,7 +392,7 @@ def _check_batch(module: TableModule, batch: object) -> None:
     if not isinstance(batch, Batch):
         raise TypeError(
             f"{type(module).__name__} looks up whole batches, but got a {type(batch).__name__}: pass it a "
-            "batch of a pass; make one from your own keys with Pass.batch(keys), or look one feature up with "
+            "batch of a pass; make one from your own keys with Pass.batch(keys), or look up one feature with "
             "EmbeddingBag or Embedding"
         )
 
@@ -400,7 +400,7 @@ def _check_batch(module: TableModule, batch: object) -> None:
 def _batch_of(ids: Any, offsets: object, feature: str) -> Batch:
     """Return the batch that ids belong to."""
     if offsets is not None:
-        raise TypeError(f"offsets were given with feature {feature!r}: a feature of a batch has its own, so give none")
+        raise TypeError(f"offsets were given with feature {feature!r}: a feature of a batch has its own, so pass none")
     if isinstance(ids, JaggedIds):
         if ids.feature != feature:
             raise ValueError(f"this module looks up {feature!r}, but got {ids.feature!r}: pass {feature!r}")

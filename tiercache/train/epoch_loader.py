@@ -59,8 +59,8 @@ class EpochLoader:
         self.epoch += 1
         if self.epoch >= self._epochs:
             raise StateError(
-                f"this loader was made for {self._epochs} epochs and is iterated once more: pass the number of epochs "
-                "of your loop to cache.loader(..., epochs=...)"
+                f"this loader was created for {self._epochs} epochs but is iterated once more: pass the number of "
+                "epochs of your loop to cache.loader(..., epochs=...)"
             )
         return self._iterate(self.epoch)
 

@@ -147,7 +147,7 @@ class _SliceCutter:
         """By table, a mask of this rank's keys that the newest slice uses."""
 
     def cut(self, first: int, budget: int) -> int:
-        """Return the end of the slice from ``first``: the most samples whose rows take at most ``budget`` bytes."""
+        """Return the end of the slice from ``first``: as many samples as have at most ``budget`` bytes of rows."""
         used, source = self._no_marks(), self._source
         last, step, num_bytes = first, _MARK_SAMPLES, 0
         while last < source.samples:

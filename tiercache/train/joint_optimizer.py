@@ -139,7 +139,7 @@ class JointOptimizer(torch.optim.Optimizer):
         def run_step(dense: torch.optim.Optimizer | None) -> None:
             found = method()
             if found is None:
-                raise StateError("the cache of this optimizer is gone: keep the cache as long as its loop")
+                raise StateError("the cache of this optimizer is gone: keep a reference to it during the loop")
             found(dense)
 
         self.rows.run_step = run_step
@@ -166,7 +166,8 @@ class JointOptimizer(torch.optim.Optimizer):
         check_defaults([*objects, *rows.anchors.readers], rows.dense)
 
     def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
-        """Call ``hook`` after each step of ``table`` with the updated vectors, and write back what it returns.
+        """Call ``hook`` after each step of ``table`` with the updated vectors, and write back the vectors that it
+        returns.
 
         For constraints, such as TransE's ``lambda vectors: functional.normalize(vectors, dim=1)``. The hook gets
         float32 (rows, dim) on the device of the rows, each row once, and returns the same shape; optimizer state stays.
@@ -197,7 +198,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """
         if not any(optimizer is one for one in self.dense):
             raise StateError(
-                f"the cache does not have this {type(optimizer).__name__}: give it every optimizer of its model "
+                f"the cache does not have this {type(optimizer).__name__}: pass it every optimizer of its model "
                 "(optimizer=[...], or register())"
             )
         return self._parts.setdefault(id(optimizer), JointOptimizer(self.rows, optimizer))
@@ -328,7 +329,7 @@ class JointOptimizer(torch.optim.Optimizer):
             one.load_state_dict({"state": state, "param_groups": moved})
             first += count
         if groups:
-            raise ValueError(f"the state has {len(groups)} groups of parameters more than the optimizers of this cache")
+            raise ValueError(f"the state has {len(groups)} more parameter groups than the optimizers of this cache")
         tables = [group for group in state_dict["param_groups"] if "table" in group]
         self.rows.load_state_dict({"state": {}, "param_groups": tables}, dense=self._dense)
 

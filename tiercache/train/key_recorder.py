@@ -59,7 +59,7 @@ def schema_of(model: nn.Module) -> Schema:
                     )
     if not features:
         raise ValueError(
-            "the model has no tiercache embedding, so it looks no keys up: pass the model returned by tc.convert, "
+            "the model has no tiercache embedding, so it looks up no keys: pass the model returned by tc.convert, "
             "or one with tc.Embedding or tc.EmbeddingBag"
         )
     return Schema(features=tuple(features.values()), tables=tuple(tables.values()))
@@ -101,9 +101,9 @@ class KeyRecorder:
         else:
             self._take(self._keys(batch))
         if not self._lookups:
-            how = "keys= returned none" if self._keys is not None else "the model's forward looked none up"
+            how = "keys= returned none" if self._keys is not None else "the model's forward looked up none"
             raise DatasetError(
-                f"{self._batch} has no keys: {how}; look keys up with gradients enabled and outside of torch.compile, "
+                f"{self._batch} has no keys: {how}; look up keys with gradients enabled and outside of torch.compile, "
                 "pass call= or keys=, or leave such batches out of the loader"
             )
         digests = [] if self._keys else sorted({lookup_digest(k, self._tables[t].table_id) for t, k in self._lookups})
@@ -117,7 +117,7 @@ class KeyRecorder:
     # -- by running the model -------------------------------------------------------------------------------
 
     def _copy(self, model: nn.Module) -> nn.Module:
-        """Return a copy without tables, whose modules look keys up here."""
+        """Return a copy without tables, whose modules look up keys here."""
         memo: dict[int, Any] = {id(one.weights): {} for one in self._modules.values()}
         try:
             copied = cast("nn.Module", copy.deepcopy(getattr(model, "_orig_mod", model), memo))
@@ -140,7 +140,7 @@ class KeyRecorder:
                 return
             kind = type(batch).__name__
             advice = (
-                "say how to call the model on a batch: call=lambda model, batch: model(batch[0]) for (inputs, "
+                "specify how to call the model on a batch: call=lambda model, batch: model(batch[0]) for (inputs, "
                 "labels), model(**batch) for named arguments; or pass keys=lambda batch: {...}"
             )
             if isinstance(batch, tuple | list):

@@ -118,7 +118,7 @@ class LoadedBatches:
         if not self._has_begun and self._due > _MOST_TAKEN:
             raise StateError(
                 f"{self._due:,} batches of pass {self._pass.index} were taken before one was trained: take at most one "
-                "batch ahead, so that lookups are counted for the right batch, or give cache.batches(batches_per_step="
+                "batch ahead, so that lookups are counted for the right batch, or pass cache.batches(batches_per_step="
                 f"{self._due}) if your loop takes the batches of a step at once"
             )
         due, self._due = self._due if self._has_begun else 0, 0

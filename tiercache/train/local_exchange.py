@@ -65,7 +65,7 @@ def _sent(upload: BatchUpload, address: int, array: NDArray[Any]) -> Array:
 
 
 class LocalExchange:
-    """The exchange of one rank: batches look rows up in place, and gradients wait there for the step."""
+    """The exchange of one rank: batches look up rows in place, and gradients wait there for the step."""
 
     bytes_sent = device_bytes = least_ahead = 0
 

@@ -67,7 +67,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backward of a lookup whose results raise RuntimeError when they are differentiated.
 
-    Like `torch.autograd.function.once_differentiable`, but the error says what to do.
+    Like `torch.autograd.function.once_differentiable`, but the error names a remedy.
     """
 
     @functools.wraps(backward)

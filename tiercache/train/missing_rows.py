@@ -80,8 +80,8 @@ def unseen_vectors(table: Table, keys: NDArray[np.int64], unseen: Unseen) -> NDA
     """
     if unseen == "error":
         raise KeyMissingError(
-            f"table {table.name!r} has no row for {keys.size:,} of the keys, of which the first is {int(keys[0])}: "
-            "leave them out, or give unseen='initial' or 'zeros'",
+            f"table {table.name!r} has no row for {keys.size:,} of the keys (the first is {int(keys[0])}): "
+            "leave them out, or pass unseen='initial' or 'zeros'",
             table=table.name,
             keys=keys,
         )
@@ -150,7 +150,7 @@ class MissingRows:
                         continue
                     count += keys.size
                     if missing == "load":
-                        assert reader is not None, "keys are loaded and nothing reads them"
+                        assert reader is not None, "keys are loaded but nothing reads them"
                         vectors.append(np.empty((keys.size, table.dim), np.float32))
                         reader.fill(table.name, keys, (vectors[-1],))
                     else:
@@ -220,7 +220,7 @@ class _RawRows(RowView):
         self._trained.check()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Look rows of the pass up."""
+        """Look up rows of the pass."""
         self._trained.look_up(end, trains=trains)
 
 
@@ -238,7 +238,7 @@ class _Groups(Sequence[GroupRows]):
 
 
 class _GatheredGradients(RowGradients):
-    """Forwards the gradients of rows of the pass, under their slots, and drops those of missing keys."""
+    """Forwards the gradients of rows of the pass, under their slots, and drops gradients of missing keys."""
 
     def __init__(self, trained: RowGradients, added: dict[int, _GatheredRows], backend: Backend) -> None:
         super().__init__(0, trained.anchors)

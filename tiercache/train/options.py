@@ -1,4 +1,4 @@
-"""TierCacheOptions: arguments of TierCache that few trainings change."""
+"""TierCacheOptions: arguments of TierCache that are rarely changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierCacheOptions:
-    """Settings of a `TierCache` that most trainings leave alone. Raises ValueError for an unknown value."""
+    """Settings of a `TierCache` that are rarely changed. Raises ValueError for an unknown value."""
 
     group: ProcessGroup | None = None
     """The process group to train on. Default: torch's default group if there is one, else this process alone.

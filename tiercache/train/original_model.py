@@ -28,7 +28,7 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
     weights = _weights(like, model)
     for name, (table, weight) in weights.items():
         if weight.shape[1] != table.dim:
-            raise ValueError(f"{name} has {weight.shape[1]} columns in like=, but table {table.name!r} {table.dim}")
+            raise ValueError(f"{name} has {weight.shape[1]} columns in like=, but table {table.name!r} has {table.dim}")
     tables = {one.name: one for one in store.tables}
     if unknown := [table.name for table, _ in weights.values() if table.name not in tables]:
         raise ValueError(f"{store.label} has no table {unknown[0]!r}: it has {', '.join(tables)}")
@@ -102,7 +102,7 @@ def _fill(store: Store, table: Table, weight: torch.Tensor, unseen: Unseen) -> N
         if bool((keys >= rows).any()):
             raise ValueError(
                 f"table {table.name!r} has the key {int(keys.max())}, but the embedding of like= has {rows:,} rows: "
-                "pass a model with more"
+                "pass a model with more rows"
             )
         places = torch.from_numpy(keys[inside].copy())
         weight[places.to(weight.device)] = torch.from_numpy(fields[0][inside].copy()).to(weight)

@@ -24,7 +24,7 @@ _USES = "embedding(x, {0}), torch.index_select({0}, 0, x), {0}.index_select(0, x
 
 
 class ParameterTable(Embedding):
-    """Replaces an `nn.Parameter` (rows, dim) that a model looks rows up in.
+    """Replaces an `nn.Parameter` (rows, dim) in which a model looks up rows.
 
     It supports `torch.nn.functional.embedding`, `torch.index_select` and ``index_select`` with dim 0, and indexing by a
     tensor of keys, a number, a slice or a mask. A slice or a mask means the keys of the whole table, which with
@@ -33,7 +33,7 @@ class ParameterTable(Embedding):
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look keys up for a torch function called with the table. Raises TypeError for other functions."""
+        """Look up keys for a torch function called with the table. Raises TypeError for other functions."""
         kwargs = dict(kwargs or {})
         if function is functional.embedding:
             return _embedding(*args, **kwargs)
@@ -86,7 +86,7 @@ class ParameterTable(Embedding):
         name = self.features[0]
         return (
             f"{what} is not defined for the table {name!r}, whose rows are in the store and on the device, not in a "
-            f"tensor: look keys up ({_USES.format(name)}), and put a penalty on what the lookups return"
+            f"tensor: look up keys ({_USES.format(name)}), and put a penalty on the outputs of lookups"
         )
 
 
@@ -145,21 +145,22 @@ def table_parameters(model: nn.Module, names: Sequence[str]) -> dict[Any, list[s
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise ValueError, naming them, if a model without embeddings has parameters that it looks rows up in."""
+    """Raise ValueError, naming them, if a model without embeddings has parameters in which it looks up rows."""
     if found := [*_candidates(model)]:
         listed = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in found)
         raise ValueError(
-            f"the model has no nn.Embedding and no nn.EmbeddingBag, and parameters that may be tables: {listed}. Name "
-            f"those that it looks rows up in: tc.convert(model, parameters={[name for name, _ in found]})"
+            "the model has no nn.Embedding and no nn.EmbeddingBag, but it has parameters that may be tables: "
+            f"{listed}. List those in which it looks up rows: tc.convert(model, "
+            f"parameters={[name for name, _ in found]})"
         )
 
 
 def warn_of_tables(model: nn.Module) -> None:
-    """Warn of parameters that the model looks rows up in and that stay whole in memory."""
+    """Warn of parameters in which the model looks up rows and that stay whole in memory."""
     if found := [name for name, _ in _looked_up(model)]:
         warnings.warn(
-            f"the model looks rows up in its parameters {', '.join(found)}, which stay parameters: if they are tables, "
-            f"name them, as in tc.convert(model, parameters={found})",
+            f"the model looks up rows in its parameters {', '.join(found)}, which stay parameters: if they are tables, "
+            f"list them, as in tc.convert(model, parameters={found})",
             stacklevel=3,
         )
 
@@ -177,7 +178,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _looked_up(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters (rows, dim) that the source code of their module looks rows up in."""
+    """Yield the parameters (rows, dim) in which the source code of their module looks up rows."""
     for prefix, module in model.named_modules():
         tables = {name: one for name, one in module._parameters.items() if one is not None and one.ndim == 2}
         if not tables or is_of_torch(type(module)):

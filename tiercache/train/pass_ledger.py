@@ -143,8 +143,8 @@ class PassLedger:
         if self._has_gradients:
             raise StateError(
                 f"{self.name} ended with {_batches(self.num_made)} whose rows got gradients, but no optimizer of this "
-                "cache has stepped: give the cache the optimizer that your loop steps (optimizer=..., or register()), "
-                f"or step cache.optimizer, or {_ADVICE}"
+                "cache has stepped: pass the optimizer that your loop steps to the cache (optimizer=..., or "
+                f"register()), or step cache.optimizer, or {_ADVICE}"
             )
         raise StateError(
             f"{self.name} ended with {_batches(self.num_made)} looked up with gradients enabled, but no gradient "

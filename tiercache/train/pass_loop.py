@@ -196,7 +196,7 @@ class PassLoop:
         """Commit inside the pass, or the whole pass if the loop has ended; see ``TierCache.commit``."""
         current = self.current
         if current is None:
-            raise StateError("commit() was called outside a pass: each pass commits by itself when it ends")
+            raise StateError("commit() was called outside a pass: each pass commits automatically when it ends")
         if self._is_over and current.is_trained and not current.ledger.is_stopped:
             self.finish()
             return

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """One training of one sub-dataset, yielded by ``passes()``. It ends when the loop asks for the next pass."""
+    """One training of one sub-dataset, yielded by ``passes()``. It ends when the loop requests the next pass."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Pass:
         """Samples of all ranks whose batches were yielded, including ``start_sample``."""
         self.start_sample = first_sample
         """Samples of all ranks that a commit inside this pass has: 0 unless training resumed from such a commit. Start
-        your own loader after these samples; ``batches`` does so by itself."""
+        your own loader after these samples; ``batches`` does so automatically."""
         self.start_batch = int(str((order or {}).get("raw_batches", 0)))
         """Batches of raw keys that such a commit has, the same number on every rank."""
         self.batches_done = self.start_batch
@@ -282,8 +282,8 @@ class Pass:
     def stop(self) -> None:
         """End the training in this pass: iterators over its batches end, and so does the loop over passes.
 
-        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training resumes from the
-        last commit, which is the end of an earlier pass or was made by ``TierCache.commit`` inside this one. With
+        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training run resumes from
+        the last commit, which is the end of an earlier pass or was made by ``TierCache.commit`` inside this one. With
         several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
         """
         self.rows.check()
@@ -332,7 +332,7 @@ class Pass:
         the rank takes part without samples, and when the loaders of all ranks have ended, the batch is None. So this
         loop works on any number of ranks: ``while (batch := p.batch(next(loader, None))) is not None``. Multiply the
         mean loss by ``batch.weight``, as for ``batches``. A rank without samples gets the first sample of another rank
-        with weight 0. If a rank leaves the loop early, the others raise RankError after torch's time-out.
+        with weight 0. If a rank leaves the loop early, the others raise RankError after torch's timeout.
 
         A batch is counted when it is created, so create it just before you train it. After a commit inside the pass,
         training resumes after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
@@ -386,7 +386,7 @@ class Pass:
 
         An item is (keys, label), (keys, dense, label), or a mapping with "keys" and optionally "weights", "label" and
         "dense", each as ``batch`` takes it; ``make`` converts any other item to such a mapping. After a commit inside
-        the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` resumes by itself:
+        the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` resumes on its own:
         register it (``cache.register(loader=loader)``). With several ranks it continues until the loaders of all ranks
         have ended. Raises the errors of ``batch``, and TypeError for an item that is none of these.
         """
@@ -410,7 +410,7 @@ class Pass:
     ) -> PassLoader | MadeLoader:
         """Return a sized `torch.utils.data.DataLoader` of the samples of this pass, from your own dataset.
 
-        For datasets of `record_key_sets`. It begins at the pass's position, also after a commit inside it. The order of
+        For datasets of `record_key_sets`. It begins at the pass's position, even after a commit inside it. The order of
         samples, and the random numbers that ``dataset`` and ``collate_fn`` draw for a batch, in workers or not, follow
         from the seed of the cache, the epoch, the sub-dataset and the batch's position in it. They do not change the
         random generators of your process. A batch is trained once its keys were looked up with gradients enabled, in
@@ -419,7 +419,7 @@ class Pass:
 
         Args:
             dataset: the dataset of the recorded loader; or only the recorded function.
-            batch_size: default: the recorded loader's, or its very batches if it had a batch sampler.
+            batch_size: default: the recorded loader's, or its recorded batches if it had a batch sampler.
             shuffle: whether samples (or such batches) are shuffled within the pass.
             check_keys: each key has to be in the pass, always. With this, a batch that is a recorded one (not shuffled,
                 of the same size, on one rank) has to make at least the lookups that were recorded for it, from the

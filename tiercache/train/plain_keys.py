@@ -88,14 +88,15 @@ def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *,
         return KeyInput(flat, np.arange(keys.shape[0] + 1, dtype=np.int64) * keys.shape[1], int(keys.shape[0]))
     if keys.ndim != 1 or offsets is None:
         raise ValueError(
-            f"the keys of feature {feature!r} have shape {tuple(keys.shape)}: give (N, L), or (E,) with offsets (N,)"
+            f"the keys of feature {feature!r} have shape {tuple(keys.shape)}: expected (N, L), or (E,) with offsets "
+            "(N,)"
         )
     begins = as_keys(f"the offsets of feature {feature!r}", offsets).copy()
     ends = begins if has_last else np.append(begins, flat.size)
     if ends.size < 1 or ends[0] != 0 or ends[-1] > flat.size or (np.diff(ends) < 0).any():
         raise ValueError(
             f"the offsets of feature {feature!r} are {tuple(offsets.shape)} for {flat.size} keys: they must begin with "
-            "0, never fall, and not exceed the number of keys"
+            "0, never decrease, and not exceed the number of keys"
         )
     return KeyInput(flat[: int(ends[-1])], ends, ends.size - 1)
 
@@ -129,10 +130,10 @@ class PlainKeys:
 
         Raises IndexError for a key outside [0, ``bound``), KeyNotInPassError for one that the pass lacks, StateError
         outside a pass, BudgetError if the rows exceed ``eval_budget``, and with several ranks RankError if they do not
-        all look the same feature up.
+        all look up the same feature.
         """
         if (source := self._source()) is None:
-            raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
+            raise StateError("the cache of this module is gone: keep a reference to it while its model looks up keys")
         current, budget = source(trains)
         if trains and self.committed is not None:
             raise StateError(
@@ -165,7 +166,7 @@ class PlainKeys:
                 raise KeyNotInPassError(
                     f"{missing.count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set "
                     f"of pass {current.index} (the first is {key}, of feature {feature.name!r}, in {batch}): {advice}, "
-                    "or look keys up under torch.no_grad(), which trains no row",
+                    "or look up keys under torch.no_grad(), which trains no row",
                     table=feature.table,
                     key=key,
                     batch=number,
@@ -204,11 +205,11 @@ class PlainKeys:
     def _check_same(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
         """Send this lookup to the other ranks. Raises RankError if theirs differs, and any rank's ``error``."""
         own = [crc32(feature.name.encode()), int(trains)]
-        calls = self._raw.exchange.tell(own, "looking keys up", error)
+        calls = self._raw.exchange.tell(own, "looking up keys", error)
         if others := [rank for rank, one in enumerate(calls) if one != own]:
             how = "with" if trains else "without"
             raise RankError(
-                f"rank {others[0]} made another lookup while this one looked up feature {feature.name!r} {how} "
+                f"rank {others[0]} made a different lookup while this one looked up feature {feature.name!r} {how} "
                 "gradients: all ranks must make the same lookups in the same order"
             )
 
@@ -218,9 +219,9 @@ def _batch_lacking(current: Pass) -> tuple[int, str, str]:
     loaded = current.loaders.loaded
     if loaded is None or (batch := loaded.current) is None:
         number = current.batches_done
-        return number, f"batch {number}", "give samples of this pass, write key sets that have all keys"
+        return number, f"batch {number}", "pass samples of this pass, write key sets that have all keys"
     return current.ledger.num_made - 1, loaded.name_of(batch), (
-        "the data or random numbers differ from the recording, so record key sets again, draw negatives by "
+        "the data or random numbers differ from the recording, so record key sets again, draw negatives with "
         "p.sample(), or record the dataset's draws with same_draws=True"
     )  # fmt: skip
 
@@ -284,8 +285,8 @@ class TableWeight(NoTensor):
     def _refusal(self, what: str) -> str:
         return (
             f"the weight of table {self._table!r} has no {what.removeprefix('.')} here: its rows are in the store and "
-            "on the device, so look keys up by the module, read rows with Store.lookup(), and set how they begin by "
-            "the initializer of the table"
+            "on the device, so look up keys with the module, read rows with Store.lookup(), and set their initial "
+            "values with the initializer of the table"
         )
 
     def __repr__(self) -> str:

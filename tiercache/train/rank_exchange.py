@@ -82,7 +82,7 @@ class RankExchange:
 
     Input dist: samples of a batch are read, and owners receive the requests for its rows. This needs no rows and runs
     on the host, on a thread and over separate process groups; so it runs ahead while another batch is trained, also for
-    the next pass. Output dist: rows are exchanged when a module first looks the batch up, on the training thread.
+    the next pass. Output dist: rows are exchanged when a module first looks up the batch, on the training thread.
     Micro-batches and evaluations exchange rows while the previous batch is used: on a CPU on another thread. On a GPU
     the training thread queues the exchange on a second stream. So all ranks queue their collectives and those in the
     user's model in one order; otherwise they could deadlock.
@@ -168,7 +168,7 @@ class RankExchange:
         """Return a function that reads this rank's part of the samples of ``request``.
 
         Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / the samples of the
-        step. A rank without samples gets the first of all with weight 0, so that it takes part in everything. by_owner:
+        step. A rank without samples gets the first of all with weight 0, so that it joins every exchange. by_owner:
         owners read the features that they pool, for all ranks.
         """
         modes = poolings(self._modules, self._tables)  # here: at the same batch on all ranks

@@ -115,7 +115,7 @@ class RankRows:
         """Begin with the next pass, up to ``end``; no other cache trains the store until ``stop``."""
         if self.store.mode != "a":
             raise StateError(
-                f"{self.store.label} is open read-only: to train, give a path, or a Store opened with mode='a'"
+                f"{self.store.label} is open read-only: to train, pass a path, or a Store opened with mode='a'"
             )
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
@@ -207,7 +207,7 @@ class RankRows:
 
     @property
     def host_bytes_peak(self) -> int:
-        """The most bytes of rows that the host has held so far."""
+        """Peak bytes of rows on the host so far."""
         return self.memory.peak_bytes
 
     def current_rows(

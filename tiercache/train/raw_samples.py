@@ -27,7 +27,7 @@ Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
 
 _FORMS = (
-    "give a mapping from features to their keys, each (N,), (N, L), a pair (values, offsets), a nested tensor or a "
+    "pass a mapping from features to their keys, each (N,), (N, L), a pair (values, offsets), a nested tensor or a "
     "sparse one of shape (N, keys); or a KeyedJaggedTensor; or one tensor (N, features)"
 )
 
@@ -91,7 +91,7 @@ def _form_of(value: Any) -> tuple[Any, Any]:
         return _WholeLists(value.values(), value.offsets()), None
     if isinstance(value, torch.Tensor) and value.layout in (torch.sparse_coo, torch.sparse_csr):
         if value.ndim != 2:
-            raise ValueError(f"keys are a sparse tensor of shape {tuple(value.shape)}: give (N, keys)")
+            raise ValueError(f"keys are a sparse tensor of shape {tuple(value.shape)}: expected (N, keys)")
         if value.layout == torch.sparse_coo:
             value = value.coalesce().to_sparse_csr()
         return _WholeLists(value.col_indices(), value.crow_indices()), value.values()
@@ -154,7 +154,7 @@ def feature_keys(
         if feature.name not in keys:
             if keys and not needs_all:
                 continue
-            raise ValueError(f"feature {feature.name!r} was given no keys: give the keys of every feature")
+            raise ValueError(f"feature {feature.name!r} was given no keys: pass the keys of every feature")
         found[feature.name] = _check_feature(feature, keys[feature.name], weights.get(feature.name))
     counts = {name: feature.keys.size if feature.offsets is None else feature.offsets.size - 1
               for name, feature in found.items()}  # fmt: skip
@@ -174,15 +174,17 @@ def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
     if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
         keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # fixed length
     if keys.ndim not in ((1,) if offsets is not None else (1, 2)):
-        raise ValueError(f"the keys of {where} have shape {keys.shape}: give (N,), (N, L) or a pair (values, offsets)")
+        raise ValueError(
+            f"the keys of {where} have shape {keys.shape}: expected (N,), (N, L) or a pair (values, offsets)"
+        )
     shape = keys.shape
     if feature.hotness == "one_hot" and (offsets is not None or keys.ndim != 1):
         seen = "values and offsets" if offsets is not None else f"shape {shape}"
-        raise ValueError(f"the keys of {where} have {seen}: it has one key a sample in the schema, so give (N,)")
+        raise ValueError(f"the keys of {where} have {seen}: it has one key per sample in the schema, so pass (N,)")
     if feature.hotness == "multi_hot" and (offsets is not None or keys.ndim != 2 or shape[1] != feature.length):
         seen = "values and offsets" if offsets is not None else f"shape {shape}"
-        raise ValueError(f"the keys of {where} have {seen}: it has {feature.length} keys a sample in the schema, so "
-                         f"give (N, {feature.length})")  # fmt: skip
+        raise ValueError(f"the keys of {where} have {seen}: it has {feature.length} keys per sample in the schema, "
+                         f"so pass (N, {feature.length})")  # fmt: skip
     if offsets is None and feature.hotness != "one_hot":
         length = shape[1] if keys.ndim == 2 else 1
         offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
@@ -204,8 +206,8 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
             f" from {offsets[0]} to {offsets[-1]}" if offsets.ndim == 1 and offsets.size else ""
         )
         raise ValueError(
-            f"the offsets of {where} are {seen}: give (N + 1,) numbers that begin with 0, never fall and end with "
-            f"the number of keys, {keys.size}"
+            f"the offsets of {where} are {seen}: expected (N + 1,) numbers that begin with 0, never decrease and end "
+            f"with the number of keys, {keys.size}"
         )
     return offsets.copy()  # loaders reuse their arrays
 
@@ -218,8 +220,8 @@ def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.floa
     weights = np.asarray(values)
     if weights.shape != shape or weights.dtype.kind not in "fiu":
         raise ValueError(
-            f"the weights of {where} are {weights.dtype} of shape {weights.shape}: give a number for each of its keys, "
-            f"of shape {shape}"
+            f"the weights of {where} are {weights.dtype} of shape {weights.shape}: expected a number for each of its "
+            f"keys, of shape {shape}"
         )
     return np.array(weights.reshape(-1), dtype=np.float32)
 
@@ -257,7 +259,9 @@ def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -
         raise ValueError(f"{what} is a sparse tensor, or one without values: pass a dense tensor")
     if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
         expected = "(N,)" if len(shape) == 1 else "(N, columns)"
-        raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+        raise ValueError(
+            f"{what} has shape {tuple(found.shape)}: expected {expected} for the batch's {shape[0]} samples"
+        )
     if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU the check would wait for it
         at = int((~found.isfinite()).nonzero()[0, 0])
         raise ValueError(f"{what} of sample {at} is not finite: use finite numbers, or leave the sample out")
@@ -288,6 +292,6 @@ def parts_of(item: Any) -> Mapping[str, Any]:
     if isinstance(item, tuple | list):
         what += f" of {len(item)}"
     raise TypeError(
-        f'the loader gave {what}: expected (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
+        f'the loader yielded {what}: expected (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
         'and "dense"; or pass a function that makes such a mapping, wrap(loader, make)'
     )

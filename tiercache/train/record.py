@@ -106,8 +106,8 @@ def record_key_sets(
         raise ValueError("call= and keys= exclude each other: pass keys=, which needs no forward, or call=")
     if min_count > 1 and (weighted := [name for name, one in named_table_modules(model) if one.weights]):
         raise ValueError(
-            f"min_count is {min_count}, but module {weighted[0]!r} has a weight for each key, also for those "
-            'that would share a row: create the module on "meta" (device="meta") before you convert it, or leave out '
+            f"min_count is {min_count}, but module {weighted[0]!r} has a weight for each key, including those "
+            'that would share a row: create the module on "meta" (device="meta") before you convert it, or omit '
             "min_count"
         )
     batches = _source(loader, seed, same_draws=same_draws)
@@ -158,7 +158,7 @@ def _source(loader: Any, seed: int, *, same_draws: bool) -> _Samples | _Iterable
     if same_draws:
         raise ValueError(
             "same_draws was given with a function that makes batches: these have no indices to seed random numbers "
-            "with, and have to be the same each time anyway"
+            "with, and must be the same each time anyway"
         )
     return _Iterable(loader, seed)
 

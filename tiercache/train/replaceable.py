@@ -54,7 +54,7 @@ def _check_lookup(old: Any, name: str) -> None:
     kind = type(old).__name__
     if parametrize.is_parametrized(old):
         raise ValueError(
-            f"{name} is parametrized ({', '.join(old.parametrizations)}), and rows are not: remove the parametrization "
+            f"{name} is parametrized ({', '.join(old.parametrizations)}), but rows are not: remove the parametrization "
             "(torch.nn.utils.parametrize.remove_parametrizations) before tc.convert"
         )
     if type(old).forward not in _FORWARDS or "forward" in vars(old):
@@ -191,8 +191,8 @@ def warn_of_references(
                 kinds.setdefault(named[id(part)][1], []).append(f"a {type(holder).__name__} of {len(holder)}")
     for name, holders in kinds.items():
         warnings.warn(
-            f"the weight of {name} is also in {', '.join(sorted(set(holders)))} outside of the model, which keeps "
-            "its present values while rows are trained: if an optimizer has it, pass that as tc.convert(optimizer=...)",
+            f"the weight of {name} is also in {', '.join(sorted(set(holders)))} outside the model, which keeps its "
+            "current values while rows are trained: if an optimizer has it, pass that as tc.convert(optimizer=...)",
             stacklevel=3,
         )
 

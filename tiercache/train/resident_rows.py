@@ -168,7 +168,7 @@ class ResidentRows:
         """Raise DatasetError for a dataset of other tables."""
         if different := {table.name for table in {*passes.tables} ^ {*self.source.tables}}:
             raise DatasetError(
-                f"the dataset {passes.path} was extracted for other tables than those trained here (they differ in "
+                f"the dataset {passes.path} was extracted for different tables than those trained here (they differ in "
                 f"{', '.join(sorted(different))}): extract it with the schema of {self.source.path}"
             )
 

@@ -21,7 +21,7 @@ Save: TypeAlias = "Callable[[Sequence[Any]], list[SavedGradient]]"
 
 NOBODY_STEPS = (
     "row gradients of an earlier batch are pending, but cache.optimizer was never stepped, so no row would be trained: "
-    "give the cache the optimizer (optimizer=...) and step cache.optimizer instead of it"
+    "pass the optimizer to the cache (optimizer=...) and step cache.optimizer instead"
 )
 
 

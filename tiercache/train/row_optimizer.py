@@ -145,7 +145,8 @@ class RowOptimizer(torch.optim.Optimizer):
             if len(self.dense) > 1 or any(id(one.parameter) in owned for one in self.anchors):
                 raise StateError(
                     f"a module that looks up {anchor.tables} is in none of the cache's optimizers, so its rows would "
-                    "not be trained: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
+                    "not be trained: add the module's parameters to an optimizer, or freeze it with "
+                    "requires_grad_(False)"
                 )
             return self.dense[0]
         return found
@@ -164,7 +165,7 @@ class RowOptimizer(torch.optim.Optimizer):
         stored = [group.get("table") for group in state_dict["param_groups"]]
         mine = [group["table"] for group in self.groups_of(dense)]
         if sorted(stored, key=str) != sorted(mine):
-            raise StateError(f"the state is of tables {stored}, but the cache has {mine}: use the same tables")
+            raise StateError(f"the state has tables {stored}, but the cache has {mine}: use the same tables")
         for group in state_dict["param_groups"]:
             self._of[group["table"]].update({name: value for name, value in group.items() if name != "params"})
 
@@ -172,8 +173,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Raise StateError if there are several ranks, each with copies of the rows that it looks up."""
         if self.num_ranks > 1:
             raise StateError(
-                f"{what} writes rows where they are looked up, but this cache has {self.num_ranks} ranks: train on "
-                "one, or leave it out"
+                f"{what} writes rows on the rank that looks them up, but this cache has {self.num_ranks} ranks: "
+                "train on one, or do not use it"
             )
 
     # -- for the cache ------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class RowOptimizer(torch.optim.Optimizer):
         norm = torch.stack([row_squares, *squares]).sum().sqrt().float()
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
-                f"the norm of gradients is {float(norm)}, and cannot be clipped: skip this step, or give "
+                f"the norm of gradients is {float(norm)}, which cannot be clipped: skip this step, or pass "
                 "error_if_nonfinite=False"
             )
         factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
@@ -322,7 +323,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if lacking:
                 raise ValueError(
                     f"momentum of table {settings['table']!r} is {settings['momentum']}, but its rows have no "
-                    f"{lacking.pop()}: give the table SGD(momentum=...), or alter the store"
+                    f"{lacking.pop()}: use SGD(momentum=...) for the table, or alter the store"
                 )
             self._now[g] = values, now
         return self._now[g][1]
@@ -340,8 +341,9 @@ class RowOptimizer(torch.optim.Optimizer):
             if values_of(other) != values:
                 name = next(name for name in self._names[g] if other[name] != first[name])
                 raise ValueError(
-                    f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, but have "
-                    f"{name} {first[name]} and {other[name]}: set both, or give one a different dim, dtype or optimizer"
+                    f"tables {first['table']!r} and {other['table']!r} have the same row layout and step together, "
+                    f"but have {name} {first[name]} and {other[name]}: set both, or use a different dim, dtype or "
+                    "optimizer"
                 )
         return first
 

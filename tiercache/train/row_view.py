@@ -190,7 +190,7 @@ def make_batch(
 ) -> Batch:
     """Return a batch on the device of ``rows``. ``ids`` replace the samples' local ids.
 
-    collations: `Collations` of the batch. to_device: copies label and dense, in place of the backend's method.
+    collations: `Collations` of the batch. to_device: copies label and dense, instead of the backend's method.
     """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
     to_device = to_device or rows.backend.to_device

@@ -163,8 +163,8 @@ def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
     for name in features:
         if name not in batch.ids:
             raise ValueError(
-                f"the batch was made without the rows of feature {name!r}: pass its keys, and give the cache every "
-                "module that looks it up before the batch is made"
+                f"the batch was made without the rows of feature {name!r}: pass its keys, and register every module "
+                "that looks it up before you create the batch"
             )
 
 
@@ -207,8 +207,8 @@ def _weights_of(part: FeaturePart, batch: Batch, collated: Collated, weights: Ma
             first, last = int(starts[f]), int(starts[f + 1])
             if tuple(weights[name].shape) != (last - first,):
                 raise ValueError(
-                    f"weights of feature {name!r} have shape {tuple(weights[name].shape)}: give one for each of "
-                    f"its {last - first} ids in the batch"
+                    f"weights of feature {name!r} have shape {tuple(weights[name].shape)}: expected one for each "
+                    f"of its {last - first} ids in the batch"
                 )
             parts.append((first, last, weights[name]))
     return batch.rows.backend.weights(int(starts[-1]), parts) if parts else NONE_F4

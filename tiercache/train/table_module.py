@@ -1,4 +1,4 @@
-"""TableModule: the common part of modules that look tables up. Created without a cache and bound to one later."""
+"""TableModule: the common part of modules that look up tables. Created without a cache and bound to one later."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class TableModule(nn.Module):
             kind = type(self).__name__
             argument = "" if kind.endswith("Collection") else ", feature"
             raise TypeError(
-                f"{kind} got {type(unchecked).__name__} as its schema: it takes the schema of the dataset in "
-                f"place of torch's num_embeddings and embedding_dim, as in "
+                f"{kind} got {type(unchecked).__name__} as its schema: it takes the schema of the dataset "
+                f"instead of torch's num_embeddings and embedding_dim, as in "
                 f"tc.{kind}(PassDataset.open(path).schema{argument})"
             )
         specs = {feature.name: feature for feature in schema.features}
@@ -55,7 +55,7 @@ class TableModule(nn.Module):
             if name not in specs:
                 raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
             if self.features.count(name) > 1:
-                raise ValueError(f"feature {name!r} was given twice: name each feature once")
+                raise ValueError(f"feature {name!r} was given twice: list each feature once")
         self.feature_specs = {name: specs[name] for name in self.features}
         dims = {table.name: table.dim for table in schema.tables}
         self.dims = [dims[spec.table] for spec in self.feature_specs.values()]
@@ -145,9 +145,9 @@ class TableModule(nn.Module):
             return
         if (value := anchor.item()) != _ANCHOR:
             raise ValueError(
-                f"the parameter of {name} was written ({value:g} in place of {_ANCHOR:g}), as by a loop that "
-                f"all parameters, but this does not initialize rows of {', '.join(self.tables)}: leave {name}.anchor "
-                "out, and set the initializer of the table, or initialize the model before tc.convert"
+                f"the parameter of {name} was overwritten ({value:g} instead of {_ANCHOR:g}), as by a loop over "
+                f"all parameters, but this does not initialize rows of {', '.join(self.tables)}: exclude "
+                f"{name}.anchor, and set the initializer of the table, or initialize the model before tc.convert"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -221,7 +221,7 @@ class TableModule(nn.Module):
         if plain is None:
             raise StateError(
                 f"a module that looks up {', '.join(self.features)} got a tensor of keys but belongs to no "
-                "cache: give the cache its model (model=..., or register())"
+                "cache: pass its model to the cache (model=..., or register())"
             )
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
         bound = next(iter(self.bounds.values()), None)
@@ -297,7 +297,7 @@ _INSTEAD = {
     "padding_idx": "tc.Embedding and tc.EmbeddingBag have one",
     "max_norm": "tc.Embedding and tc.EmbeddingBag have one",
     "norm_type": "tc.Embedding and tc.EmbeddingBag have one",
-    "scale_grad_by_freq": "give weights for ids instead",
+    "scale_grad_by_freq": "pass weights for ids instead",
     "sparse": "no gradient of a whole table ever exists",
     "include_last_offset": "a batch has its own offsets",
     "reset_parameters": "rows are initialized by the initializer of their table",
@@ -316,12 +316,12 @@ def _of_no_cache() -> None:
 
 
 def table_modules(objects: Iterable[object]) -> list[TableModule]:
-    """Return the modules that look tables up, among all modules of ``objects``."""
+    """Return the modules that look up tables, among all modules of ``objects``."""
     return [part for one in objects for _, part in named_table_modules(one)]
 
 
 def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
-    """Return the modules in ``one``, which may be any object, that look tables up, with their names in it."""
+    """Return the modules in ``one``, which may be any object, that look up tables, with their names in it."""
     if not isinstance(one, nn.Module):
         return []
     return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]

@@ -80,7 +80,7 @@ def to_torch(
     for name, one in places:
         if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
             raise ValueError(  # noqa: TRY004 - the model is what it should not have
-                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: pass a model whose "
+                f"{name or 'the model'} is an {type(one).__name__}, which looks up whole batches: pass a model whose "
                 "modules look up one feature each"
             )
         for table in one.tables:
@@ -103,7 +103,7 @@ class KeyedEmbedding(nn.Module):
     """Rows of a table by raw keys, pooled or not."""
 
     def __init__(self, rows: _KeyedRows, trained: TableModule, feature: str) -> None:
-        """trained: the module that looked the feature up; its settings are copied."""
+        """trained: the module that looked up the feature; its settings are copied."""
         super().__init__()
         self.rows, self.pooling, self.padding = rows, trained.mode_of(feature), trained.padding
         self.max_norm, self.norm_type = trained.max_norm, trained.norm_type

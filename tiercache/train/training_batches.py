@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class TrainingBatches:
     """The batches of all passes from the last commit to the end of an epoch; see ``TierCache.batches``.
 
-    Each iteration begins at the last commit, as a loop over ``passes`` does. One iteration at a time.
+    Each iteration starts at the last commit, like a loop over ``passes``. One iteration at a time.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TrainingBatches:
         """Return the store, its last commit, its pass and sample, and the number of batches that were yielded.
 
         Rows and registered objects are in the commit, so a checkpoint needs no more. Batches trained since the commit
-        are not included: a training that loads the state repeats them.
+        are not included: a run that loads the state repeats them.
         """
         (pass_index, sample), current = self._loop.position, self.current_pass
         done = (
@@ -79,7 +79,7 @@ class TrainingBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the next iteration begins at the commit of ``state``, and count its batches in the length.
 
-        You need not call this to resume: an iteration begins at the last commit by itself. To resume from an older
+        You need not call this to resume: an iteration starts at the last commit automatically. To resume from an older
         checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`). Raises StateError if the
         store has another commit, or if the length was requested before: a trainer would stop too early.
         """
@@ -89,7 +89,7 @@ class TrainingBatches:
             raise StateError(
                 f"the checkpoint was made after {before:,} batches, but the trainer requested the number of batches "
                 "before it loaded the checkpoint, so it would stop too early: train without the trainer's checkpoint "
-                "(ckpt_path), because the cache resumes from its last commit by itself"
+                "(ckpt_path), because the cache resumes from its last commit on its own"
             )
         self._before = before
 
@@ -141,7 +141,7 @@ def _check_steps(samples: Sequence[int], size: int, per_step: int, last: int | N
     for index, count in enumerate(samples):
         if index != last and (rest := -(-count // size) % per_step):
             remedy = (
-                f"leave out the last {rest * size:,} samples or fewer"
+                f"drop the last {rest * size:,} samples or fewer"
                 if index == len(samples) - 1
                 else f"cut passes at multiples of {size * per_step:,} samples (batch_multiple, or a recorded loader "
                 "with such batches)"

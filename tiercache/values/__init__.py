@@ -1,1 +1,1 @@
-"""Frozen values that the parts of a training pass to each other. They import no other package of tiercache."""
+"""Frozen values that the parts of training pass to each other. They import no other package of tiercache."""

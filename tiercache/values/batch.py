@@ -128,7 +128,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JaggedIds(NoTensor):
-    """The local ids of one feature of a batch, in place of a plain model's tensor of keys.
+    """The local ids of one feature of a batch, instead of a plain model's tensor of keys.
 
     ``ids == key`` and ``ids != key`` are as for that tensor, on the training device: bool (N,), (N, length) for lists
     of fixed length, (ids,) for ragged ones. ``shape`` and ``size`` are that tensor's, if the length is the same for

@@ -16,7 +16,7 @@ Array = Any
 
 
 class NoTensor:
-    """Ids, or a batch of them, in place of a tensor: every operation of a tensor raises TypeError.
+    """Ids, or a batch of them, instead of a tensor: every operation of a tensor raises TypeError.
 
     Python's own comparison of objects would silently be False, and mask nothing.
     """
@@ -35,7 +35,7 @@ class NoTensor:
         """Return the message of an error about an operation, or an attribute."""
         return (
             f"{what} is not defined for {self._label}, which is not a tensor of keys: look it up with a module. "
-            "Compare a feature with a key by == or != (batch.features[name] == 0) for a mask; its local ids are in "
+            "Compare a feature with a key with == or != (batch.features[name] == 0) for a mask; its local ids are in "
             ".values, and .offsets has the start of each sample's ids"
         )
 

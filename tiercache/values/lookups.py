@@ -112,7 +112,7 @@ class SavedGradient:
     gradient."""
     width: int
     cols: NDArray[np.int64]
-    """The first column of each feature; if ``places`` is None, every feature has one entry a sample."""
+    """The first column of each feature; if ``places`` is None, every feature has one entry per sample."""
     places: Array | None
     """(E,) see `LookedUp`."""
     scales: Array

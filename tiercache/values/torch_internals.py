@@ -1,7 +1,7 @@
 """The private parts of torch that this package calls. A new release of torch is tried with `make test`, then allowed.
 
 Besides these, `train/joint_optimizer.py` reads the hooks that `torch.optim.Optimizer` keeps, `values/compiled.py` sets
-the mark by which the compiler skips a function, and `dist/communicator.py` the time-outs of process groups.
+the mark by which the compiler skips a function, and `dist/communicator.py` the timeouts of process groups.
 """
 
 from __future__ import annotations

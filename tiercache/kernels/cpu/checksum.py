@@ -1,4 +1,4 @@
-"""CRC32C of many runs of bytes in one call without the GIL, which would cost a training thread 3 us per page.
+"""CRC32C of many runs of bytes in one call without the GIL, which would cost the training thread 3 us per page.
 
 The kernel needs a CPU with an instruction for CRC32C: call `has_crc32c` first.
 """
@@ -90,7 +90,7 @@ def crc32c(parts: Sequence[Part]) -> U4:
     # All parts at once: during a call of NumPy for each of them, other threads would wait.
     lengths, sizes = [bounds.size for _, bounds in parts], np.array([array.size for array, _ in parts])
     if min(lengths) == 0:
-        raise ValueError(f"part {lengths.index(0)} has no bounds: give one for each run, and the end of the last")
+        raise ValueError(f"part {lengths.index(0)} has no bounds: pass one for each run, and the end of the last")
     after, bounds = np.cumsum(lengths), np.concatenate([bounds for _, bounds in parts])
     part_of = np.arange(sizes.size).repeat(lengths)
     runs = np.ones(bounds.size - 1, np.bool_)

@@ -44,7 +44,9 @@ def threads() -> int:
 
 
 def most_threads() -> int:
-    """Return the most threads that parallel kernels may use: the cores that numba found, or NUMBA_NUM_THREADS."""
+    """Return the maximum number of threads that parallel kernels may use: the cores that numba found, or
+    NUMBA_NUM_THREADS.
+    """
     return int(_config.NUMBA_NUM_THREADS)
 
 

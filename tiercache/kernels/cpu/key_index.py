@@ -160,7 +160,7 @@ def _find(
 class KeyIndex:
     """Positions (int32) of the keys of several tables; table t has id `table_ids[t]`.
 
-    num_keys: the most keys that fit. Not thread-safe.
+    num_keys: the maximum number of keys that fit. Not thread-safe.
     """
 
     def __init__(self, num_keys: int, table_ids: U8) -> None:

@@ -1,4 +1,4 @@
-"""Sort the entries of a step so that those of one row are adjacent, in batch order.
+"""Sort the entries of a step so that entries of one row are adjacent, in batch order.
 
 A stable radix sort, least significant digit first. Every part counts and scatters its own range of the input, so the
 result does not depend on the number of threads.

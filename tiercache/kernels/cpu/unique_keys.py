@@ -253,7 +253,7 @@ class UniqueKeys:
     """Numbers the keys of one table as they first appear, counts them, and returns them in hash order.
 
     Each of ``parts`` (a power of two) may be filled by a separate thread. Memory: 26 to 51 bytes for each key and as
-    much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
+    much for the old slots of a part while it grows; sorting takes 36 to 44 bytes per key.
     """
 
     def __init__(self, table_id: int = 0, parts: int = 1, expected: int = 0) -> None:

@@ -50,7 +50,7 @@ def set_streams(device: Device, streams: Any, slots: Any, keys: Any, table_id: i
     places = None if slots is None else view(device, "slots", slots, np.int32)
     num_slots = to.size if places is None else places.size
     if num_slots != seen.size:
-        raise ValueError(f"{seen.size} keys have {num_slots} slots: give one each.")
+        raise ValueError(f"{seen.size} keys have {num_slots} slots: pass one each.")
     if seen.size == 0:
         return
     table = int(np.array(mix((seed ^ table_id) & ((1 << 64) - 1)), np.uint64).view(np.int64))
@@ -67,9 +67,9 @@ def _launch(
         seen = view(device, "slots", slots, np.int32)
         address = seen.address
         if seen.size != size:
-            raise ValueError(f"{size} keys have {seen.size} slots: give one each.")
+            raise ValueError(f"{size} keys have {seen.size} slots: pass one each.")
     elif to.num_slots != size:
-        raise ValueError(f"out has {to.num_slots} rows for {size} keys: give one each.")
+        raise ValueError(f"out has {to.num_slots} rows for {size} keys: pass one each.")
     rows = size if to.dim else 0
     vec = to.access()[0]
     part = keys, address, to.address, rows, stream, to.dim, vec, kind, a, b, to.is_half

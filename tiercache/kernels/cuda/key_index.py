@@ -39,7 +39,8 @@ class MissingKeys:
 class KeyIndex:
     """Positions (int32) of the keys of several tables; table t has id `table_ids[t]` (a NumPy array).
 
-    num_keys: the most keys that fit. Nothing waits for the device. Do not search during an insert on another stream.
+    num_keys: the maximum number of keys that fit. Nothing waits for the device. Do not search during an insert on
+    another stream.
     """
 
     def __init__(self, device: Device, num_keys: int, table_ids: U8) -> None:

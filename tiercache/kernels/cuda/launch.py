@@ -108,7 +108,7 @@ def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 
     """
     found = device.describe(array)
     if found is None:
-        raise ValueError(f"{name} is of type {type(array).__name__}: give an array on the CUDA device.")
+        raise ValueError(f"{name} is of type {type(array).__name__}: pass an array on the CUDA device.")
     found.check(name, dtypes, ndim, written=written)
     return found
 
@@ -121,7 +121,7 @@ def address_of(
         return 0
     seen = view(device, name, array, dtype, ndim=len(shape or array.shape), written=written)
     if shape and seen.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(seen.shape)}, and {shape} is needed.")
+        raise ValueError(f"{name} has shape {tuple(seen.shape)}, but {shape} is needed.")
     return seen.address
 
 

@@ -110,7 +110,7 @@ class PoolPlan:
         taken, to = view(device, "slots", slots, np.int32), view(device, "out", out, np.float32, written=True)
         grad = view(device, "gradient", gradient, np.float32, ndim=2)
         if taken.size != to.size:
-            raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: give one each.")
+            raise ValueError(f"{taken.size} slots and {to.size} gradients of weights: pass one each.")
         bags = address_of(device, "offsets", offsets, np.int64, (group.num_features * grad.shape[0] + 1,))
         self._launch("pooling.weight_gradient", [(0, taken.address, bags, 0, 0, 0, to.address, 0)], grad)
 

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     widths: tuple[int, ...]
     """Words of each field of a row."""
     positions: int
-    """The most local ids that are mapped to slots at once."""
+    """Maximum number of local ids mapped to slots at once."""
     rounded: bool
     """True if steps round its vectors, which have 16 bits then."""
 
@@ -176,7 +176,7 @@ class KeyIndex(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Number of places: another pass fits if `kernels.cpu.key_index.capacity_for` its keys is not larger."""
+        """Number of places: another pass fits if `kernels.cpu.key_index.capacity_for` of its keys is not larger."""
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
         """Replace all keys by the keys of a pass, in host memory or mapped files."""

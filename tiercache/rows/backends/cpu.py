@@ -125,14 +125,14 @@ class CpuBackend:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of the buffer pool, which all trainings of a process share."""
+        """Return the bytes of the buffer pool, which all caches of a process share."""
         return POOL.num_bytes
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Do nothing: `kernels.cpu.compile.prepare` compiles the kernels, whatever the device."""
 
     def drop_scratch(self) -> None:
-        """Drop this backend's buffers; the pool belongs to all trainings."""
+        """Drop this backend's buffers; the pool belongs to all caches."""
         self._sorting, self._updates, self._has_overflow = SortBuffers(), UpdateBuffers(), False
 
     def random_state(self) -> torch.Tensor | None:
@@ -331,7 +331,7 @@ class CpuBackend:
         set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
-        """Write in place; zeros of a fresh array are there already."""
+        """Write in place; a fresh array is already zero."""
         if slots is not None:
             field[slots] = value
         elif value:

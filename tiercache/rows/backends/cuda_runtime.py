@@ -188,7 +188,7 @@ class CudaRuntime(Streams):
         return self._exchanges.record_event()
 
     def synchronize(self) -> None:
-        """Wait for all streams of this training, and for the current one."""
+        """Wait for all streams of this cache, and for the current one."""
         current = torch.cuda.current_stream(self.device)
         for stream in (self._dumps, self._loads, self._searches, self._uploads, self._exchanges, current):
             stream.synchronize()  # synchronize!
@@ -426,8 +426,8 @@ def open_runtime(index: int | None) -> CudaRuntime:
     kernels = open_device(index, TorchHost(index))
     if not torch.cuda.is_available():
         raise CudaError(
-            f"torch {torch.__version__} was built without CUDA, or for another driver: install a torch for CUDA as "
-            "pytorch.org says, or use device='cpu'."
+            f"torch {torch.__version__} was built without CUDA, or for another driver: install a CUDA build of torch "
+            "as pytorch.org describes, or use device='cpu'."
         )
     return CudaRuntime(kernels, index)
 

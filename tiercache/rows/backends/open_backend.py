@@ -24,7 +24,7 @@ def device_name(device: str | torch.device | Backend) -> str | Backend:
     if isinstance(device, torch.device):
         return "cpu" if device.type == "cpu" else str(device)
     if not isinstance(device, str) and not hasattr(device, "prepare"):
-        raise TypeError(f"device is {device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device")
+        raise TypeError(f"device is {device!r}: expected 'cpu', 'cuda', 'cuda:1' or a torch.device")
     return device
 
 
@@ -45,6 +45,6 @@ def open_backend(device: str | torch.device | Backend, tables: Sequence[Table]) 
 
         backend = CudaBackend(open_runtime(None if found[1] is None else int(found[1])))
     else:
-        raise ValueError(f"device is {device!r}: it must be 'cpu', 'cuda', or one of several GPUs as in 'cuda:1'")
+        raise ValueError(f"device is {device!r}: expected 'cpu', 'cuda', or one of several GPUs as in 'cuda:1'")
     backend.prepare(tables)
     return backend

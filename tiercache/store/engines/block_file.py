@@ -43,7 +43,7 @@ Run = tuple[int, int]
 _SPLIT_BYTES = 1 << 20
 """A run this long may hold a part of any larger blob; smaller blobs split over shorter runs."""
 _DIRECT_BYTES = 64 << 10
-"""Shorter parts, and those that do not begin at a memory page, are gathered; shorter ranges use the page cache."""
+"""Shorter parts, and parts that do not begin at a memory page, are gathered; shorter ranges use the page cache."""
 _MOST_GROWTH = 64 << 20
 _READ_BYTES = 1 << 30
 """One read of Linux returns less than 2 GiB."""
@@ -247,7 +247,7 @@ class BlockFile:
         direct = self._direct if is_long else None
         done = 0 if direct is None else self._read_direct(direct, offset, out)
         if read_cached(self._handle, out.data, offset, done) < out.size:
-            raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
+            raise BlockReadError(f"is truncated: {self.path.name} ends at byte {self.size:,}")
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
         """Read whole pages, including those at both ends of ``out``; returns how many bytes of ``out`` were read."""
@@ -272,8 +272,7 @@ class BlockFile:
         """Allocate space for blobs of ``sizes``, for all of them or none. Raises StoreFullError and StoreError."""
         if self.space.end > self.size:
             raise CorruptStoreError(
-                f"{self.path} ends at byte {self.size:,}, before the end of blobs that it has: restore the store from "
-                "a copy"
+                f"{self.path} ends at byte {self.size:,}, before the end of its blobs: restore the store from a copy"
             )
         self._dirty = True
         num_bytes = sum(map(paged, sizes))

@@ -96,7 +96,7 @@ class Engine(Protocol):
     label: str
     """The store's name in messages."""
     memory_bytes: int
-    """The most that copies of parts being written may take, or one part that is larger; set by the memory plan."""
+    """Maximum size of copies of parts being written, or of one part that is larger; set by the memory plan."""
     lease_folder: Path | None
     """The folder for leases of readers in other processes; None if there is none."""
     notes: Notes | None
@@ -192,7 +192,7 @@ def check_names(blobs: Sequence[Blob], names: Container[str], label: str) -> Non
     new = set[str]()
     for blob in blobs:
         if blob.name in names or blob.name in new:
-            raise ValueError(f"{label} has a blob {blob.name!r} already: put it under another name")
+            raise ValueError(f"{label} already has a blob {blob.name!r}: put it under another name")
         if blob.size < 0:
             raise ValueError(f"blob {blob.name!r} has a size of {blob.size} bytes: it must not be negative")
         new.add(blob.name)
@@ -270,7 +270,7 @@ class MemoryEngine:
         if self.capacity_bytes is not None and stored + added > self.capacity_bytes:
             raise StoreFullError(
                 needed_bytes=added,
-                limit=f"the memory engine may hold {self.capacity_bytes:,} and holds {stored:,}",
+                limit=f"the memory engine may hold {self.capacity_bytes:,} but holds {stored:,}",
                 advice="raise capacity_bytes",
             )
         copies = [np.zeros(blob.size, np.uint8) for blob in blobs]
@@ -349,7 +349,9 @@ class Publisher:
     def check_known(self) -> None:
         """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
         if not self.is_known:
-            raise StoreError(f"a commit of {self._label} failed and may be there or not: close it and open it again")
+            raise StoreError(
+                f"a commit of {self._label} failed and may or may not exist: close the store and open it again"
+            )
 
     def _is_durable(self, head: Head, before: Head | None) -> bool:
         """Return True if the engine is at ``head`` although it raised, False if it is still at ``before``."""

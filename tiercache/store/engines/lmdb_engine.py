@@ -206,7 +206,7 @@ class LmdbEngine:
         self._settle()
         if before != self.newest():
             raise StoreError(
-                f"{self.label} is at {self.newest()}, not at {before}: another one has written to it, so close it, and "
+                f"{self.label} is at {self.newest()}, not at {before}: another writer has written to it: close it, and "
                 "open it again"
             )
         if head.name not in self._entries:
@@ -322,8 +322,7 @@ class LmdbEngine:
         blocks, data = self.path / BLOCKS, self.path / DATA
         if blocks.exists() and blocks.stat().st_size:
             raise CorruptStoreError(
-                f"{self.path} has blobs and no {HEAD} that tells which commit is the newest: restore the store from a "
-                "copy"
+                f"{self.path} has blobs but no {HEAD} with the newest commit: restore the store from a copy"
             )
         with writing(self.path):
             data.unlink(missing_ok=True)
@@ -388,8 +387,8 @@ class LmdbEngine:
         # An interrupt may come after HEAD is written and before ``_slot`` is set.
         if seen not in {self._slot, Slot.of(self._record)}:
             raise StoreError(
-                f"{self.path / HEAD} names publish {seen.number}, and this process wrote {self._slot.number}: "
-                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                f"{self.path / HEAD} names publish {seen.number}, but this process wrote {self._slot.number}: "
+                "another process has written to the store, or an older copy replaced it. Nothing more is written: "
                 "close it, and open it again"
             )
 
@@ -414,8 +413,8 @@ class LmdbEngine:
             return full_disk(self.path, cause, ROOM_FOR_RECORDS)
         if cause.errno == errno.ENOMEM:
             return StoreError(
-                f"{self.path / DATA} cannot be mapped ({error}), as this process has no address space left for it: "
-                "raise ulimit -v, or have it use less"
+                f"{self.path / DATA} cannot be mapped ({error}), because this process has no address space left: "
+                "raise ulimit -v, or use less memory"
             )
         with contextlib.suppress(AttributeError):
             if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):

@@ -64,7 +64,7 @@ class Slot(NamedTuple):
             raise unreadable(path, error) from error
         found = [slot for slot in map(cls._unpack, slots) if slot is not None]
         if not found:
-            raise CorruptStoreError(f"{path} is damaged (no part of it is whole): restore the store from a copy")
+            raise CorruptStoreError(f"{path} is damaged (no part of it is intact): restore the store from a copy")
         return max(found)
 
     def create(self, folder: Path) -> None:
@@ -172,8 +172,8 @@ def read_map(folder: Path, label: str) -> tuple[Slot, HeadRecord | None, dict[st
         found.pop(HEAD_KEY, None)
         if (len(found), sum(map(checksum_of, found.values()))) != (record.blobs, record.checksums):
             raise CorruptStoreError(
-                f"the map in {file.path} has {len(found):,} blobs and is not the one of {record.blobs:,} that was "
-                "written: restore the store from a copy"
+                f"the map in {file.path} has {len(found):,} blobs and is not the one with {record.blobs:,} that "
+                "was written: restore the store from a copy"
             )
         for name, entry in found.items():
             _check_entry(name, entry)
@@ -360,7 +360,7 @@ class LmdbFile:
         if number == _NO_PAGE:
             return
         if number in seen:
-            raise self._corrupt(f"has a tree that comes to page {number} twice")
+            raise self._corrupt(f"has a tree that reaches page {number} twice")
         seen.add(number)
         page = self._page(number, levels)
         for at in page.nodes:

@@ -71,10 +71,10 @@ def _rows(objects: Objects, arrays: Arrays, first: int, last: int) -> list[Bytes
     low, high = (row % arrays.arrays[0].block_rows for row in (first, last - 1))
     for (key, *_), codec, end in zip(places, codecs, ends, strict=True):
         if end.size < codec.index_bytes:
-            raise BlockReadError(f"is not whole, as {key} has {end.size:,} bytes of {codec.index_bytes:,} at least")
+            raise BlockReadError(f"is incomplete: {key} has {end.size:,} bytes of at least {codec.index_bytes:,}")
         inner = codec.index_of(end)[low // codec.inner_rows : high // codec.inner_rows + 1]
         if np.any(inner[:, 0] < 0) or np.any(np.diff(inner[:, 0]) < 0):
-            raise BlockReadError(f"lacks some of its rows {first} to {last}, as {key} does not have them")
+            raise BlockReadError(f"lacks some of its rows {first} to {last}: {key} does not have them")
         begin = int(inner[0, 0])
         spans.append(Place(key, begin, int(inner[-1].sum()) - begin, -1, -1))
         inners.append(inner)

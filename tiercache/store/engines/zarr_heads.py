@@ -62,7 +62,7 @@ class Heads:
         if not self.writes:  # a writer may have withdrawn a head that it saw
             if found.number < self._own.number:
                 raise CorruptStoreError(
-                    f"{self._label} is at head {found.number} and was at {self._own.number} before: "
+                    f"{self._label} is at head {found.number}, but was at {self._own.number} before: "
                     "restore the store from a copy"
                 )
             self._own = found
@@ -76,8 +76,8 @@ class Heads:
                 problem = self._objects.overwrites()
             if problem:
                 raise StoreError(
-                    f"{self._label} cannot be written: {problem}, so one writer could destroy what another has "
-                    "committed: use zarr.storage.ObjectStore on a server with conditional puts, or write to a local "
+                    f"{self._label} cannot be written: {problem}, so one writer could destroy another's commits: "
+                    "use zarr.storage.ObjectStore on a server with conditional puts, or write to a local "
                     "disk and copy that"
                 )
             self._create(self._after(before.head))
@@ -93,7 +93,7 @@ class Heads:
     def publish(self, head: Head, before: Head | None) -> None:
         """Sync pending objects, then write the head with the next number, and delete the previous one."""
         if self._own.head != before:
-            raise StoreError(f"{self._label} is at {self._own.head} and not at {before}: close it and open it again")
+            raise StoreError(f"{self._label} is at {self._own.head}, not at {before}: close it and open it again")
         old, fresh, begun = self._own, self._after(head), False
         try:
             self._sync(self.dirty)
@@ -159,7 +159,7 @@ class Heads:
             self._unknown = False
 
     def _lost(self) -> StoreError:
-        return StoreError(f"{self._label} did not say whether its newest commit is there: open it again")
+        return StoreError(f"{self._label} did not confirm its newest commit: open it again")
 
     def _sync(self, keys: Iterable[str]) -> None:
         if self._unsynced:
@@ -176,8 +176,8 @@ class Heads:
         found = self._newest()
         if found != self._own:
             raise StoreError(
-                f"the newest head of {self._label} is {found.number}, and this process wrote {self._own.number}: "
-                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                f"the newest head of {self._label} is {found.number}, but this process wrote {self._own.number}: "
+                "another process has written to the store, or an older copy replaced it. Nothing more is written: "
                 "close it, and open it again"
             )
 

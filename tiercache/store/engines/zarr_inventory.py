@@ -1,4 +1,4 @@
-"""Blobs of a Zarr store by the names of its objects, and objects that no commit needs any more."""
+"""Blobs of a Zarr store by the names of its objects, and objects that no commit needs anymore."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
 PART_BYTES = 64 << 20
-"""The most bytes of an object, except of a chunk that has a single block."""
+"""Maximum bytes of an object, except for a chunk that has a single block."""
 _DTYPES: dict[str, tuple[str, int | str, dict[str, Any]]] = {
     "float32": ("float32", "NaN", {}),
     "float16": ("float16", "NaN", {}),
@@ -215,7 +215,7 @@ class ShardingCodec:
         """Fill ``out`` with the input of ``pack``. Raises BlockReadError for anything else."""
         packed = _checked(data)
         if (_unpacked_zstd if self.compression == "zstd" else _unpacked_blosc)(packed) != out.size:
-            raise BlockReadError(f"cannot be decompressed (it is not what {out.size:,} bytes were compressed to)")
+            raise BlockReadError(f"cannot be decompressed (it is not the compressed form of {out.size:,} bytes)")
         try:
             self._library().decode(packed, out)
         except (RuntimeError, ValueError) as error:
@@ -444,5 +444,5 @@ def _checked(data: Bytes) -> bytes:
     packed = kept[: -CHECKSUM.size]
     seen = google_crc32c.value(packed)
     if len(kept) < CHECKSUM.size or CHECKSUM.unpack(kept[-CHECKSUM.size :])[0] != seen:
-        raise BlockReadError(f"has checksum {seen:08x} over its compressed bytes, where another was written")
+        raise BlockReadError(f"has checksum {seen:08x} over its compressed bytes, but a different one was written")
     return packed

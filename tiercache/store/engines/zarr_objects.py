@@ -70,7 +70,7 @@ def object_store(url: str) -> Store:
     instead = "or open a Zarr store object with engine=ZarrEngine(store, create=...)"
     if url.partition("://")[0] not in _SCHEMES:
         expected = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise ValueError(f"{url!r} is not the URL of an object store: give one that begins with {expected}, {instead}")
+        raise ValueError(f"{url!r} is not the URL of an object store: pass one that begins with {expected}, {instead}")
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -95,7 +95,7 @@ class Objects:
         if isinstance(store, LocalStore):
             store = Path(store.root)
         if isinstance(store, Path | str):
-            self.root = local_path(store, "a store of engine 'zarr'", "give a store object of Zarr for it")
+            self.root = local_path(store, "a store of engine 'zarr'", "pass a Zarr store object for it")
         else:
             self.store: Store = store
         self.label = f"the store in {store}" if self.root is None else f"the store at {self.root}"
@@ -185,7 +185,7 @@ class Objects:
         while isinstance(layer, WrapperStore) and type(layer).set_if_not_exists.__module__.startswith("zarr."):
             layer = layer._store
         if type(layer).set_if_not_exists is Store.set_if_not_exists:
-            return f"{type(layer).__name__} has no put that fails where the object exists"
+            return f"{type(layer).__name__} has no put that fails if the object exists"
         for _ in range(_PROBES):
             key = f"{PROBES}/{secrets.token_hex(8)}"
             try:
@@ -193,7 +193,7 @@ class Objects:
                     return ""
             finally:
                 self.delete([key])
-        return f"{type(layer).__name__} replaces an object by a put that is to fail where it exists"
+        return f"{type(layer).__name__} replaces an object in a put that should fail if it exists"
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, and folders, whose names end in a slash; missing names are ignored."""
@@ -249,9 +249,9 @@ class Objects:
             try:
                 found.append(np.frombuffer(read_whole(path, size), np.uint8))
             except (FileNotFoundError, NotADirectoryError):
-                raise BlockReadError(f"is missing, as {path} does not exist") from None
+                raise BlockReadError(f"is missing: {path} does not exist") from None
             except OSError as error:
-                raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
+                raise BlockReadError(f"cannot be read: {path} raises an error ({error})") from error
         return found
 
     def ranges(self, places: Sequence[Place]) -> list[NDArray[np.uint8]]:
@@ -263,17 +263,17 @@ class Objects:
         out = self._parts([place.key for place in places], ranges)
         for place, data in zip(places, out, strict=True):
             if data.size != place.size:
-                raise BlockReadError(f"is cut short, as {place.key} ends at byte {place.begin + data.size:,}")
+                raise BlockReadError(f"is truncated: {place.key} ends at byte {place.begin + data.size:,}")
         return out
 
     def _parts(self, keys: Sequence[str], parts: Sequence[ByteRequest]) -> list[NDArray[np.uint8]]:
         try:
             found = self._together([self.store.get(*one) for one in zip(keys, repeat(self._prototype), parts)])
         except OSError as error:
-            raise BlockReadError(f"cannot be read, as one of {', '.join(keys)} gives an error ({error})") from error
+            raise BlockReadError(f"cannot be read: one of {', '.join(keys)} raises an error ({error})") from error
         for key, one in zip(keys, found, strict=True):
             if one is None:
-                raise BlockReadError(f"is missing, as {key} does not exist")
+                raise BlockReadError(f"is missing: {key} does not exist")
         return [np.frombuffer(one.to_bytes(), np.uint8) for one in found if one is not None]
 
     def names(self, folder: str) -> list[str]:
