@@ -376,7 +376,7 @@ class TextReader(FileReader):
         """quiet: rows with a different number of fields are skipped without a note."""
         names = names or self._names
         return pacsv.open_csv(
-            LentFile(stream),
+            stream if isinstance(stream, pa.NativeFile) else LentFile(stream),  # a native one needs no Python
             # Blocks are parsed one after another, so that bad rows know their number.
             read_options=pacsv.ReadOptions(
                 block_size=self._block_bytes,
