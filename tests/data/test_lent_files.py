@@ -42,7 +42,7 @@ def test_the_end_of_a_process_waits_for_a_thread_that_holds_a_file() -> None:
 def test_a_failed_extraction_holds_no_file(tmp_path: Path) -> None:
     """Though the traceback is kept until the end, which would not come."""
     for text, message in (
-        ("u;v\n1;2\n", "say delimiter"),
+        ("u;v\n1;2\n", "set delimiter"),
         ("u,v\n1,2\n3\n", "it has 1 field"),
         ("u\nx\n", "cannot be read"),
     ):
