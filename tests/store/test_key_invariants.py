@@ -131,7 +131,7 @@ def first_commit(home: Home) -> list[str]:
         values["segments"][0][FIRST_COMMIT] = 3
 
     rewritten(home.engine, "rank", change)
-    return ["in commit 3, commit 3 says that commit 3 was the first with segment", "and commit 0 was"]
+    return ["in commit 3, commit 3 says that commit 3 was the first with segment", "but commit 0 was"]
 
 
 def over_at_once(home: Home) -> list[str]:

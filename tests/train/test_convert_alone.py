@@ -403,7 +403,7 @@ def test_original_models_of_another_shape_are_refused(tmp_path: Path) -> None:
     more.other = nn.Linear(1, 1)
     with tc.Store.open(tmp_path / "m.tc", mode="r") as store:
         for like, words in (
-            (narrow, "words.weight has 5 columns in like=, but table 'words' 4"),
+            (narrow, "words.weight has 5 columns in like=, but table 'words' has 4"),
             (short, r"table 'words' has the key \d+, but the embedding of like= has 25 rows"),
             (more, "like= has other.weight, which the model does not have"),
             (nn.Linear(1, 1), "like= has no embedding 'words', which the model has"),

@@ -135,8 +135,7 @@ def initializer_from_record(record: dict[str, Any]) -> Initializer:
 def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
     """Build the dataclass that a record's ``kind`` names, from exactly its fields."""
     if not isinstance(record, dict) or record.get("kind") not in kinds:
-        kind = record.get("kind") if isinstance(record, dict) else record
-        raise ValueError(f"{what} {kind!r} is unknown: expected one of {', '.join(kinds)}")
+        raise ValueError(f"invalid {what} {record!r}: expected a record whose kind is one of {', '.join(kinds)}")
     values = {name: value for name, value in record.items() if name != "kind"}
     cls = kinds[record["kind"]]
     allowed = [field.name for field in dataclasses.fields(cls)]
