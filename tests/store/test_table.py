@@ -155,10 +155,10 @@ def test_numbers_out_of_range_are_refused(make: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"optimizer": {"kind": "lion"}}, "expected a record whose kind is one of sgd, adagrad"),
+        ({"optimizer": {"kind": "lion"}}, "'lion' is unknown: expected one of sgd, adagrad"),
         ({"optimizer": {"kind": "sgd", "speed": 1}}, "has no 'speed'"),
         ({"initializer": {"kind": "constant"}}, "lacks 'value'"),
-        ({"initializer": "zeros"}, "expected a record whose kind is one of zeros"),
+        ({"initializer": "zeros"}, "expected a record of kind zeros"),
         ({"dim": None}, "whole number"),
     ],
 )

@@ -134,8 +134,14 @@ def initializer_from_record(record: dict[str, Any]) -> Initializer:
 
 def build(record: Any, kinds: dict[str, Any], what: str) -> Any:
     """Build the dataclass that a record's ``kind`` names, from exactly its fields."""
-    if not isinstance(record, dict) or record.get("kind") not in kinds:
-        raise ValueError(f"invalid {what} {record!r}: expected a record whose kind is one of {', '.join(kinds)}")
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in kinds:
+        wrong = (
+            f"invalid {what} {record!r}: expected a record of kind"
+            if kind is None
+            else f"{what} {kind!r} is unknown: expected one of"
+        )
+        raise ValueError(f"{wrong} {', '.join(kinds)}")
     values = {name: value for name, value in record.items() if name != "kind"}
     cls = kinds[record["kind"]]
     allowed = [field.name for field in dataclasses.fields(cls)]
