@@ -3,6 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tiercache.data import text_reader
+from tiercache.data.inputs import find_inputs
+from tiercache.data.lent_files import LentFile
+from tiercache.schema import Schema
 
 HELD = """
 import io, sys, threading, time
@@ -50,3 +59,21 @@ def test_a_failed_extraction_holds_no_file(tmp_path: Path) -> None:
         done = run(FAILED, tmp_path / "data.csv", tmp_path / "out")
         assert done.returncode == 1
         assert message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["day_0", "day_0.gz"])
+def test_a_reader_of_a_url_gets_a_lent_file_and_one_of_a_path_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Criteo's files need no Python between Arrow and a path; a URL is a Python file however it is wrapped."""
+    given, open_csv = list[Any](), text_reader.pacsv.open_csv
+    monkeypatch.setattr(
+        text_reader.pacsv, "open_csv", lambda file, **more: given.append(file) or open_csv(file, **more)
+    )
+    schema, line = Schema.of(None, "criteo"), b"\t".join([b"1"] * 40) + b"\n"
+    for place in (str(tmp_path), "memory://lent"):
+        with fsspec.open(f"{place}/{name}", "wb", compression="infer") as file:
+            file.write(line)
+        (found,) = find_inputs(f"{place}/{name}", "criteo")
+        text_reader.TextReader(found, schema, [])
+    assert [isinstance(file, LentFile) for file in given] == [False, True]

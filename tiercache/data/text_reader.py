@@ -372,11 +372,15 @@ class TextReader(FileReader):
             return source
         return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
+    def _needs_no_python(self, stream: Any) -> bool:
+        """Return True for a local file that Arrow reads itself."""
+        return isinstance(stream, pa.NativeFile) and not isinstance(self._raw, pa.PythonFile)
+
     def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None, *, quiet: bool = False) -> Any:
         """quiet: rows with a different number of fields are skipped without a note."""
         names = names or self._names
         return pacsv.open_csv(
-            stream if isinstance(stream, pa.NativeFile) else LentFile(stream),  # a native one needs no Python
+            stream if self._needs_no_python(stream) else LentFile(stream),
             # Blocks are parsed one after another, so that bad rows know their number.
             read_options=pacsv.ReadOptions(
                 block_size=self._block_bytes,
