@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tiercache.store.engines.engine import Blob, BlobRows, Head, ReadRequest
@@ -88,6 +89,22 @@ def publish(engine: Engine, number: int, contents: Sequence[Content] = ()) -> li
     contents = put(engine, [*contents, plain(f"commits/{number}", np.frombuffer(data, np.uint8))])
     engine.publish(head_of(number), head_of(number - 1) if number else None)
     return contents
+
+
+def assert_broken_by_a_failed_sync(engine: Engine, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Publish while a function of a module, which syncs, fails: this and later calls fail; closes the engine."""
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(5, "the disk broke")
+
+    monkeypatch.setattr(module, name, failing)
+    with pytest.raises(StoreError, match="the disk broke"):
+        publish(engine, 1)
+    monkeypatch.undo()
+    assert engine.newest() == head_of(0)
+    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
+        engine.publish(head_of(1), head_of(0))
+    engine.close()
 
 
 def head_of(number: int) -> Head:

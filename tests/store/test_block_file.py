@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.store import blobs
 from tests.store.blobs import head_of, plain, publish, some_bytes
-from tiercache.store import LmdbEngine, StoreError, StoreFullError
+from tiercache.store import LmdbEngine, StoreFullError
 from tiercache.store.engines.block_file import BlockFile, ExtentAllocator, Extents, Run
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
@@ -305,17 +305,7 @@ def test_a_sync_of_blobs_that_failed_is_never_called_done(tmp_path: Path, monkey
     publish(engine, 0)
     blobs.put(engine, [plain("states/0.1", some_bytes(100_000))])
 
-    def failing(_: int) -> None:
-        raise OSError(5, "the disk broke")
-
-    monkeypatch.setattr(os, "fdatasync", failing)
-    with pytest.raises(StoreError, match="the disk broke"):
-        publish(engine, 1)
-    monkeypatch.undo()
-    assert engine.newest() == head_of(0)
-    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
-        engine.publish(head_of(1), head_of(0))
-    engine.close()
+    blobs.assert_broken_by_a_failed_sync(engine, monkeypatch, os, "fdatasync")
     engine = LmdbEngine(tmp_path, create=False)
     assert engine.newest() == head_of(0)
     engine.close()

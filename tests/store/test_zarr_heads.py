@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from tests.files import flip
-from tests.store.blobs import check, drop_all, head_of, layout_of, plain, publish, put, segment, some_bytes
+from tests.store.blobs import (
+    assert_broken_by_a_failed_sync,
+    check,
+    drop_all,
+    head_of,
+    layout_of,
+    plain,
+    publish,
+    put,
+    segment,
+    some_bytes,
+)
 from tests.store.test_zarr_engine import DAMAGES, made, spoil
 from tiercache.store.engines import zarr_chunks, zarr_engine, zarr_objects
 from tiercache.store.engines.engine import Head, HeadRecord
@@ -67,17 +78,7 @@ def test_a_sync_that_failed_is_never_called_done(tmp_path: Path, monkeypatch: py
     publish(engine, 0)
     put(engine, [plain("states/0.1", some_bytes(10))])
 
-    def failing(_: str, **options: bool) -> None:
-        raise OSError(5, "the disk broke")
-
-    monkeypatch.setattr(zarr_objects, "sync", failing)
-    with pytest.raises(StoreError, match=r"cannot be written .*the disk broke"):
-        publish(engine, 1)
-    monkeypatch.undo()
-    assert engine.newest() == head_of(0)
-    with pytest.raises(StoreError, match="could not be synced: fix that and open the store again"):
-        engine.publish(head_of(1), head_of(0))
-    engine.close()
+    assert_broken_by_a_failed_sync(engine, monkeypatch, zarr_objects, "sync")
     reopened(tmp_path, 0)
 
 
