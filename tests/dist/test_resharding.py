@@ -212,7 +212,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
             assert (len(store.commit.ranks), store.commit.cursor) == (1, (3, 16))
 
     refused(DatasetError, "is neither the one that the store at .* was trained with nor split from it", others)
-    refused(DatasetError, "is neither the one that the store at", order=3)
+    refused(DatasetError, "is neither the one that the store at .* was trained with", order=3)
     refused(DatasetError, "is 16 samples inside pass 3, whose samples are shuffled", split)
     refused(BudgetError, r"store_budget is 100 bytes, but rank \d would have [\d.]+ KiB", store_budget=100)
     with tc.Store.open(path) as store:
