@@ -1,4 +1,4 @@
-"""Python files that Arrow's threads read, and that a process waits for before it ends."""
+"""Python files that Arrow's threads read; a process waits for them before it ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _POLL_SECONDS = 0.001
 
 
 class LentFile(io.RawIOBase):
-    """A readable file for an Arrow reader and nobody else: it exists until Arrow lets go of the reader.
+    """A readable file that only an Arrow reader refers to: it exists until Arrow frees the reader.
 
-    One of Arrow's threads may be the last to hold it, even after the reader has ended or failed. A thread that needs
-    Python while the interpreter shuts down is ended by force, and then the whole process is aborted.
+    That may happen on one of Arrow's threads, after the reader has ended or failed. A thread that needs Python while
+    the interpreter shuts down is killed, which aborts the process.
     """
 
     def __init__(self, file: Any) -> None:

@@ -1,4 +1,4 @@
-"""Notes: small records beside the blobs of a store. Each is replaced whole, and belongs to no commit."""
+"""Notes: small records next to the blobs of a store. Each is replaced whole, and belongs to no commit."""
 
 from __future__ import annotations
 

@@ -154,18 +154,18 @@ class ShardingPlan:
 
 def groups_of_rank(tables: tuple[Table, ...], sharding: ShardingPlan | None, rank: int) -> tuple[Group, ...]:
     """Return the groups of a rank's tables, whole or a slice of their columns; None: a store of one rank."""
-    beside = tuple((table.compression, getattr(table.initializer, "path", None)) for table in tables)
-    return _groups(tables, beside, sharding, rank)
+    ignored = tuple((table.compression, getattr(table.initializer, "path", None)) for table in tables)
+    return _groups(tables, ignored, sharding, rank)
 
 
 @lru_cache(maxsize=256)
 def _groups(
     tables: tuple[Table, ...],
-    _beside: tuple[tuple[str | None, str | None], ...],
+    _ignored: tuple[tuple[str | None, str | None], ...],
     sharding: ShardingPlan | None,
     rank: int,
 ) -> tuple[Group, ...]:
-    """Group them. Tables that differ in what is ``_beside`` them alone are equal, and their groups are not alike."""
+    """Group them. ``_ignored`` is what comparisons of tables ignore but their groups contain."""
     return group_tables(tables if sharding is None else sharding.shard_tables(tables, rank))
 
 
