@@ -13,7 +13,7 @@ from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 _T = TypeVar("_T")
 _SMALLEST_CHUNK = 256 << 10
@@ -51,7 +51,7 @@ class Workers:
         if errors:
             raise errors[0]
 
-    def prefetch(self, items: Iterator[_T]) -> Iterator[_T]:
+    def prefetch(self, items: Iterator[_T]) -> Generator[_T, None, None]:
         """Yield the items; the next one is made on a separate thread while one is in use."""
         end = object()
         with closing(items), ThreadPoolExecutor(1, "reading") as thread:  # type: ignore[type-var]

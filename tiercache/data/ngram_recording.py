@@ -23,7 +23,7 @@ from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -66,8 +66,8 @@ def record_ngrams(
         memory_limit: host memory for counting keys, with ``min_count``.
         progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
 
-    Memory: up to 100 bytes for each key of a sub-dataset. After a kill, the same call resumes from the last closed
-    sub-dataset; a finished dataset of the same arguments is returned unchanged. Not collective.
+    Memory: up to 100 bytes for each key of a sub-dataset, and two blocks. After a kill, the same call resumes from the
+    last closed sub-dataset; a finished dataset of the same arguments is returned unchanged. Not collective.
 
     Raises:
         ValueError: a token is outside a vocabulary, or an argument is invalid.
@@ -126,7 +126,7 @@ class _Blocks:
     def __init__(self, tokens: TokenFiles, grams: Mapping[str, NGrams], block: int) -> None:
         self._tokens, self._grams, self._block = tokens, grams, block
 
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
         """Yield the keys of each block from number ``first`` on; ``skipped`` gets the sequences of those before."""
         with closing(Workers()) as workers:
             for begin in range(0, len(self._tokens), self._block):

@@ -36,7 +36,7 @@ from tiercache.schema import Feature, Schema
 from tiercache.store.files import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class RecordedBatch:
 class BatchSource(Protocol):
     """The batches of a loader, the same ones each time."""
 
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
         """Yield the batches from number ``first`` on; ``skipped`` gets the indices of earlier ones, if they have any.
 
         Ends at once without batches from ``first`` on.
@@ -142,7 +142,7 @@ class _Writer:
     def __init__(
         self, plan: RecordingPlan, out: Path, work: WorkFolder, state: ExtractionState, workers: Workers | None
     ) -> None:
-        self._plan, self._out, self._work, self._state = plan, out, work, state
+        self._plan, self._out, self._work, self._state, self._workers = plan, out, work, state, workers
         self._layout = SampleLayout(plan.schema)
         self._tables = plan.schema.ordered_tables
         budget = RowBudget(plan.schema.tables, plan.device_bytes, plan.devices)
@@ -160,19 +160,20 @@ class _Writer:
         skipped = hashlib.sha256()
         number = self._state.row
         batches = source.batches(number, lambda indices: skipped.update(indices.tobytes()))
-        for batch in batches:
-            if number == self._state.row and self._state.passes:
-                self._check_skipped(skipped.hexdigest())
-            keys = batch.keys if rare is None else rare.without(batch.keys)
-            name, smaller = f"batch {number} {self._plan.batch_name}", self._plan.smaller
-            if not self._packer.add(keys, name, smaller, batch.times):
-                self._close()
-                self._packer.add(keys, name, smaller, batch.times)
-                reporter.passes += 1
-            self._open.append(replace(batch, keys={}, times=None, indices=_compact(batch.indices)))
-            number += 1
-            reporter.samples += batch.num_samples
-            reporter.update(0)
+        with closing(batches if self._workers is None else self._workers.prefetch(batches)) as made:
+            for batch in made:
+                if number == self._state.row and self._state.passes:
+                    self._check_skipped(skipped.hexdigest())
+                keys = batch.keys if rare is None else rare.without(batch.keys)
+                name, smaller = f"batch {number} {self._plan.batch_name}", self._plan.smaller
+                if not self._packer.add(keys, name, smaller, batch.times):
+                    self._close()
+                    self._packer.add(keys, name, smaller, batch.times)
+                    reporter.passes += 1
+                self._open.append(replace(batch, keys={}, times=None, indices=_compact(batch.indices)))
+                number += 1
+                reporter.samples += batch.num_samples
+                reporter.update(0)
         if self._open:
             self._close()
         elif not self._state.passes:

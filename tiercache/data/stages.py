@@ -205,7 +205,7 @@ def _reading(
     source = Source(files, job.schema, cut_column=job.cut.column)
     memory = MemoryShares.plan(job.memory_bytes, source.decoding_bytes)
     batches = source.batches(0, row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads and job.workers > 1)
-    with closing(Workers(job.workers)) as workers, closing(workers.prefetch(batches)) as prefetched:  # type: ignore[type-var]
+    with closing(Workers(job.workers)) as workers, closing(workers.prefetch(batches)) as prefetched:
         yield source, memory, workers, prefetched
 
 

@@ -22,7 +22,7 @@ from tiercache.train.table_module import named_table_modules
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
     from torch import nn
@@ -297,7 +297,7 @@ class _Recorded:
     def __init__(self, batches: _Samples | _Iterable, recorder: KeyRecorder) -> None:
         self._batches, self._recorder = batches, recorder
 
-    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[RecordedBatch]:
+    def batches(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Generator[RecordedBatch, None, None]:
         """Yield the keys of the batches from number ``first`` on."""
         for number, (indices, batch) in enumerate(self._batches.indexed(first, skipped), first):
             yield self._recorder.record(number, batch, indices)

@@ -56,20 +56,25 @@ def _add(
     room = (slots.size // 2) * 5 // 8
     shift, is_large = np.uint64(64 - part_bits), slots.size > _SMALL
     step, are_counted = _ONE, times.size > 0
-    hashes = np.empty(_BLOCK + _AHEAD, np.uint64)
+    hashes, places = np.empty(_BLOCK + _AHEAD, np.uint64), np.arange(_BLOCK)
     for first in range(0, keys.size, _BLOCK):
         size = min(_BLOCK, keys.size - first)
         for i in range(size):  # separate: this loop is vectorized
             hashes[i] = mix_word(np.uint64(keys[first + i]) ^ table_id)
-        hashes[size : size + _AHEAD] = hashes[size - 1]
+        if part_bits:
+            mine = 0
+            for i in range(size):  # without a branch, which would be mispredicted for every other key
+                hashes[mine], places[mine] = hashes[i], i
+                mine += np.int64(np.int64(hashes[i] >> shift) == part)
+            size = mine
+        if size:
+            hashes[size : size + _AHEAD] = hashes[size - 1]
         for i in range(size):
             if is_large:
                 prefetch(slots, np.int64((hashes[np.uint64(i + _AHEAD)] & mask) << one))
-            hashed = hashes[np.uint64(i)]
-            if part_bits and np.int64(hashed >> shift) != part:
-                continue
+            hashed, place = hashes[np.uint64(i)], first + (places[np.uint64(i)] if part_bits else i)
             if are_counted:
-                step = np.uint64(times[first + i]) << _HALF
+                step = np.uint64(times[np.uint64(place)]) << _HALF
             at = (hashed & mask) << one
             word = slots[at + one]
             while slots[at] != hashed and word != 0:
@@ -77,14 +82,14 @@ def _add(
                 word = slots[at + one]
             if word == 0:
                 if count == room:
-                    return first + i, count
+                    return place, count
                 count += 1
                 slots[at] = hashed
                 word = np.uint64(count)
             elif word + step < word:
-                return first + i, count
+                return place, count
             slots[at + one] = word + step
-            out[np.uint64(first + i)] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
+            out[np.uint64(place)] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
     return keys.size, count
 
 
