@@ -65,12 +65,15 @@ class Budgets:
     host: int
 
     @classmethod
-    def least(cls, passes: tc.PassDataset) -> Budgets:
-        """Return the device budget of the extraction, and a host budget for barely more than two passes."""
+    def least(cls, passes: tc.PassDataset, *, evaluation: int | None = None) -> Budgets:
+        """Return the device budget of the extraction, and a host budget for barely more than two passes.
+
+        evaluation: the part of the host budget for evaluation, as in `TierCache`.
+        """
         groups = group_tables(passes.tables)
         positions = RowOffsets.of(passes, groups)
         largest = max(positions.row_bytes(p) for p in range(positions.num_passes))
-        host = HostBudget.of(positions, 1 << 30, None).smallest(int(2.25 * largest) + (4 << 20))
+        host = HostBudget.of(positions, 1 << 30, evaluation).smallest(int(2.25 * largest) + (4 << 20))
         return cls(device=device_need(passes), host=host)
 
     @classmethod

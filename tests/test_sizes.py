@@ -29,6 +29,7 @@ def test_what_is_no_size_is_refused(text: object) -> None:
     """Anything but whole bytes, at least one, is a ValueError that names the value."""
     with pytest.raises(ValueError, match="invalid size"):
         parse_bytes(text)  # type: ignore[arg-type]
+    assert [parse_bytes(none, least=0) for none in (0, "0", "0 MiB")] == [0, 0, 0]
 
 
 def test_sizes_are_shown_with_three_digits() -> None:

@@ -10,11 +10,11 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, *, least: int = 1) -> int:
     """Return the bytes of a ``size``: a number, or text such as ``"64MiB"``, ``"8 GB"``, ``"512"``.
 
     KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB, and K, M, G and T alone, are powers of 1000.
-    Raises BudgetError for anything else, for fractions of a byte and for less than 1 byte.
+    Raises BudgetError for anything else, for fractions of a byte and for less than ``least`` bytes.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB'")
@@ -27,8 +27,8 @@ def parse_bytes(size: int | str) -> int:
         power = _UNITS[match[2].lower()]
         factor = 1 << power if match[3] else 1000 ** (power // 10)
         num_bytes = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
-    if num_bytes < 1 or num_bytes != int(num_bytes):
-        raise BudgetError(f"invalid size {size!r}: expected whole bytes, at least 1")
+    if num_bytes < least or num_bytes != int(num_bytes):
+        raise BudgetError(f"invalid size {size!r}: expected whole bytes, at least {least}")
     return int(num_bytes)
 
 

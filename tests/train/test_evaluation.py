@@ -28,6 +28,7 @@ from tests.train.cases import (
 )
 from tests.train.devices import DEVICES
 from tiercache.data.raw_batch import OOV_KEY
+from tiercache.errors import BudgetError
 from tiercache.store.row_codec import initial_rows
 
 if TYPE_CHECKING:
@@ -205,6 +206,21 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
         assert sum(samples for samples, _ in pieces) == others.samples
         assert max(num_bytes for _, num_bytes in pieces) <= budget
     assert counts[1500] > counts[6000] > counts[1 << 20] == len(others.passes)
+
+
+def test_a_training_without_evaluation_gives_its_share_to_rows(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
+) -> None:
+    """With eval_budget=0 a smaller host budget trains the same bits, and an evaluation is refused."""
+    with open_store(tmp_path / "model.tc", CASE, "memory") as store:
+        options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": 1}
+        least = smallest_host_budget(store, passes, **options, eval_budget=0)
+        assert least < smallest_host_budget(store, passes, **options)
+        with tiered(store, passes, **options, eval_budget=0, host_budget=least) as cache:
+            model = train(cache, CASE)
+            with pytest.raises(BudgetError, match="eval_budget is 0 bytes: raise eval_budget"):
+                next(cache.evaluate(others))
+        assert_bits_of_memory(store, passes, model, CASE)
 
 
 def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def estimate(
         str | None, typer.Option(help="Device memory for the rows of a pass; default: 8GiB.")
     ] = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory; default: at most 70 % of free memory.")] = None,
-    eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; default: a sixteenth.")] = None,
+    eval_budget: Annotated[
+        str | None, typer.Option(help="Host memory for evaluation, 0 for none; default: 1/16.")
+    ] = None,
     commit_every: Annotated[int, typer.Option(help="Passes between commits.")] = 1,
     retention: Annotated[int, typer.Option(help="Newest commits that the store keeps.")] = 1,
     samples_per_second: Annotated[float | None, typer.Option(help="The speed of your model.")] = None,

@@ -32,7 +32,9 @@ def plan(
     ] = None,
     plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Include the index for plain and raw keys.")] = False,
     host_budget: Annotated[str | None, typer.Option(help="Host memory limit; default: 70 % of free memory.")] = None,
-    eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; default: a sixteenth.")] = None,
+    eval_budget: Annotated[
+        str | None, typer.Option(help="Host memory for evaluation, 0 for none; default: 1/16.")
+    ] = None,
     store_budget: Annotated[str | None, typer.Option(help="Maximum bytes of the store; default: no limit.")] = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, help="Passes between commits; default: chosen by the plan.")
@@ -70,7 +72,7 @@ def plan(
     budget = None if device_budget is None else parse_bytes(device_budget)
     need = _device_budget(data, device, budget, plain_keys=plain_keys)
     rates = measured_rates(store or dataset, device=device, again=measure)
-    eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
+    eval_bytes = None if eval_budget is None else parse_bytes(eval_budget, least=0)
     samples_P = [p.samples for p in data]
     tensors = tensor_sizes(data.tables)
     capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes, tensors=tensors)

@@ -61,7 +61,7 @@ class Budgets:
     host_budget: int
     """Bytes of anonymous and pinned memory on the host."""
     eval_budget: int | None = None
-    """The part of ``host_budget`` that is reserved for evaluation; None: a sixteenth."""
+    """The part of ``host_budget`` that is reserved for evaluation, which may be 0; None: a sixteenth."""
     store_budget: int | None = None
     """Maximum bytes of the store; None: no limit."""
     commit_every: int = 1
@@ -87,7 +87,11 @@ class Budgets:
                 f"device_budget is {device!r} and host_budget {host!r}: pass both, or the plan of `tiercache plan`"
             )
         every, _ = chosen.pop("commit_every", None), chosen.pop("pinned", None)
-        sizes: dict[str, Any] = {name: parse_bytes(size) for name, size in chosen.items() if size is not None}
+        sizes: dict[str, Any] = {
+            name: parse_bytes(size, least=0 if name == "eval_budget" else 1)
+            for name, size in chosen.items()
+            if size is not None
+        }
         return cls(commit_every=1 if every is None else int(every), **sizes)
 
 

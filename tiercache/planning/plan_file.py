@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 
 Budget = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(option_bytes, when_used="json")]
+Reserve = Annotated[
+    int, BeforeValidator(partial(parse_bytes, least=0)), PlainSerializer(option_bytes, when_used="json")
+]
+"""A part of a budget, which may be 0."""
 KEY_BYTES = 8
 """Bytes of the key that is written with a row."""
 _SIGNIFICANT_DIGITS = 6
@@ -106,7 +111,7 @@ class PassPrediction(_Part):
 class _Budgets(_Part):
     device: Budget
     host: Budget
-    evaluation: Budget | None = None
+    evaluation: Reserve | None = None
     store: Budget | None = None
     commit_every: int = Field(default=1, ge=1)
 

@@ -104,7 +104,7 @@ def estimate(
         budget = DEVICE_BUDGET
         assumptions.append(f"a device budget of {format_bytes(budget)}: pass device_budget, unique_per_pass or passes")
     cut = cut_passes(work, device_budget=budget, unique_per_pass=unique, passes=passes, zipf=zipf)
-    evaluation = None if eval_budget is None else parse_bytes(eval_budget)
+    evaluation = None if eval_budget is None else parse_bytes(eval_budget, least=0)
     model = Model(work, cut, commit_every=commit_every, eval_budget=evaluation, pinned=device != "cpu")
     if zipf is None:
         fitted = "that gives that many keys in a pass" if unique and passes else "(or pass zipf)"

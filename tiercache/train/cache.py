@@ -110,7 +110,8 @@ class TierCache(CacheFacts):
             device_budget: bytes (or "64MiB") on the device for rows, slot maps and, if it fits, the index of raw keys.
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
                 transaction and evaluation.
-            eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
+            eval_budget: the part of ``host_budget`` that is reserved for evaluation, 0 for none; default: a
+                sixteenth.
             store_budget: the maximum bytes that the store may ever need, checked here and, with the dense state, before
                 training. It does not stop writes; the ``store_budget`` of ``Store.open`` does. All budgets count for
                 each rank.

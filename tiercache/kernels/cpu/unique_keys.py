@@ -65,7 +65,7 @@ def _add(
             mine = 0
             for i in range(size):  # without a branch, which would be mispredicted for every other key
                 hashes[mine], places[mine] = hashes[i], i
-                mine += np.int64(np.int64(hashes[i] >> shift) == part)
+                mine += int(np.int64(hashes[i] >> shift) == part)
             size = mine
         if size:
             hashes[size : size + _AHEAD] = hashes[size - 1]
