@@ -15,6 +15,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -234,22 +235,35 @@ def process_bytes_read() -> int:
 
 
 class PeakMemory:
-    """The peak growth of this process's resident memory between enter and exit; mapped files count."""
+    """The peak growth of this process's resident memory between enter and exit."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, anonymous: bool = False) -> None:
+        """anonymous: True to leave out mapped files; a thread then looks every few milliseconds."""
         self.growth_bytes = 0
+        self._done = threading.Event()
+        self._watch = threading.Thread(target=self._watched, daemon=True) if anonymous else None
 
     def __enter__(self) -> Self:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # memory freed by earlier work must not hide new allocations
         Path("/proc/self/clear_refs").write_text("5")
-        self._before = of_process("status")["VmRSS"]
+        self._before = of_process("status")["VmRSS" if self._watch is None else "RssAnon"]
+        if self._watch is not None:
+            self._watch.start()
         return self
+
+    def _watched(self) -> None:
+        while not self._done.wait(0.005):
+            self.growth_bytes = max(self.growth_bytes, of_process("status")["RssAnon"] - self._before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.growth_bytes = max(0, of_process("status")["VmHWM"] - self._before)
+        self._done.set()
+        if self._watch is None:
+            self.growth_bytes = max(0, of_process("status")["VmHWM"] - self._before)
+        else:
+            self._watch.join()
 
 
 def file_system(path: Path) -> str:

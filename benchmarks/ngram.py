@@ -12,7 +12,7 @@ a third of a step.
 table_over_host_budget = bytes of all rows / the smallest host budget that holds the training
 throughput_ratio = tokens/s out of core / in memory; wait_fraction = waits of the training thread / its wall seconds
 rows_share = share of an in-memory step that lookups and updates take, from the same steps without them
-peak_over_limit = (growth of the resident memory of the training out of core - that of the same steps without a table)
+peak_over_limit = (growth of the anonymous memory of the training out of core - that of the same steps without a table)
 / its device and host budget
 memmap_tokens_per_second and sparse_tokens_per_second: the same model over a memory map of its rows with a row-wise
 update by NumPy (as nanochat does it, without its races), and over nn.Embedding(sparse=True) with torch's SparseAdam.
@@ -186,10 +186,10 @@ def measure_training(size: Size, folder: Path) -> dict[str, Any]:
     say(f"{len(data)} passes, {rows:,} rows, a table of {num_bytes / budgets.host:.1f} times the host budget")
     model, other = (Net(tc.Embedding(data.schema, "gram"), grams, size) for _ in range(2))
     batches = [torch.from_numpy(tokens.read(at, at + size.batch)) for at in range(0, 8 * size.batch, size.batch)]
-    with PeakMemory() as steps:
+    with PeakMemory(anonymous=True) as steps:
         seconds_of(_dense(size, grams, folder, is_whole=False), batches)
     memory = tc.InMemoryCache(data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with PeakMemory() as peak:
+    with PeakMemory(anonymous=True) as peak:
         tiered = tc.TierCache(
             folder / "store", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
             device_budget=budgets.device + index, host_budget=budgets.host, eval_budget=0, progress=False,
