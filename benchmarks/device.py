@@ -19,6 +19,7 @@ import torch
 from benchmarks.machine import middle
 from tiercache.errors import CudaError
 from tiercache.rows.backends.cuda_runtime import open_runtime
+from tiercache.rows.backends.open_backend import open_backend
 
 _SLEEP_CYCLES = 16_000_000  # 8 ms, enough for the host to queue a whole step
 _LINK_BYTES, _KERNELS = 256 << 20, 14
@@ -37,6 +38,11 @@ class TrainingDevice:
     def torch_name(self) -> str:
         """The device of torch's own tensors."""
         return "cuda" if self.is_gpu else "cpu"
+
+    def backend(self) -> Any:
+        """Return a backend on the device."""
+        made = self.open()
+        return open_backend(made, ()) if isinstance(made, str) else made
 
     def rest(self) -> None:
         if self.is_gpu:

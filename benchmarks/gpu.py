@@ -8,7 +8,8 @@ every part on a machine without a GPU. It launches no kernels, and its times mea
 kernel. `stream`: DynamicEmb's protocol, and fresh ids. `peers`: torch and FBGEMM on the same step. `register`: pinning
 pages. `switch`: rows over the link. `fresh`: batches made by threads against kept ones. `host`: a profile of the
 training thread. `tests`: the tests that need a GPU. `merlin`: the tiny and small models. `out_of_core`: a table on
-disk. `ncu`: bytes and occupancy of kernels. `racecheck`. `gpu_step` and `gpu_parts` describe the figures.
+disk. `ngram`: a table of n-grams on disk. `ncu`: bytes and occupancy of kernels. `racecheck`. `gpu_step`, `gpu_parts`
+and `ngram` describe the figures.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ PARTS = {
     "tests": Part(parts.tests, 60),
     "merlin": Part(parts.merlin, 90),
     "out_of_core": Part(parts.out_of_core, 90),
+    "ngram": Part(parts.ngram, 90),
     "ncu": Part(parts.ncu, 60),
     "racecheck": Part(parts.racecheck, 150),
 }

@@ -74,7 +74,7 @@ def register(device: TrainingDevice, keep: Keep) -> None:
 
     idle: the GPU does nothing else. busy: it has 50 ms of work queued.
     """
-    backend = _backend(device)
+    backend = device.backend()
     ones = torch.zeros(1 << 20, device=device.torch_name)
     for mib in (4, 16, 64, 256) if device.is_gpu else (1,):
         size = mib << 20
@@ -110,18 +110,9 @@ def register(device: TrainingDevice, keep: Keep) -> None:
                 keep({f"{mib}MiB_{state}_longest_launch_ms": 1e3 * max(distances)})
 
 
-def _backend(device: TrainingDevice) -> Any:
-    made = device.open()
-    if isinstance(made, str):
-        from tiercache.rows.backends.open_backend import open_backend
-
-        return open_backend(made, ())
-    return made
-
-
 def switch(device: TrainingDevice, keep: Keep) -> None:
     """Measure the rows of a switch over the link: 1 GiB each way, 64 KiB pages, 1, 2, 4 and 8 blocks per SM."""
-    backend, words = _backend(device), 3 * 128
+    backend, words = device.backend(), 3 * 128
     page_rows = (64 << 10) // (4 * words)
     pages = (1 << 30 if device.is_gpu else 1 << 20) // (64 << 10)
     count = pages * page_rows
@@ -274,6 +265,14 @@ def out_of_core(device: TrainingDevice, keep: Keep) -> None:
             found = figures_of(device, run, window, memory=in_memory, tiered=tiered, folder=folder)
             run.close()
         keep({f"{key}_high": value for key, value in found.items()})
+
+
+def ngram(device: TrainingDevice, keep: Keep) -> None:
+    """Train a table of n-grams in memory and from disk."""
+    from benchmarks.ngram import GPU, TINY, measure_training
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        keep(measure_training(GPU if device.is_gpu else TINY, Path(folder), device))
 
 
 # -- other commands ------------------------------------------------------------------------------------------

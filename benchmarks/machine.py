@@ -234,6 +234,16 @@ def process_bytes_read() -> int:
     return of_process("io")["read_bytes"]
 
 
+def keep_freed_memory() -> None:
+    """Let malloc reuse large blocks instead of returning them to the system, as the allocators of trainings do.
+
+    Otherwise page faults take much of a step whose tensors are large.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: no maps
+    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
 class PeakMemory:
     """The peak growth of this process's resident memory between enter and exit."""
 

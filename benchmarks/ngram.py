@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
@@ -38,9 +37,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, PeakMemory, benchmark, middle, say
+from benchmarks.device import CPU, TrainingDevice
+from benchmarks.machine import Goal, PeakMemory, benchmark, keep_freed_memory, middle, say
 from benchmarks.window import Budgets, rows_held, same_rows
-from tiercache.rows.backends.open_backend import open_backend
 from tiercache.train.raw_keys import IndexPlan
 
 VOCAB, HEADS = 32_768, 8
@@ -81,6 +80,8 @@ FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=8 << 20, passes=576, rows_p
             rows_of_others=300_000, dim=160, length=512, batch=8, hidden=128, turns=8, turn_passes=8)  # fmt: skip
 QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=256 << 10, passes=32, rows_per_head=60_000,
              rows_of_others=60_000, dim=32, length=256, batch=8, hidden=192, turns=4, turn_passes=2)  # fmt: skip
+GPU = Size(keyset_tokens=0, repeats=0, tokens=4 << 20, passes=64, rows_per_head=1_500_000, rows_of_others=0, dim=160,
+           length=512, batch=32, hidden=512, turns=4, turn_passes=4)  # fmt: skip
 TINY = Size(keyset_tokens=1 << 14, repeats=1, tokens=1 << 13, passes=32, rows_per_head=600, rows_of_others=600, dim=8,
             length=32, batch=4, hidden=16, turns=2, turn_passes=4)  # fmt: skip
 
@@ -104,6 +105,8 @@ def text_tokens(count: int) -> NDArray[np.uint16]:
 
 def measure_key_sets(size: Size, folder: Path) -> dict[str, Any]:
     """Return the figures of key sets."""
+    import duckdb  # a lent GPU may lack it
+
     tokens = tc.TokenFiles(text_tokens(size.keyset_tokens), size.length)
     grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=20_000_000, border=0, heads=HEADS)
     table = tc.Table(name="gram", dim=160, dtype="bfloat16", optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.05))
@@ -154,8 +157,8 @@ class Net(nn.Module):
 class Training:
     """A training that advances from pass to pass of a cache."""
 
-    def __init__(self, cache: Any, model: Net, tokens: tc.TokenFiles, batch: int) -> None:
-        self.cache, self._model, self._tokens, self._batch = cache, model, tokens, batch
+    def __init__(self, cache: Any, model: Net, tokens: tc.TokenFiles, batch: int, device: TrainingDevice) -> None:
+        self.cache, self._model, self._tokens, self._batch, self._device = cache, model, tokens, batch, device
         self._passes: Generator[tc.Pass, None, None] = cache.passes(epochs=1 << 20)
 
     def turn(self, passes: int, *, is_whole: bool = True) -> float:
@@ -164,14 +167,15 @@ class Training:
         for _ in range(passes):
             p = next(self._passes)
             for x in p.loader(self._tokens, batch_size=self._batch):
-                self._model(x).backward()
+                self._model(x.to(self._device.torch_name)).backward()
                 self.cache.optimizer.step()
                 self.cache.optimizer.zero_grad()
+        self._device.rest()
         return time.perf_counter() - begun
 
 
-def measure_training(size: Size, folder: Path) -> dict[str, Any]:
-    """Return the figures of training."""
+def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> dict[str, Any]:
+    """Return the figures of training; those of memory and of others' tables only on the CPU."""
     tokens = tc.TokenFiles(text_tokens(size.tokens), size.length)
     grams = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=size.rows_per_head, border=0, heads=HEADS)
     table = tc.Table(
@@ -182,21 +186,27 @@ def measure_training(size: Size, folder: Path) -> dict[str, Any]:
     data = tc.record_ngrams(tokens, grams, folder / "train", tables=table, progress=False,
                             device_budget=int(most * (4 * size.dim + 4 + 36)))  # fmt: skip
     budgets, (rows, num_bytes) = Budgets.least(data, evaluation=0), rows_held(data)
-    index = IndexPlan.of(data, open_backend("cpu", data.tables)).num_bytes  # as tiercache plan --plain-keys
+    index = IndexPlan.of(data, device.backend()).num_bytes  # as tiercache plan --plain-keys
     say(f"{len(data)} passes, {rows:,} rows, a table of {num_bytes / budgets.host:.1f} times the host budget")
-    model, other = (Net(tc.Embedding(data.schema, "gram"), grams, size) for _ in range(2))
-    batches = [torch.from_numpy(tokens.read(at, at + size.batch)) for at in range(0, 8 * size.batch, size.batch)]
+    model, other = (Net(tc.Embedding(data.schema, "gram"), grams, size).to(device.torch_name) for _ in range(2))
+    batches = [
+        torch.from_numpy(tokens.read(at, at + size.batch)).to(device.torch_name)
+        for at in range(0, 8 * size.batch, size.batch)
+    ]
     with PeakMemory(anonymous=True) as steps:
-        seconds_of(_dense(size, grams, folder, is_whole=False), batches)
-    memory = tc.InMemoryCache(data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        seconds_of(_dense(size, grams, device, is_whole=False), batches, device)
+    memory = tc.InMemoryCache(
+        data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device.open()
+    )
     with PeakMemory(anonymous=True) as peak:
         tiered = tc.TierCache(
             folder / "store", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
-            device_budget=budgets.device + index, host_budget=budgets.host, eval_budget=0, progress=False,
+            device=device.open(), device_budget=budgets.device + index, host_budget=budgets.host, eval_budget=0,
+            progress=False,
         )  # fmt: skip
-        second = Training(tiered, other, tokens, size.batch)
+        second = Training(tiered, other, tokens, size.batch, device)
         second.turn(len(data), is_whole=False)
-    first = Training(memory, model, tokens, size.batch)
+    first = Training(memory, model, tokens, size.batch, device)
     first.turn(len(data), is_whole=False)
     passes = size.turn_passes
     seconds: dict[str, list[float]] = {"memory": [], "tiered": []}
@@ -214,8 +224,6 @@ def measure_training(size: Size, folder: Path) -> dict[str, Any]:
         "disk_bytes_per_second": sum(r.bytes_read + r.bytes_written for r in reports) / sum(seconds["tiered"]),
         "planned_equals_measured": all(r.planned_equals_measured for r in reports),
         "bits_equal": equal,
-        "peak_over_limit": (peak.growth_bytes - steps.growth_bytes) / (budgets.device + index + budgets.host),
-        "mib_of_steps": steps.growth_bytes / (1 << 20),
         "table_bytes": num_bytes,
         "table_over_host_budget": num_bytes / budgets.host,
         "passes": len(data),
@@ -223,22 +231,26 @@ def measure_training(size: Size, folder: Path) -> dict[str, Any]:
     tiered.close()
     memory.close()
     step = sum(seconds["memory"]) / (passes * size.turns * len(tokens) / len(data) / size.batch)
+    figures["rows_share"] = 1 - seconds_of(_dense(size, grams, device), batches, device) / step
+    if device is not CPU:
+        return figures
+    figures["mib_of_steps"] = steps.growth_bytes / (1 << 20)
+    figures["peak_over_limit"] = (peak.growth_bytes - steps.growth_bytes) / (budgets.device + index + budgets.host)
     fewer = tc.ngrams("qwen4_exp", vocab_size=VOCAB, rows_per_head=size.rows_of_others, border=0, heads=HEADS)
-    makers: dict[str, Callable[[Size, tc.NGrams, Path], Callable[[torch.Tensor], None]]]
-    makers = {"dense": _dense, "memmap": _memmap, "sparse": _sparse}
-    taken = {name: seconds_of(make(size, fewer, folder), batches) for name, make in makers.items()}
-    figures["rows_share"] = 1 - taken["dense"] / step
-    for name in ("memmap", "sparse"):
-        figures[f"{name}_tokens_per_second"] = size.batch * size.length / taken[name]
+    for name, make in {"memmap": _memmap, "sparse": _sparse}.items():
+        figures[f"{name}_tokens_per_second"] = size.batch * size.length / seconds_of(make(size, fewer, folder), batches)
     return figures
 
 
-def seconds_of(step: Callable[[torch.Tensor], None], batches: Sequence[torch.Tensor]) -> float:
+def seconds_of(
+    step: Callable[[torch.Tensor], None], batches: Sequence[torch.Tensor], device: TrainingDevice = CPU
+) -> float:
     """Return the median seconds of a step."""
     taken = []
     for batch in [*batches, *batches]:
         begun = time.perf_counter()
         step(batch)
+        device.rest()
         taken.append(time.perf_counter() - begun)
     return middle(taken[len(batches) :])
 
@@ -257,7 +269,9 @@ def _step_of(model: Net, *more: torch.optim.Optimizer) -> Callable[[torch.Tensor
     return step
 
 
-def _dense(size: Size, grams: tc.NGrams, _folder: Path, *, is_whole: bool = True) -> Callable[[torch.Tensor], None]:
+def _dense(
+    size: Size, grams: tc.NGrams, device: TrainingDevice, *, is_whole: bool = True
+) -> Callable[[torch.Tensor], None]:
     """Return a step with the same dense part, and with vectors that are not looked up."""
     shape = size.batch, size.length, grams.num_heads, size.dim
 
@@ -270,7 +284,7 @@ def _dense(size: Size, grams: tc.NGrams, _folder: Path, *, is_whole: bool = True
             self.vectors.grad = None  # a lookup does not add to what it had
             return self.vectors
 
-    model = Net(Given(), grams, size)
+    model = Net(Given(), grams, size).to(device.torch_name)
     model.is_whole = is_whole
     return _step_of(model)
 
@@ -311,4 +325,5 @@ if __name__ == "__main__":
         amount = run.size(FULL, QUICK, TINY)
         run.is_judged = amount is not TINY
         run.record |= measure_key_sets(amount, run.folder)
+        keep_freed_memory()
         run.record |= measure_training(amount, run.folder)

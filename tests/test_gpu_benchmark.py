@@ -70,6 +70,7 @@ def test_every_part_runs_without_a_gpu_and_writes_its_figures(tmp_path: Path) ->
         "host": ("bags_calls", "rows_calls"),
         "merlin": ("tiny_ms_per_step", "small_ms_per_step_kept"),
         "out_of_core": ("throughput_ratio_high", "planned_equals_measured_high"),
+        "ngram": ("throughput_ratio", "rows_share"),
     }.items():
         assert not [key for key in keys if key not in found[part]], part
     assert found["tests"]["status"] == 0
