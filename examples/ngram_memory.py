@@ -220,7 +220,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Create tokens and key sets, and train both models; return the figures."""
     size, folder = QUICK if options.quick else FULL, options.folder
     path, vocab_size, end = write_tokens(options, size, folder)
-    tokens = tc.TokenFiles(path, size.context + 1)
+    tokens = tc.TokenFiles(path, size.context + 1, dtype=np.uint16)
     grams = grams_of(options.keys, size, vocab_size, end)
     table = tc.Table(
         name="gram", dim=size.memory_dim, dtype="bfloat16", initializer=tc.init.Zeros(),

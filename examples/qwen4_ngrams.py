@@ -69,9 +69,7 @@ def in_memory(model: Any, plain: Any) -> tuple[Any, list[Any]]:
 def run(options: argparse.Namespace) -> None:
     """Record the keys of the texts, and train."""
     texts = texts_of(options.data, options.tokens)
-    tokens = tc.TokenFiles(
-        tc.TokenFiles.write(options.folder / "tokens.bin", texts, separator=END), CONTEXT, dtype="u4"
-    )
+    tokens = tc.TokenFiles(tc.TokenFiles.write(options.folder / "tokens.bin", texts, separator=END), CONTEXT)
     grams = tc.ngrams("qwen4_exp", vocab_size=BYTES, rows_per_head=options.rows_per_head, border=END)
     adagrad = tc.optim.Adagrad(learning_rate=RATE, eps=EPS)
     table = tc.Table(name="ngram", dim=DIM, initializer=tc.init.Zeros(), optimizer=adagrad)

@@ -72,3 +72,16 @@ def test_a_schedule_says_what_is_there(tmp_path: Path, what: str, place: str) ->
             NO_FILES[what](path / "schedule")
     with at_once(), suppress(TierCacheError):
         tiered(path, passes).close()
+
+
+@pytest.mark.parametrize("what", [*NO_FILES])
+@pytest.mark.parametrize("suffix", [".bin", ".npy", ".parquet", ".arrow"])
+def test_tokens_say_what_is_there(tmp_path: Path, what: str, suffix: str) -> None:
+    """Read, and as a table of texts."""
+    path = tmp_path / f"tokens{suffix}"
+    NO_FILES[what](path)
+    with at_once(), pytest.raises(DatasetError, match="tokens"):
+        if suffix in {".bin", ".npy"}:
+            tc.TokenFiles(path, 2)
+        else:
+            tc.TokenFiles.write(tmp_path / "out.bin", path)

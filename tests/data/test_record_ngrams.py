@@ -15,6 +15,7 @@ from tests.files import files_of
 from tiercache.errors import BudgetError, DatasetError, ExtractionError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VOCAB, LENGTH, BUDGET = 50, 16, "90KiB"
@@ -178,7 +179,7 @@ def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:
     rows = np.arange(50, dtype=np.int64)
     rows.astype(np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "b.npy", rows[:35].astype(np.int32))
-    tokens = tc.TokenFiles([tmp_path / "a.bin", tmp_path / "b.npy", rows[::-1].copy(), torch.arange(9)], 8)
+    tokens = tc.TokenFiles([tmp_path / "a.bin", tmp_path / "b.npy", rows[::-1].copy(), torch.arange(9)], 8, dtype="u2")
     assert len(tokens) == 6 + 4 + 6 + 1
     expected = [*rows[:48].reshape(-1, 8), *rows[:32].reshape(-1, 8), *rows[::-1][:48].reshape(-1, 8), rows[:8]]
     np.testing.assert_array_equal(tokens.read(0, 17), expected)
@@ -200,7 +201,7 @@ def test_texts_become_one_file(tmp_path: Path) -> None:
     for number, given in enumerate([iter(texts), tmp_path / "t.parquet", [tmp_path / "t.arrow"]]):
         path = tc.TokenFiles.write(tmp_path / f"{number}.bin", given, separator=9, dtype=np.uint16)
         assert np.fromfile(path, np.uint16).tolist() == expected
-        assert tc.TokenFiles(path, 4).read(0, 2).reshape(-1).tolist() == expected
+        assert tc.TokenFiles(path, 4, dtype=np.uint16).read(0, 2).reshape(-1).tolist() == expected
     with pytest.raises(FileExistsError):
         tc.TokenFiles.write(path, texts)
     for bad, words in (([[1, 70_000]], "do not fit uint16"), ([[1.5]], "float64"), (tmp_path / "t.parquet", "'words'")):
@@ -210,18 +211,119 @@ def test_texts_become_one_file(tmp_path: Path) -> None:
         assert not (tmp_path / "bad.bin").exists()
 
 
+def test_a_file_of_the_default_dtype_is_read_with_the_default_dtype(tmp_path: Path) -> None:
+    """And a .npy file with its own dtype."""
+    path = tc.TokenFiles.write(tmp_path / "t.bin", [[1, 2, 3, 4], torch.tensor([5, 6]), [], [70_000]])
+    assert tc.TokenFiles(path, 7).read(0, 1).tolist() == [[1, 2, 3, 4, 5, 6, 70_000]]
+    path = tc.TokenFiles.write(tmp_path / "t.npy", [[1, 2], (3, 4)], separator=np.int64(9), dtype=">i2")
+    assert np.load(path).tolist() == [1, 2, 9, 3, 4, 9]
+    assert tc.TokenFiles(path, 3).read(0, 2).tolist() == [[1, 2, 9], [3, 4, 9]]
+    assert np.load(tc.TokenFiles.write(tmp_path / "none.npy", [])).shape == (0,)
+
+
+def test_tokens_of_another_dtype_are_noticed(tmp_path: Path) -> None:
+    """Wider ones by their zeros, narrower ones by their size; a caller who names the dtype may have large ones."""
+    path = tc.TokenFiles.write(tmp_path / "wide.bin", [range(1, 200)])
+    with pytest.raises(DatasetError, match=r"every other token in .* is 0 if its dtype is uint16.* such as np.uint32"):
+        tc.TokenFiles(path, 4, dtype=np.uint16)
+    np.arange(500, 508, dtype=np.uint16).tofile(tmp_path / "narrow.bin")
+    with pytest.raises(DatasetError, match="has token 33227258 if its dtype is uint32, the default: pass the dtype"):
+        tc.TokenFiles(tmp_path / "narrow.bin", 4)
+    assert tc.TokenFiles(tmp_path / "narrow.bin", 4, dtype=np.uint16).read(1, 2).tolist() == [[504, 505, 506, 507]]
+    path = tc.TokenFiles.write(tmp_path / "large.bin", [[1 << 31, 1]])
+    assert tc.TokenFiles(path, 2, dtype=np.uint32).read(0, 1).tolist() == [[1 << 31, 1]]
+
+
+def test_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
+    """The first to finish keeps it, and files of the user stay."""
+    path = tmp_path / "t.bin"
+    (tmp_path / "t.bin.tmp").write_text("mine")
+
+    def slow() -> Iterator[list[int]]:
+        yield [1, 2]
+        tc.TokenFiles.write(path, [[3, 4]])
+        yield [5, 6]
+
+    with pytest.raises(FileExistsError, match=r"t\.bin exists: delete it, or choose another path"):
+        tc.TokenFiles.write(path, slow())
+    assert tc.TokenFiles(path, 2).read(0, 1).tolist() == [[3, 4]]
+    assert files_of(tmp_path).keys() == {"t.bin", "t.bin.tmp"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "words"),
+    [
+        ([["a", "b"]], {}, r"text 0 has <U1 of shape \(2,\): expected integers with one axis"),
+        (["hello"], {}, "'hello' is not the path of a Parquet or Arrow file: pass the tokens of texts"),
+        ([[1], [1, None]], {}, "text 1 has object"),
+        ([[[1], [2, 3]]], {}, "text 0 is list .*: expected integers with one axis"),
+        ([[[1, 2], [3, 4]]], {}, r"text 0 has int64 of shape \(2, 2\)"),
+        ([1, 2], {}, r"text 0 has int64 of shape \(\)"),
+        ([[1 << 64]], {}, "text 0 has object"),
+        ([[1 << 63]], {"dtype": "u8"}, "do not fit uint64"),
+        (5, {}, "texts is 5: expected an iterable of texts"),
+        ([np.ma.array([1, 2, 3], mask=[0, 1, 0])], {}, "text 0 is masked"),
+        ([torch.ones(2, dtype=torch.bfloat16)], {}, "text 0 is torch.bfloat16"),
+        ([torch.ones(2, requires_grad=True)], {}, "text 0 has float32"),
+        ([[True]], {}, "text 0 has bool"),
+        ([[1]], {"dtype": np.float32}, "dtype is float32: expected an integer dtype"),
+        ([[1]], {"dtype": "words"}, "dtype is 'words': expected an integer dtype"),
+        ([[1]], {"separator": "x"}, "separator is 'x': expected a token from 0 to 4294967295"),
+        ([[1]], {"separator": -1}, "separator is -1: expected a token from 0"),
+        (pa.table({"tokens": [[[1], [2]]]}), {}, "column 'tokens' in row 0 of .* has object"),
+        (pa.table({"tokens": [[1], [2, None]]}), {}, "column 'tokens' in row 1 of .* has float64"),
+        (pa.table({"tokens": [1, 2]}), {}, "has no readable column 'tokens' of lists of integers"),
+    ],
+)
+def test_texts_that_are_not_tokens_leave_no_file(tmp_path: Path, texts: Any, options: Any, words: str) -> None:
+    if isinstance(texts, pa.Table):
+        pq.write_table(texts, tmp_path / "t.parquet")
+        texts = tmp_path / "t.parquet"
+    before = files_of(tmp_path)
+    with pytest.raises((DatasetError, ValueError), match=words):
+        tc.TokenFiles.write(tmp_path / "bad.bin", texts, **options)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none/t.bin", r"t.bin cannot be written \(No such file or directory\): choose a path in a folder that exists"),
+        ("t.npz", "would not be a .npz file: choose .npy, or .bin for bare tokens"),
+        ("t.parquet", "would not be a .parquet file"),
+    ],
+)
+def test_a_path_that_cannot_be_a_file_of_tokens_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        tc.TokenFiles.write(tmp_path / name, [[1]])
+    assert not files_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("files", "options", "words"),
     [
         ([np.zeros(9)], {}, "has float64 of shape"),
         ([np.zeros((3, 3), int)], {}, r"shape \(3, 3\)"),
         ([np.zeros(3, int)], {}, "1 files with 3 tokens have no sequence of 8"),
-        (["none.bin"], {}, "cannot be read as tokens of uint16"),
+        (["none.bin"], {}, "cannot be read as tokens of uint32"),
         (["t.parquet"], {}, "write its tokens to one file with TokenFiles.write"),
+        (["t.npz"], {}, "may have several arrays: save one with numpy.save"),
         ([np.zeros(9, int)], {"dtype": float}, "dtype is float64"),
+        (5, {}, "files is 5: expected paths or arrays of tokens"),
+        ([np.ma.zeros(9, int)], {}, "an array of tokens is masked"),
+        ([torch.ones(9, dtype=torch.bfloat16)], {}, "an array of tokens is torch.bfloat16"),
+        ([torch.ones(9, requires_grad=True)], {}, "has float32 of shape"),
     ],
 )
 def test_files_without_tokens_are_refused(tmp_path: Path, files: Any, options: Any, words: str) -> None:
-    given = [tmp_path / one if isinstance(one, str) else one for one in files]
+    given = files if files == 5 else [tmp_path / one if isinstance(one, str) else one for one in files]
     with pytest.raises((DatasetError, ValueError), match=words):
         tc.TokenFiles(given, 8, **options)
+
+
+def test_tokens_that_int64_cannot_hold_are_refused_when_read() -> None:
+    """The others of the array are read."""
+    tokens = tc.TokenFiles(np.array([1, (1 << 63) - 1, 2, (1 << 63) + 5], np.uint64), 2)
+    assert tokens.read(0, 1).tolist() == [[1, (1 << 63) - 1]]
+    with pytest.raises(DatasetError, match="token 9223372036854775813 does not fit int64"):
+        tokens[1]
