@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -152,3 +153,8 @@ class KeyedJagged(Jagged):
 
     def to_dict(self) -> dict[str, Jagged]:
         return self.features
+
+
+def decimals(*values: Any, precision: int = 38, scale: int = 0, make: Any = pa.decimal128) -> Any:
+    """Return decimals as an Arrow array."""
+    return pa.array([None if value is None else Decimal(value) for value in values], make(precision, scale))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiercache as tc
-from tests.data.cases import extracted, plain_schema
+from tests.data.cases import decimals, extracted, plain_schema
 from tiercache.data.encode import encode
 from tiercache.data.inputs import find_inputs
 from tiercache.data.raw_batch import NULL_KEY
@@ -45,11 +44,6 @@ def keys(data: Any, feature: dict[str, Any]) -> list[int]:
     """Return the keys of the feature ``a``."""
     schema = plain_schema(features=(tc.Feature(**feature),))
     return [k for b in Source(find_inputs(data), schema).batches() for k in encode(schema, b).features["a"].keys]
-
-
-def decimals(*values: Any, precision: int = 38, scale: int = 0, make: Any = pa.decimal128) -> Any:
-    """Return decimals as an Arrow array."""
-    return pa.array([None if value is None else Decimal(value) for value in values], make(precision, scale))
 
 
 def encoded_runs(values: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import tiercache as tc
-from tests.data.cases import extracted, plain_schema, table, write_parquet
+from tests.data.cases import decimals, extracted, plain_schema, table, write_parquet
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import DatasetError, SchemaError, SourceError
@@ -209,6 +209,16 @@ def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
         (pa.array([1.0, 2.5, 3.0]), "int32", "row 1, column 'k': it is 2.5, which int32 cannot represent"),
         (pa.array([1.0, 2.0, float("nan")]), "int32", "row 2, column 'k': it is nan, which int32 cannot represent"),
         (pa.array([0, 1, 2]), "bool", "row 2, column 'k': it is 2, which bool cannot represent"),
+        (
+            decimals(5, (1 << 63) + 1, 6),
+            None,
+            "row 1, column 'k': it is 9223372036854775809, which int64 cannot represent",
+        ),
+        (decimals(5, -6, (1 << 64) - 1), "uint64", "row 1, column 'k': it is -6, which uint64 cannot represent"),
+        (decimals(1, 2, "2.5", scale=1), "int8", "row 2, column 'k': it is 2.5, which int8 cannot represent"),
+        (decimals(1, 300, 2), "int8", "row 1, column 'k': it is 300, which int8 cannot represent"),
+        (decimals(1, 0, 2), "bool", "row 2, column 'k': it is 2, which bool cannot represent"),
+        (decimals(1, None, 2), None, "row 1, column 'k': it is null, but int64 has no null"),
         (pa.array([1.0, 1e300, 3.0]), "float32", "row 1, column 'k': it is 1e.300, which float32 cannot represent"),
     ],
 )
@@ -218,6 +228,30 @@ def test_what_a_dtype_cannot_hold_is_refused(tmp_path: Path, values: Any, dtype:
     schema = plain_schema(keep=(tc.KeptColumn(column="k", dtype=dtype),))
     with pytest.raises(SourceError, match=message):
         extracted(tmp_path / "x.parquet", schema, tmp_path / "out")
+
+
+def test_whole_decimals_keep_their_digits(tmp_path: Path) -> None:
+    """Also above 2^53, where floats round, with a scale, as labels and in dictionaries."""
+    big = 9007199254740993
+    columns = {
+        "a": [1, 2, 3], "y": [0, 1, 0], "plain": decimals(big, big + 2, -big), "scaled": decimals(big, 1, 2, scale=4),
+        "wide": decimals((1 << 64) - 1, big, 0), "real": decimals("0.5", 1, None, scale=2),
+    }  # fmt: skip
+    columns["coded"] = pa.DictionaryArray.from_arrays([1, 0, 1], decimals(7, big))
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    keep = [
+        tc.KeptColumn(column=name, dtype=dtype)
+        for name, dtype in {"plain": None, "scaled": "int64", "wide": "uint64", "real": None, "coded": "int64"}.items()
+    ]
+    labels = (tc.KeptColumn(column="plain", name="of_label", dtype="int64"),)
+    schema = plain_schema(keep=tuple(keep), label=None, labels=labels)
+    dataset = extracted(tmp_path / "x.parquet", schema, tmp_path / "out")
+    for name in ("plain", "of_label"):
+        assert_column(dataset, name, np.array([big, big + 2, -big]))
+    assert_column(dataset, "scaled", np.array([big, 1, 2]))
+    assert_column(dataset, "wide", np.array([(1 << 64) - 1, big, 0], np.uint64))
+    assert_column(dataset, "real", np.array([0.5, 1, np.nan]))
+    assert_column(dataset, "coded", np.array([big, 7, big]))
 
 
 def test_a_null_of_floats_is_nan(tmp_path: Path) -> None:

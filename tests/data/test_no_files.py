@@ -1,6 +1,7 @@
 """FIFOs, folders and the like in place of a small file of a dataset: an error, and at once."""
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,7 @@ def test_tokens_say_what_is_there(tmp_path: Path, what: str, suffix: str) -> Non
     """Read, and as a table of texts."""
     path = tmp_path / f"tokens{suffix}"
     NO_FILES[what](path)
+    is_table = suffix in {".parquet", ".arrow"}
+    read = partial(tc.TokenFiles.write, tmp_path / "out.bin") if is_table else partial(tc.TokenFiles, sequence_length=2)
     with at_once(), pytest.raises(DatasetError, match="tokens"):
-        if suffix in {".bin", ".npy"}:
-            tc.TokenFiles(path, 2)
-        else:
-            tc.TokenFiles.write(tmp_path / "out.bin", path)
+        read(path)

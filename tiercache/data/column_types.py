@@ -139,11 +139,16 @@ def csv_types(
 
 
 def dtype_of(kind: Any) -> str:
-    """Return the dtype of a column of numbers or bools, by its plain type: decimals and nulls are float64."""
+    """Return the dtype of a column of numbers or bools, by its plain type.
+
+    Whole decimals are int64, decimals with a fraction and nulls float64.
+    """
     if types.is_dictionary(kind):
         kind = kind.value_type
     if types.is_boolean(kind):
         return "bool"
+    if types.is_decimal(kind) and kind.scale <= 0:
+        return "int64"
     return np.dtype(kind.to_pandas_dtype()).name if types.is_integer(kind) or types.is_floating(kind) else "float64"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
     if array.null_count and (is_label or not is_float):
         advice = _LABEL.advice if is_label else f"{dtype} has no null: replace it with a value, or set a float dtype"
         raise batch.error(int(_null_mask(array).argmax()), column, f"it is null, but {advice}")
+    if types.is_decimal(array.type) and not is_float:
+        array = _integers_of_decimals(batch, column, array, dtype)
     values = _number_array(array)
     with np.errstate(invalid="ignore", over="ignore"):
         out = values.astype(dtype)
@@ -95,15 +98,28 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
         same &= np.isfinite(values)
     if not same.all():
         at = int(same.argmin())
-        raise batch.error(
-            at, column, f"it is {array[at].as_py()}, which {dtype} cannot represent: set a different dtype"
-        )
+        raise batch.error(at, column, _unfit(array[at], dtype))
     if array.null_count:
         out[_null_mask(array)] = np.nan
     if is_label and is_float and not np.isfinite(out).all():
         at = int(np.isfinite(out).argmin())
         raise batch.error(at, column, f"it is {array[at].as_py()}, but {_LABEL.advice}")
     return out
+
+
+def _integers_of_decimals(batch: SourceBatch, column: str, array: Any, dtype: np.dtype[Any]) -> Any:
+    """Return decimals without nulls as integers, exactly. Raises SourceError for one that does not fit the dtype."""
+    wide = array.cast(pa.decimal256(76, array.type.scale))
+    for kind in (pa.int64(), pa.uint64()):
+        with suppress(pa.ArrowInvalid):
+            return wide.cast(kind)
+    least, most = (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    at = next(n for n, one in enumerate(wide.to_pylist()) if one != one.to_integral_value() or not least <= one <= most)
+    raise batch.error(at, column, _unfit(array[at], dtype))
+
+
+def _unfit(value: Any, dtype: np.dtype[Any]) -> str:
+    return f"it is {value.as_py()}, which {dtype} cannot represent: set a different dtype"
 
 
 def encode_feature(feature: Feature, batch: SourceBatch, *, hashed: bool = True) -> FeatureKeys:
