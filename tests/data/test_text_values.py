@@ -169,6 +169,35 @@ def test_text_that_is_no_integer_is_refused_by_row_and_column(tmp_path: Path, va
     assert taken == [tc.key_of("1"), tc.key_of(value)], "the advice works"
 
 
+@pytest.mark.parametrize("rest", ["1,2", "1,2.0", "1,18446744073709551615", "1,2\n2", "1,2\n" * 400_000 + "1,2"])
+@pytest.mark.parametrize("value", ["0x10", "0X1f", "0xFFFFFFFFFFFFFFFF", " 0x1 ", "-0x1", "0x", "0x" + "1" * 40])
+def test_hexadecimal_integers_are_refused_whatever_else_is_in_the_column(tmp_path: Path, value: str, rest: str) -> None:
+    """The parser takes some of them: 0x10 as 16, 0xFFFFFFFFFFFFFFFF as -1."""
+    advice = 'expected an integer in decimal digits.*set key = "hex" for the feature and write the digits without 0x'
+    padded = CsvFormat(bad_rows="pad")
+    for row, text in ((0, f"y,u\n0,{value}\n{rest}\n"), (rest.count("\n") + 1, f"y,u\n{rest}\n0,{value}\n")):
+        path = written(tmp_path, text)
+        with pytest.raises(SourceError, match=f"x.csv, row {row}, column 'u' cannot be read .*{advice}"):
+            keys_of(path, feature("integer"), padded)
+    path = written(tmp_path, f"y,u\n0,1\n1,{value},\n")
+    with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{advice}"):
+        keys_of(path, feature("integer"), padded)
+    with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{advice}"):
+        keys_of(written(tmp_path, f"y,u\n0,1\n1,{value}|3\n"), feature("integer", hotness="ragged"), LISTS)
+
+
+def test_hexadecimal_text_of_other_columns_changes_no_integers(tmp_path: Path) -> None:
+    """Short and long, before and after plain rows, and across blocks."""
+    rows = [f"{n},{text}" for n, text in enumerate(["plain", "0x10", "0x" + "ab" * 20, "10x10"] * 100_000)]
+    path = written(tmp_path, "u,s\n" + "\n".join(rows) + "\n")
+    assert keys_of(path, feature("integer")) == [*range(400_000)]
+    kept = Schema(features=(feature("integer"),), keep=(tc.KeptColumn(column="k", dtype="int64"),))
+    (batch,) = Source(find_inputs(written(tmp_path, "u,k\n1,5\n2,7\n")), kept).batches()
+    assert encode(kept, batch).columns["k"].tolist() == [5, 7]
+    with pytest.raises(SourceError, match=r"row 1, column 'k' cannot be read .*decimal digits"):
+        [*Source(find_inputs(written(tmp_path, "u,k\n1,5\n2,0x7\n")), kept).batches()]
+
+
 def test_a_column_of_negative_numbers_and_numbers_above_2_63_is_refused(tmp_path: Path) -> None:
     """In 64 bits, -1 and 2^64 - 1 are one key."""
     path = written(tmp_path, "u,y\n-1,0\n18446744073709551615,1\n")

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 UNIT_SEPARATOR = b"\x1f"
 """Replaces a delimiter of several characters: the parser supports single ones only."""
 _LINE_ENDS = (0x0A, 0x0D)
+_HEX = re.compile(rb"(?<![0-9])0[xX][0-9a-fA-F]{1,16}+(?![0-9a-fA-F])")
+_HEX_BYTES = 19
+"""The longest match, and the byte before it."""
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
@@ -31,10 +34,13 @@ class TextStream(io.RawIOBase):
     delimiter: as the file has it. quote: one byte, or empty if quotes are plain characters.
     """
 
+    has_hex = False
+    """True if numbers such as 0x1f were read: the parser takes them for integers, and wraps those from 2^63 on."""
+
     def __init__(self, path: Path | str, source: Any, delimiter: bytes, quote: bytes) -> None:
         self._path, self._source, self._delimiter = path, source, delimiter
         self._quotes = _Quotes(path, delimiter, quote) if quote else None
-        self._is_first, self._partial = True, b""
+        self._is_first, self._partial, self._last = True, b"", b""
 
     def readable(self) -> bool:
         """Return True."""
@@ -53,6 +59,8 @@ class TextStream(io.RawIOBase):
             self._check_encoding(data[:64])
         if self._quotes is not None:
             self._quotes.feed(data)
+        if not self.has_hex:
+            self._note_hex(data)
         return self._single(data, size) if len(self._delimiter) > 1 else data
 
     def _check_encoding(self, head: bytes) -> None:
@@ -62,6 +70,13 @@ class TextStream(io.RawIOBase):
                 f"{self._path} is text in {found}, expected UTF-8: convert it, for example with "
                 f"iconv -f {found.split()[0]} -t UTF-8"
             )
+
+    def _note_hex(self, data: bytes) -> None:
+        """Look for hexadecimal numbers of up to 64 bits. One that may continue waits for the next read."""
+        text = self._last + data
+        if b"0x" in text or b"0X" in text:
+            self.has_hex = any(not data or match.end() < len(text) for match in _HEX.finditer(text))
+        self._last = text[-_HEX_BYTES:]
 
     def _single(self, data: bytes, size: int) -> bytes:
         """Replace the delimiter. The start of one at the end of the data is kept for the next read."""
@@ -153,6 +168,7 @@ class _Quotes:
             self._spans_lines |= bool((block[start:] == 0x0A).any())
 
 
+_HEX_INTEGER = "^[+-]?0[xX]"
 _INTEGER = r"^[+-]?[0-9]+$"
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|[+-]?inf(inity)?", re.IGNORECASE)
 _PYTHON_LIST = r"""^\[\s*(['"].*['"]|)\s*\]$"""
@@ -161,12 +177,16 @@ _WHOLE = 1 << 53
 """Floats hold all whole numbers below it."""
 
 
+HEX_EXPECTED = "an integer in decimal digits"
+"""What InvalidTextError says for hexadecimal text."""
+
+
 class InvalidTextError(ValueError):
     """A field is not a value of its column's type."""
 
     def __init__(self, at: int, value: str, expected: str) -> None:
         super().__init__(f"invalid value {value!r}, expected {expected}")
-        self.at = at
+        self.at, self.expected = at, expected
 
 
 def without_nulls(texts: Any, null_words: Sequence[str]) -> Any:
@@ -178,9 +198,13 @@ def without_nulls(texts: Any, null_words: Sequence[str]) -> Any:
 def integers(texts: Any, null_words: Sequence[str]) -> Any:
     """Return texts as int64, or as uint64 if a number is above 2^63 - 1; as float64 if one has a fraction.
 
-    A whole number below 2^53 may be written as a float, such as 5.0. Raises InvalidTextError.
+    A whole number below 2^53 may be written as a float, such as 5.0. Raises InvalidTextError, also for 0x10.
     """
     texts = without_nulls(texts, null_words)
+    is_hex = pc.fill_null(pc.match_substring_regex(texts, _HEX_INTEGER), fill_value=False)
+    if pc.any(is_hex).as_py():  # Arrow would read some of them, and wrap those from 2^63 on
+        at = is_hex.index(True).as_py()
+        raise InvalidTextError(at, texts[at].as_py(), HEX_EXPECTED)
     for kind in (pa.int64(), pa.uint64()):
         try:
             return texts.cast(kind)

@@ -19,6 +19,7 @@ from tiercache.data.inputs import open_binary
 from tiercache.data.lent_files import LentFile
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.data.text_fields import (
+    HEX_EXPECTED,
     UNIT_SEPARATOR,
     InvalidTextError,
     TextStream,
@@ -62,6 +63,10 @@ class _BadRow(NamedTuple):
     text: str
 
 
+class _HexError(Exception):
+    """Text with hexadecimal numbers was about to be parsed as integers."""
+
+
 class TextReader(FileReader):
     """Reads a text file."""
 
@@ -80,6 +85,7 @@ class TextReader(FileReader):
         self._null_words = ("",) if self._is_criteo else self._csv.null_words
         self._hex = {f.columns[0] for f in schema.features if f.key == "hex"}
         self._bad, self._padding = list[_BadRow](), list[_BadRow]()
+        self._kinds = dict[str, Any]()  # the types of columns, and of the elements of lists
         self._raw: Any = None
         self._lists = {use.column for use in uses if use.is_list} if self._csv.list_separator else set()
         self._block_bytes = self.decoding_bytes = _BLOCK_BYTES
@@ -96,7 +102,7 @@ class TextReader(FileReader):
         self._check_names(guessed.names)
         self._check_lists(known)
         chosen = csv_types({use.column for use in uses}, known, uses, dict(self._csv.types))
-        self._kinds = dict(chosen)
+        self._kinds |= chosen
         chosen |= {name: pa.list_(chosen[name]) for name in self._lists.intersection(chosen)}
         self.schema = pa.schema([pa.field(f.name, chosen.get(f.name, f.type)) for f in guessed])
 
@@ -155,7 +161,8 @@ class TextReader(FileReader):
         """Read from the beginning of the file, because the offset of a row is unknown.
 
         If the parser rejects a field of a column of numbers, the column is read as text from the row after the last one
-        yielded, and its fields are converted as in `text_fields`.
+        yielded, and its fields are converted as in `text_fields`. So are columns of integers if the text has
+        hexadecimal numbers, which the parser accepts.
         """
         kinds = {name: self._kinds.get(name, self.schema.field(name).type) for name in columns}
         types = {name: pa.string() if name in self._lists else kind for name, kind in kinds.items()}
@@ -164,6 +171,8 @@ class TextReader(FileReader):
                 for piece in self._read(columns, types, kinds, row):
                     row += piece.columns.num_rows
                     yield piece
+            except _HexError:
+                types = {name: pa.string() if kind == pa.int64() else kind for name, kind in types.items()}
             except pa.ArrowInvalid as error:
                 column = self._failed_column(error)
                 if not self._grows(error):
@@ -209,8 +218,12 @@ class TextReader(FileReader):
         )  # fmt: skip
         try:
             with ExitStack() as stack:
-                reader, other, num_read = self._reader(stack.enter_context(opened()), convert, names), None, 0
+                stream = stack.enter_context(opened())
+                reader, other, num_read = self._reader(stream, convert, names), None, 0
+                parses_integers = pa.int64() in convert.column_types.values()
                 for number, batch in enumerate(reader):
+                    if parses_integers and getattr(stream, "has_hex", False):
+                        raise _HexError
                     marked = batch
                     if any(batch.column(name).null_count for name in lists):
                         if other is None:
@@ -225,6 +238,8 @@ class TextReader(FileReader):
                             place = marked.schema.get_field_index(name)
                             marked = marked.set_column(place, name, pc.if_else(is_empty, "", batch.column(name)))
                     yield marked
+                if parses_integers and getattr(stream, "has_hex", False):  # in rows with too few or too many fields
+                    raise _HexError
         finally:
             reader = other = None  # a traceback that a program keeps does not keep them
 
@@ -312,9 +327,11 @@ class TextReader(FileReader):
         fits = [d for d in _DELIMITERS if d != self._delimiter and line.count(d) == expected - 1 > 0]
         return f"; if its delimiter is {fits[0]!r}, set {_say(fits[0])} in [csv]" if fits else ""
 
-    def _advice(self, column: str) -> str:
+    def _advice(self, column: str, *, is_hex: bool = False) -> str:
         """Return the advice for a field that is not a number."""
         uses = {use.use for use in self._uses if use.column == column}
+        if "integer" in uses and is_hex:
+            return ', or set key = "hex" for the feature and write the digits without 0x'
         if "integer" in uses:
             return ', or set key = "string" for the feature'
         if "part" in uses:
@@ -347,7 +364,7 @@ class TextReader(FileReader):
             in_list = " in its list" if owners is not rows else ""
             raise SourceError(
                 f"{self._file.path}, row {at}, column {name!r} cannot be read ({error}{in_list}): correct it"
-                f"{self._advice(name)}"
+                f"{self._advice(name, is_hex=error.expected == HEX_EXPECTED)}"
             ) from error
         return batch.set_column(batch.schema.get_field_index(name), name, converted)
 
@@ -368,7 +385,7 @@ class TextReader(FileReader):
     def _open(self) -> Any:
         self._raw, codec = open_binary(self._file.path), self._file.compression
         source = self._raw if codec is None else pa.CompressedInputStream(self._raw, codec)
-        if self._is_criteo:
+        if self._is_criteo and pa.int64() not in self._kinds.values():
             return source
         return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
