@@ -21,7 +21,7 @@ from tiercache.schema_parts import (
     nearest,
     unknown_key,
 )
-from tiercache.store.files import local_path
+from tiercache.store.files import local_path, read_whole
 from tiercache.store.initializer import initializer_from_record
 from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
@@ -43,7 +43,7 @@ def load_schema(cls: type[_T], path: str | Path | None, format: str | None = Non
     if path is None:
         return checked(cls, "the file", _schema_values(_File(), format))
     try:
-        data = tomllib.loads(local_path(path, "a schema").read_text(encoding="utf-8"))
+        data = tomllib.loads(read_whole(str(local_path(path, "a schema"))).decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"the schema {path} is not TOML: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL

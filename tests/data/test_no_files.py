@@ -1,5 +1,6 @@
 """FIFOs, folders and the like in place of a small file of a dataset: an error, and at once."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,16 @@ import pytest
 import tiercache as tc
 from tests.no_files import NO_FILES, at_once
 from tests.train.cases import Case, Spec, table, tiered
+from tiercache.cli.alter_commands import _keys_in
+from tiercache.data.array_rows import read_split_spec
 from tiercache.data.dataset_writer import write_dataset
-from tiercache.errors import DatasetError, ExtractionError, TierCacheError
+from tiercache.data.inputs import find_inputs
+from tiercache.errors import DatasetError, ExtractionError, SourceError, TierCacheError
+from tiercache.planning.plan_file import TrainingPlan
+from tiercache.reporting.figures import read_reports
 from tiercache.rows import transfer_rates
+from tiercache.store import StoreError
+from tiercache.store.tensor_file import find_tensors
 
 CASE = Case(
     tables=(table("a", 4),), specs=(Spec(name="f", table="a"),), num_samples=60, pass_rows=30, num_keys=20, epochs=1
@@ -85,3 +93,29 @@ def test_tokens_say_what_is_there(tmp_path: Path, what: str, suffix: str) -> Non
     read = partial(tc.TokenFiles.write, tmp_path / "out.bin") if is_table else partial(tc.TokenFiles, sequence_length=2)
     with at_once(), pytest.raises(DatasetError, match="tokens"):
         read(path)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "schema.toml": tc.Schema.load,
+    "report.jsonl": read_reports,
+    "plan.toml": lambda path: TrainingPlan.read(path, None),  # type: ignore[arg-type]
+    "keys.txt": _keys_in,
+    "model.safetensors.index.json": lambda path: find_tensors(str(path.parent), "rows"),
+    "column.npy": lambda path: find_inputs(path.parent),
+    "feature_spec.yaml": lambda path: read_split_spec(path, "train"),
+}
+
+
+@pytest.mark.parametrize("what", [*NO_FILES])
+@pytest.mark.parametrize("name", [*READERS])
+def test_small_files_of_the_user_are_no_pipes(tmp_path: Path, name: str, what: str) -> None:
+    """The error names the file, or its folder."""
+    NO_FILES[what](tmp_path / name)
+    with at_once(), pytest.raises((TierCacheError, StoreError, ValueError, OSError), match=tmp_path.name):
+        READERS[name](tmp_path / name)
+
+
+def test_a_spec_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "feature_spec.yaml").write_text("[" * 3000)
+    with pytest.raises(SourceError, match=r"feature_spec.yaml is nested too deeply: it must be the feature_spec.yaml"):
+        find_inputs(tmp_path)

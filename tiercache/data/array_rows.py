@@ -86,6 +86,8 @@ def read_split_spec(path: Path, split: str) -> tuple[dict[str, Any], list[dict[s
         spec = yaml.safe_load(read_whole(str(path)).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SourceError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise SourceError(f"{path} is nested too deeply: it must be the feature_spec.yaml of a data set") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("source_spec"), dict):
         raise SourceError(f"{path} has no source_spec: it must be the feature_spec.yaml of a split-binary data set")
     parts = spec["source_spec"]

@@ -21,6 +21,7 @@ from tiercache.data.array_rows import ArrayRows, split_files
 from tiercache.data.column_types import kind_of
 from tiercache.data.python_batches import PythonBatches
 from tiercache.errors import SourceError
+from tiercache.store.files import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -295,7 +296,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_structured(name: str) -> bool:
-    with open_binary(Path(name)) as file:
+    with os.fdopen(open_file(name), "rb") as file:
         return ArrayRows.of_npy(file, name).dtype.names is not None
 
 

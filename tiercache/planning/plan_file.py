@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from tiercache.errors import PlanError
 from tiercache.planning.budgets import Budgets
 from tiercache.sizes import option_bytes, parse_bytes
-from tiercache.store.files import local_path
+from tiercache.store.files import local_path, read_whole
 
 if TYPE_CHECKING:
     import os
@@ -141,7 +141,7 @@ class TrainingPlan(_Part):
     def read(cls, path: str | os.PathLike[str], data: PassDataset) -> Self:
         """Read the plan of a dataset. Raises PlanError."""
         try:
-            text = local_path(path, "a plan").read_text(encoding="utf-8")
+            text = read_whole(str(local_path(path, "a plan"))).decode("utf-8")
         except (OSError, ValueError) as error:
             raise PlanError(f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         plan = cls.from_toml(text, str(path))

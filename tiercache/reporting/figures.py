@@ -14,7 +14,7 @@ import numpy as np
 from tiercache.distribution import install_command
 from tiercache.reporting.report import PassReport
 from tiercache.sizes import format_bytes
-from tiercache.store.files import local_path
+from tiercache.store.files import local_path, read_whole, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -179,8 +179,12 @@ _PLANNED, _MEASURED = "#c9d3e0", "#3b6fb6"
 
 def read_reports(path: Path) -> list[PassReport]:
     """Read the reports that ``TierCache.write_report`` wrote. Raises ValueError for any other file."""
-    found = []
-    for number, line in enumerate(local_path(path, "a report").read_text().splitlines(), 1):
+    found, place = [], local_path(path, "a report")
+    try:
+        text = read_whole(str(place)).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the report {path} cannot be read: {reason(error)}") from error
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             found.append(PassReport.from_record(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

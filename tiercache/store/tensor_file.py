@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.files import open_file, reason
+from tiercache.store.files import open_file, read_whole, reason
 from tiercache.store.range_reader import RangeReader
 from tiercache.store.records import no_number, page_checksums
 from tiercache.store.store_errors import BlockReadError, CheckpointError
@@ -322,7 +322,7 @@ def _files_of(place: Path) -> tuple[Path, dict[str, Path] | None]:
     if place.suffix != ".json":
         return place, None
     try:
-        names: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, str] = json.loads(read_whole(str(place)))["weight_map"]
         found = {str(tensor): place.parent / file for tensor, file in names.items()}
     except OSError as error:
         raise CheckpointError(f"the checkpoint {place} cannot be read ({reason(error)}): restore the file") from error
