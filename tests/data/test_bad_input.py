@@ -265,6 +265,11 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     [
         (None, "no passes were given"),
         ([None], "sub-dataset 0 is NoneType: pass a mapping from tables to their keys"),
+        (
+            [{"a": None}],
+            "the keys of table 'a' in sub-dataset 0 are None: pass an array of integers, or an iterable of",
+        ),
+        ([{"a": 5}], "the keys of table 'a' in sub-dataset 0 are 5: pass an array of integers"),
         ([{"a": torch.empty(2, dtype=torch.int64, device="meta")}], "keys are a sparse tensor, or one without values"),
         ([{"a": torch.eye(2, dtype=torch.int64).to_sparse()}], "keys are a sparse tensor, or one without values"),
     ],

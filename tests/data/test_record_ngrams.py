@@ -272,7 +272,7 @@ def test_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
         ([[1]], {"separator": -1}, "separator is -1: expected a token from 0"),
         (pa.table({"tokens": [[[1], [2]]]}), {}, "column 'tokens' in row 0 of .* has object"),
         (pa.table({"tokens": [[1], [2, None]]}), {}, "column 'tokens' in row 1 of .* has float64"),
-        (pa.table({"tokens": [1, 2]}), {}, "has no readable column 'tokens' of lists of integers"),
+        (pa.table({"tokens": [1, 2]}), {}, "column 'tokens': it holds int64, but expected lists of integers"),
     ],
 )
 def test_texts_that_are_not_tokens_leave_no_file(tmp_path: Path, texts: Any, options: Any, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zipfile
 from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from tests.data.cases import (
     write_parquet,
 )
 from tests.files import files_of
+from tiercache.data.encode import encode
 from tiercache.data.inputs import find_inputs
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.data.source import Source
@@ -157,7 +159,11 @@ def test_a_keyed_jagged_tensor_is_its_features() -> None:
         ([(1, 2)], "batch 0 is tuple: .* tuples of as many arrays as"),
         ([{"a": [1, 2], "y": [0.0]}], r"batch 0 has columns of different lengths \(y: 1, a: 2\)"),
         ([{"a": [1], "y": [0.0]}, {"a": ["x"], "y": [0.0]}], "batch 1, column 'a': it holds string"),
-        ([{"a": [1 << 63], "y": [0.0]}], "batch 0, column 'a': Python int too large .*: expected an array"),
+        ([{"a": [1 << 64], "y": [0.0]}], "batch 0, column 'a': integers go beyond 64 bits, .*: expected an array"),
+        (
+            [{"a": [1 << 63, -1], "y": [0.0]}],
+            "batch 0, column 'a': .* or there are some from 2.63 on and negative ones",
+        ),
         ([{"a": [1], "y": [0.0]}, {"a": [1]}], r"batch 1 has no column 'y'"),
         ([{"a": ([1, 2], [0, 3]), "y": [0.0]}], "column 'a': offsets .* do not go from 0 to the number of values, 2"),
         ([{"a": [1], "y": [0.0]}, {"a": [2, None], "y": [1.0, 1.0]}], "the Python iterable, row 2, column 'a': it is"),
@@ -167,6 +173,31 @@ def test_a_bad_batch_is_named(tmp_path: Path, data: Any, message: str) -> None:
     """By its number, or by the row counted over all batches."""
     with pytest.raises(SourceError, match=message):
         run(data, plain_schema(), tmp_path / "out", split_by="budget")
+
+
+def test_python_integers_have_all_64_bits() -> None:
+    """As uint64 of NumPy: in a list, a list of lists, and an array of objects with None, in any batch."""
+    big, large = (1 << 63) + 3, (1 << 64) - 1
+    features = (tc.Feature(name="a"), tc.Feature(name="b", null="embed"), tc.Feature(name="u", hotness="ragged"))
+    schema = Schema(label="y", features=features, tables=())
+    data = [
+        {"a": [1, 2], "b": [3, None], "u": [[1], [2, 3]], "y": [0.0, 1.0]},
+        {"a": [big, 1], "b": np.array([large - 1, None], object), "u": [[large, 1], []], "y": [0.0, 1.0]},
+    ]
+    found = [encode(schema, batch).features for batch in Source(find_inputs(data), schema).batches()]
+    keys = {name: [key for one in found for key in one[name].keys.tolist()] for name in ("a", "b", "u")}
+    assert keys == {
+        "a": [1, 2, big - (1 << 64), 1], "b": [3, NULL_KEY, -2, NULL_KEY], "u": [1, 2, 3, -1, 1]
+    }  # fmt: skip
+
+
+def test_an_archive_with_two_arrays_of_one_name_is_refused(tmp_path: Path) -> None:
+    """NumPy reads the last one."""
+    np.savez(tmp_path / "x.npz", a=np.arange(3), y=np.zeros(3))
+    with zipfile.ZipFile(tmp_path / "x.npz", "a") as archive:
+        archive.writestr("a", archive.read("a.npy"))
+    with pytest.raises(SourceError, match=r"x.npz has two arrays 'a' \(a.npy and a\): name each once"):
+        run(tmp_path / "x.npz", plain_schema(), tmp_path / "out")
 
 
 def test_an_iterator_that_must_be_read_twice_is_refused(tmp_path: Path) -> None:

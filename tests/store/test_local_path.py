@@ -13,6 +13,7 @@ from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, MemoryEngine, Store, StoreMissingError, ZarrEngine, info, verify
 from tiercache.store.engines import zarr_objects
 from tiercache.store.files import ScratchFile, is_url, local_path
+from tiercache.store.initializer import Checkpoint
 
 URLS = [
     "s3://bucket/model.tc",
@@ -113,6 +114,24 @@ def test_names_with_colons_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert local_path(name, "a store").is_absolute()
     Store.open("./s3:/x", tables=[BIG]).close()
     assert (tmp_path / "s3:" / "x" / "store.json").exists()
+
+
+def test_a_store_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file of an initializer may; a folder that only begins with ~ is taken as it is, and so is ./~."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Store.open("~/model.tc", tables=[BIG]).close()
+    Store.open(Path("~/model.tc"), mode="r").close()
+    assert (tmp_path / "home" / "model.tc" / "store.json").exists()
+    assert Checkpoint(path="~/x.safetensors", tensor="e").path == str(tmp_path / "home" / "x.safetensors")
+    assert local_path("~no such user/x", "a store") == tmp_path / "~no such user" / "x"
+    assert local_path("./~/x", "a store") == tmp_path / "~" / "x"
+
+
+def test_a_path_of_bytes_is_refused() -> None:
+    """With the function that makes it a str."""
+    with pytest.raises(TypeError, match=r"the path b'model.tc' is bytes: pass a str or a Path"):
+        Store.open(b"model.tc", mode="r")  # type: ignore[arg-type]
 
 
 def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def _of_numpy(array: NDArray[Any], *, is_nan_null: bool = False) -> Any:
         if flat.dtype.kind == "O" and _has_arrays(flat):
             values = _of_list([None if mask is not None and mask[i] else one for i, one in enumerate(flat)])
         else:
-            values = pa.array(flat, mask=mask, from_pandas=is_nan_null)
+            values = _of_values(flat, mask=mask, from_pandas=is_nan_null)
     except CONVERSION_ERRORS as error:
         raise TypeError(f"an array of {array.dtype} cannot become an Arrow array ({error})") from error
     if array.ndim == 1:
@@ -128,7 +128,19 @@ def _of_list(values: Sequence[Any]) -> Any:
     rows = [row for row in values if isinstance(row, list | tuple)]
     if _has_arrays(chain.from_iterable(rows)):
         values = [[_scalar(one) for one in row] if isinstance(row, list | tuple) else row for row in values]
-    return pa.array(values)
+    return _of_values(values)
+
+
+def _of_values(values: Any, **options: Any) -> Any:
+    """Return plain values, or lists of them, in the type that Arrow infers, or as uint64 for integers from 2^63 on."""
+    try:
+        return pa.array(values, **options)
+    except OverflowError:
+        kind = pa.list_(pa.uint64()) if any(isinstance(one, list | tuple) for one in values) else pa.uint64()
+    try:
+        return pa.array(values, kind, **options)
+    except OverflowError:
+        raise OverflowError("integers go beyond 64 bits, or there are some from 2^63 on and negative ones") from None
 
 
 def _has_arrays(values: Iterable[Any]) -> bool:

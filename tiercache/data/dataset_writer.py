@@ -235,6 +235,8 @@ def _key_chunks(table: Table, where: str, keys: Any) -> Iterator[NDArray[np.int6
 
 def _chunks(what: str, keys: Any) -> Iterator[NDArray[np.int64]]:
     """Yield the keys of one array or of several, in chunks that are not empty."""
+    if not hasattr(keys, "__iter__") and not _is_array(keys):
+        raise ValueError(f"{what} are {keys!r}: pass an array of integers, or an iterable of such arrays")
     for array in [keys] if _is_array(keys) else keys:
         flat = _numpy(array).reshape(-1)
         for low in range(0, flat.size, _CHUNK_KEYS):

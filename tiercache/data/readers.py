@@ -288,7 +288,12 @@ class NumpyReader(_ArrayReader):
                 raise SourceError(f"{path} holds one array without names: pass a folder of such files, or a .npz file")
             return {"": rows}
         archive = stack.enter_context(zipfile.ZipFile(source))
-        names_in = {name.removesuffix(".npy"): name for name in archive.namelist()}
+        names_in = dict[str, str]()
+        for member in archive.namelist():
+            name = member.removesuffix(".npy")
+            if name in names_in:
+                raise SourceError(f"{path} has two arrays {name!r} ({names_in[name]} and {member}): name each once")
+            names_in[name] = member
         return {
             name: ArrayRows.of_npy(stack.enter_context(archive.open(member)), f"{path}, array {name!r}")
             for name, member in names_in.items()

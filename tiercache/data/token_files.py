@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.data.columns import is_list
 from tiercache.errors import DatasetError
 from tiercache.store.files import local_path, open_file, reason, sync
 
@@ -331,6 +332,8 @@ def _column(given: str | os.PathLike[str], column: str) -> Iterable[NDArray[Any]
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
         for batch in batches:
+            if not is_list(kind := batch.schema.field(column).type):
+                raise DatasetError(f"{path}, column {column!r}: it holds {kind}, but expected lists of integers")
             for one in batch.column(column):
                 values = one.values.to_numpy(zero_copy_only=False) if one.is_valid else np.empty(0, np.int64)
                 yield _tokens(values, f"column {column!r} in row {row} of {path}")

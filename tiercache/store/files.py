@@ -29,22 +29,28 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 
 
 def local_path(path: str | os.PathLike[str], what: str, instead: str = "pass a local path") -> Path:
-    """Return the path of ``what`` as an absolute path; symbolic links stay in it.
+    """Return the path of ``what`` as an absolute path, ``~`` expanded; symbolic links stay in it.
 
-    Raises ValueError for a URL, advising ``instead``, and for a relative path in a deleted folder.
+    Raises ValueError for a URL, advising ``instead``, and for a relative path in a deleted folder, TypeError for bytes.
     """
     text = os.fspath(path)
     if is_url(text):
         raise ValueError(f"{text!r} is a URL, but {what} must be a local path: {instead}")
     try:
-        return Path(path).absolute()
+        return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111 - leaves the name of an unknown user
     except FileNotFoundError:
         raise ValueError(f"{text!r} is relative, and the current folder was deleted: pass an absolute path") from None
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return True for a URL; a local folder of that name must be given as ``./`` or by its absolute path."""
-    return _URL.match(os.fspath(path)) is not None
+    """Return True for a URL; a local folder of that name must be given as ``./`` or by its absolute path.
+
+    Raises TypeError for bytes.
+    """
+    text: str | bytes = os.fspath(path)
+    if isinstance(text, bytes):
+        raise TypeError(f"the path {text!r} is bytes: pass a str or a Path, such as os.fsdecode(path)")
+    return _URL.match(text) is not None
 
 
 def reason(error: Exception) -> str:
