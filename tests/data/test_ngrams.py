@@ -63,6 +63,31 @@ def test_keys_are_those_of_the_obvious_loop(name: str, data: st.DataObject) -> N
     assert 0 <= int(found.min()) <= int(found.max()) < grams.num_embeddings
 
 
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,), (2, 0, 4), ()])
+def test_keys_have_the_shape_of_the_tokens(name: str, shape: tuple[int, ...]) -> None:
+    """With one more axis, also if there are no tokens, and for one token alone."""
+    grams = MADE[name]
+    expected = (*shape, grams.num_heads)
+    tokens = np.ones(shape, np.int64)
+    assert grams(tokens).shape == grams(torch.from_numpy(tokens)).shape == expected
+    assert grams._on_device(torch.from_numpy(tokens)).shape == expected
+    assert grams(tokens.tolist()).dtype == np.int64
+    np.testing.assert_array_equal(grams._on_device(torch.from_numpy(tokens)).numpy(), grams(tokens))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.uint64])
+def test_a_map_of_tokens_may_be_a_view(dtype: Any) -> None:
+    """Backwards, of another dtype, and read-only."""
+    view = (np.arange(VOCAB) % 7).astype(dtype)[::-1]
+    view.flags.writeable = False
+    grams, copied = (replace(MADE["engram"], token_map=one) for one in (view, view.astype(np.int64)))
+    tokens = torch.arange(VOCAB)
+    expected = copied(tokens).numpy()
+    np.testing.assert_array_equal(grams(tokens).numpy(), expected)
+    np.testing.assert_array_equal(grams._on_device(tokens).numpy(), expected)
+
+
 def test_exact_keys_are_those_of_one_ngram_alone() -> None:
     """For either order, also if tokens are missing at the beginning."""
     grams = tc.ngrams("exact", vocab_size=3, orders=(2, 3))
@@ -99,6 +124,13 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
         (ValueError, "4 tokens of a vocabulary of 70,000 take 68 bits, but a key has 61",
          lambda: tc.ngrams("exact", vocab_size=70_000, orders=(2, 4))),
         (ValueError, r"orders are \(3, 2\)", lambda: tc.ngrams("exact", vocab_size=4, orders=(3, 2))),
+        (ValueError, "orders are 2: expected whole numbers from 2 on, ascending, such as",
+         lambda: tc.ngrams("exact", vocab_size=4, orders=2)),  # type: ignore[arg-type]
+        (ValueError, r"orders are \(\): expected whole numbers",
+         lambda: tc.ngrams("engram", vocab_size=4, orders=(), rows_per_head=9, padding=0)),
+        (ValueError, r"orders are \(2.0, 3\): expected", lambda: tc.ngrams("exact", vocab_size=4, orders=(2.0, 3))),  # type: ignore[arg-type]
+        (ValueError, "orders are '23'", lambda: tc.ngrams("exact", vocab_size=4, orders="23")),  # type: ignore[arg-type]
+        (ValueError, "orders are 3: expected", lambda: replace(MADE["exact"], orders=3)),  # type: ignore[arg-type]
         (ValueError, r"orders of 'engram' are \(3,\)",
          lambda: tc.ngrams("engram", vocab_size=4, orders=(3,), rows_per_head=9, padding=0)),
         (ValueError, "rows_per_head is 1", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=1, border=0)),
@@ -113,6 +145,8 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
         (ValueError, r"token 13 is outside the vocabulary, \[0, 13\)", lambda: MADE["exact"](np.array([1, 13]))),
         (ValueError, r"token -1 is outside", lambda: MADE["exact"](torch.tensor([-1, 3]))),
         (TypeError, "tokens are float64: expected integers", lambda: MADE["exact"](np.array([1.0]))),
+        (TypeError, "tokens are torch.bfloat16: expected integers", lambda: MADE["exact"](torch.ones(2).bfloat16())),
+        (TypeError, "tokens have masked values: pass", lambda: MADE["exact"](np.ma.array([1, 2], mask=[0, 1]))),
     ],
 )  # fmt: skip
 def test_what_makes_no_keys_is_refused(error: type[Exception], words: str, call: Any) -> None:

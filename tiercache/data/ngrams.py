@@ -7,6 +7,7 @@ computes them; `ngrams` returns the published recipes by name.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -58,8 +59,7 @@ class NGrams:
 
     def __post_init__(self) -> None:
         """Raise ValueError if the settings are inconsistent."""
-        if not self.orders or list(self.orders) != sorted({*self.orders}) or self.orders[0] < 2:
-            raise ValueError(f"orders are {self.orders}: expected whole numbers from 2 on, ascending, such as (2, 3)")
+        _orders(self.orders)
         if len(self.factors) != self.orders[-1]:
             raise ValueError(
                 f"orders up to {self.orders[-1]} have {len(self.factors)} factors: expected one for each token"
@@ -94,7 +94,7 @@ class NGrams:
         if hasattr(tokens, "detach") and tokens.device.type != "cpu":
             return self._on_device(tokens)
         array = self.checked(tokens)
-        rows = array.reshape(-1, array.shape[-1]) if array.ndim else array.reshape(1, 1)
+        rows = array.reshape(-1, max(1, array.shape[-1])) if array.ndim else array.reshape(1, 1)
         keys = np.empty((rows.size, self.num_heads), np.int64)
         first = 0
         for mixed, moduli, offsets in zip(self.mixed(rows), self.moduli, self.offsets, strict=True):
@@ -107,9 +107,15 @@ class NGrams:
 
         return torch.from_numpy(keys)
 
-    def checked(self, tokens: ArrayLike) -> NDArray[np.int64]:
+    def checked(self, tokens: Any) -> NDArray[np.int64]:
         """Return tokens on the host as int64. Raises ValueError outside the vocabulary, TypeError if not integers."""
-        array = tokens.detach().numpy() if hasattr(tokens, "detach") else np.asarray(tokens)
+        if hasattr(tokens, "detach") and "int" not in str(tokens.dtype):  # NumPy has no bfloat16
+            raise TypeError(f"tokens are {tokens.dtype}: expected integers in [0, {self.vocab_size})")
+        if np.ma.is_masked(tokens):
+            raise TypeError("tokens have masked values: pass an array without them, such as one with padding there")
+        array: NDArray[Any] = tokens.detach().numpy() if hasattr(tokens, "detach") else np.asarray(tokens)
+        if not array.size and not hasattr(tokens, "dtype"):
+            array = array.astype(np.int64)  # NumPy's dtype of an empty list is float64
         if array.dtype.kind not in "iu":
             raise TypeError(f"tokens are {array.dtype}: expected integers in [0, {self.vocab_size})")
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.vocab_size):
@@ -125,7 +131,7 @@ class NGrams:
         N-grams of one order have the same keys if they have the same number.
         """
         mixed = np.empty((len(self.orders), tokens.size), np.int64)
-        numbers = np.ascontiguousarray(tokens if self.token_map is None else self.token_map[tokens])
+        numbers = np.ascontiguousarray(tokens if self.token_map is None else self.token_map[tokens], np.int64)
         border = -1 if self.border is None else self.border
         mix_ngrams(numbers, np.array(self.factors), np.array(self.orders), border, self.padding, mixed)
         return mixed
@@ -141,9 +147,13 @@ class NGrams:
 
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
             raise TypeError(f"tokens are {tokens.dtype}: expected integers in [0, {self.vocab_size})")
+        if not tokens.ndim:
+            return self._on_device(tokens[None])[0]
         device, numbers = tokens.device, tokens.long()
         if device not in self._on:
-            arrays = [*self.moduli, *self.offsets, *([] if self.token_map is None else [self.token_map])]
+            arrays: list[Any] = [*self.moduli, *self.offsets]
+            if self.token_map is not None:
+                arrays.append(np.array(self.token_map, np.int64, order="C"))  # torch has no negative strides
             self._on[device] = [torch.as_tensor(one, dtype=torch.int64).to(device) for one in arrays]
         moduli, offsets = (self._on[device][first:][: len(self.orders)] for first in (0, len(self.orders)))
         if self.token_map is not None:
@@ -197,13 +207,25 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
         raise ValueError(f"unknown recipe {recipe!r}: expected {', '.join(map(repr, makers))}; or create an NGrams")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}: expected the number of tokens, at least 1")
+    orders = _orders(orders)
     heads = options.get("heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"heads is {heads!r}: expected the number of keys of each n-gram, at least 1")
-    if recipe != "exact" and tuple(orders) != tuple(range(2, len(orders) + 2)):
-        raise ValueError(f"orders of {recipe!r} are {tuple(orders)}: it has all from 2 on, such as (2, 3)")
+    if recipe != "exact" and orders != tuple(range(2, len(orders) + 2)):
+        raise ValueError(f"orders of {recipe!r} are {orders}: it has all from 2 on, such as (2, 3)")
     make: Any = makers[recipe]
-    return make(vocab_size, tuple(orders), **options)  # type: ignore[no-any-return]
+    return make(vocab_size, orders, **options)  # type: ignore[no-any-return]
+
+
+def _orders(orders: Any) -> tuple[int, ...]:
+    """Return orders as a tuple. Raises ValueError unless they are whole numbers from 2 on, ascending."""
+    try:
+        found = tuple(map(operator.index, orders))
+    except TypeError:
+        found = ()
+    if not found or list(found) != sorted({*found}) or found[0] < 2:
+        raise ValueError(f"orders are {orders!r}: expected whole numbers from 2 on, ascending, such as (2, 3)")
+    return found
 
 
 def _exact(vocab_size: int, orders: tuple[int, ...], *, border: int | None = None) -> NGrams:

@@ -286,8 +286,8 @@ def _check_dtype(array: NDArray[Any], path: Path, *, is_default: bool) -> None:
 
 def _tokens(given: Any, what: str) -> NDArray[Any]:
     """Return an array of integers with one axis. Raises DatasetError for anything else."""
-    if isinstance(given, np.ma.MaskedArray):
-        raise DatasetError(f"{what} is masked: pass an array without mask, such as its compressed()")
+    if np.ma.is_masked(given):
+        raise DatasetError(f"{what} has masked values: pass an array without them, such as its compressed()")
     try:
         array: NDArray[Any] = given.detach().cpu().numpy() if hasattr(given, "detach") else np.asarray(given)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # bfloat16, lists of different lengths
