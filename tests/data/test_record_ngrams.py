@@ -307,6 +307,7 @@ def test_a_path_that_cannot_be_a_file_of_tokens_is_refused(tmp_path: Path, name:
         ([np.zeros(3, int)], {}, "1 files with 3 tokens have no sequence of 8"),
         (["none.bin"], {}, "cannot be read as tokens of uint32"),
         (["t.parquet"], {}, "write its tokens to one file with TokenFiles.write"),
+        (["t.pq"], {}, "is a table: write its tokens"),
         (["t.npz"], {}, "may have several arrays: save one with numpy.save"),
         ([np.zeros(9, int)], {"dtype": float}, "dtype is float64"),
         (5, {}, "files is 5: expected paths or arrays of tokens"),

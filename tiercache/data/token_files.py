@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _CHECKED = 64 << 10
 _MOST = (1 << 63) - 1
-_TABLES = {".parquet", ".arrow", ".feather", ".ipc"}
+_TABLES = {".parquet", ".pq", ".arrow", ".feather", ".ipc"}
 _LARGEST_VOCABULARY = 1 << 20
 """Larger tokens in a file are a sign of another dtype, unless the caller names it."""
 _FEWEST_ZEROS = 32
@@ -322,7 +322,7 @@ def _column(given: str | os.PathLike[str], column: str) -> Iterable[NDArray[Any]
     import pyarrow.parquet as pq
 
     path, row = local_path(given, "a table of tokens"), 0
-    if path.suffix.lower() not in {*_TABLES, ".pq"}:
+    if path.suffix.lower() not in _TABLES:
         raise DatasetError(f"{os.fspath(given)!r} is not the path of a Parquet or Arrow file: pass the tokens of texts")
     try:
         os.close(open_file(path))
