@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -25,6 +26,7 @@ from tiercache.data.inputs import find_inputs
 from tiercache.data.manifest import checksum_of
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.data.source import Source
+from tiercache.data.text_fields import TextStream
 from tiercache.data.text_reader import TextReader
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.schema import CsvFormat, Schema
@@ -184,6 +186,19 @@ def test_hexadecimal_integers_are_refused_whatever_else_is_in_the_column(tmp_pat
         keys_of(path, feature("integer"), padded)
     with pytest.raises(SourceError, match=f"x.csv, row 1, column 'u' cannot be read .*{advice}"):
         keys_of(written(tmp_path, f"y,u\n0,1\n1,{value}|3\n"), feature("integer", hotness="ragged"), LISTS)
+
+
+@settings(deadline=None, max_examples=300)
+@given(parts=st.lists(st.sampled_from([b"0x", b"0X", b"0", b"x", b"a1", b",", b"g", b"1" * 9, b"f" * 14]), max_size=9),
+       size=st.integers(1, 40))  # fmt: skip
+def test_hexadecimal_numbers_are_found_across_reads(parts: list[bytes], size: int) -> None:
+    """As a regular expression finds them in the whole text."""
+    text = b"u," + b"".join(parts)
+    stream = TextStream("x.csv", io.BytesIO(text), b",", b"")
+    while stream.read(size):
+        pass
+    found = re.search(rb"(?<![0-9])0[xX][0-9a-fA-F]{1,16}(?![0-9a-fA-F])", text)
+    assert stream.has_hex == (found is not None)
 
 
 def test_hexadecimal_text_of_other_columns_changes_no_integers(tmp_path: Path) -> None:

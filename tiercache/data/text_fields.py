@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 UNIT_SEPARATOR = b"\x1f"
 """Replaces a delimiter of several characters: the parser supports single ones only."""
 _LINE_ENDS = (0x0A, 0x0D)
-_HEX = re.compile(rb"(?<![0-9])0[xX][0-9a-fA-F]{1,16}+(?![0-9a-fA-F])")
-_HEX_BYTES = 19
-"""The longest match, and the byte before it."""
+_MOST_DIGITS = 16
+"""Hexadecimal digits of 64 bits."""
+_HEX_BYTES = 3 + _MOST_DIGITS
+"""Bytes of the longest hexadecimal number, and the byte before it."""
+_CHECKED_TOGETHER = 1 << 14
+_IS_HEX = np.isin(np.arange(256), [*b"0123456789abcdefABCDEF"])
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
@@ -73,10 +76,21 @@ class TextStream(io.RawIOBase):
 
     def _note_hex(self, data: bytes) -> None:
         """Look for hexadecimal numbers of up to 64 bits. One that may continue waits for the next read."""
+        before = b"1" if len(self._last) == _HEX_BYTES else b"\n"  # a number at the start was checked last time
         text = self._last + data
-        if b"0x" in text or b"0X" in text:
-            self.has_hex = any(not data or match.end() < len(text) for match in _HEX.finditer(text))
         self._last = text[-_HEX_BYTES:]
+        if b"x" not in text and b"X" not in text:  # quicker than to search for two bytes
+            return
+        after = b"a" if data else b"\n"  # as if a number at the end continued
+        bytes_N = np.frombuffer(before + text + after * _HEX_BYTES, np.uint8)
+        at = np.flatnonzero((bytes_N[:-1] == ord("0")) & ((bytes_N[1:] | 0x20) == ord("x")))
+        at = at[(bytes_N[at - 1] < ord("0")) | (bytes_N[at - 1] > ord("9"))]
+        for low in range(0, at.size, _CHECKED_TOGETHER):
+            places = at[low : low + _CHECKED_TOGETHER, None] + np.arange(2, 3 + _MOST_DIGITS)
+            is_digit = _IS_HEX[bytes_N[places]]
+            if (is_digit[:, 0] & ~is_digit.all(axis=1)).any():
+                self.has_hex = True
+                return
 
     def _single(self, data: bytes, size: int) -> bytes:
         """Replace the delimiter. The start of one at the end of the data is kept for the next read."""
