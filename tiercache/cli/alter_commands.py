@@ -90,8 +90,6 @@ def _keys_in(path: Path) -> NDArray[np.int64]:
     """Return the keys of a file. Raises ValueError for other content."""
     import numpy as np
 
-    from tiercache.io.formats import regular_file
-
     if path.suffix == ".npy":
         from tiercache.io.numpy_format import map_array
 
@@ -100,7 +98,7 @@ def _keys_in(path: Path) -> NDArray[np.int64]:
             raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
         return np.asarray(keys)
     found = []
-    for number, line in enumerate(regular_file(path).read_text().split("\n"), 1):
+    for number, line in enumerate(path.read_text().split("\n"), 1):
         if not line.strip():
             continue
         try:
