@@ -84,6 +84,11 @@ class Anchor:
         return None if module is None else module._parameters["anchor"]
 
     @property
+    def has_gradient(self) -> bool:
+        """True if the parameter has a gradient, or rows have."""
+        return bool(self.arrived) or ((parameter := self.parameter) is not None and parameter.grad is not None)
+
+    @property
     def pending(self) -> list[Arrival]:
         """The gradients that the loop has neither stepped nor dropped."""
         return [one for one in self.arrived if one.is_pending]
@@ -238,17 +243,22 @@ class Anchor:
         written = self.drop_dropped()
         found = self.pending if self.arrived else []
         if not found:
-            if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
-                raise StateError(
-                    f"gradients of parameters were set by hand, as from torch.autograd.grad, but not the gradients of "
-                    f"rows of {self.tables}: call backward() on the loss, or on a sum of losses, instead"
-                )
+            self._check_by_hand(written)
             return []
         if self.expired:
             self._check_expired()
         self._check_rescaled(written, found)
         self._check_penalty()
         return found
+
+    def _check_by_hand(self, written: torch.Tensor | None) -> None:
+        """Raise StateError if no gradient of rows is pending, but the anchor's was set."""
+        if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
+            self._check_penalty()
+            raise StateError(
+                f"gradients of parameters were set by hand, as from torch.autograd.grad, but not the gradients of "
+                f"rows of {self.tables}: call backward() on the loss, or on a sum of losses, instead"
+            )
 
     def _check_rescaled(self, written: torch.Tensor | None, found: Sequence[Arrival]) -> None:
         """Raise StateError if the anchor's gradient was changed but not the gradients of its rows."""

@@ -69,11 +69,13 @@ class RowOptimizer(torch.optim.Optimizer):
     def check_alone(self, dense: torch.optim.Optimizer) -> None:
         """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""
         for anchor in self.anchors:
-            if not anchor.arrived:
+            if not anchor.has_gradient:
                 continue
             anchor.drop_dropped()
             is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
-            if is_mine and anchor.pending:
+            if is_mine and not anchor.pending:
+                anchor.ready()  # raises if its gradient was set by hand
+            elif is_mine:
                 raise StateError(
                     f"{type(dense).__name__} was stepped by itself, but gradients of the rows of {anchor.tables} wait "
                     "to be stepped with it: write optimizer = cache.optimizer before the loop (with several "
@@ -194,12 +196,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def ready(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
         """Return the gradients that the step of ``dense``, or of all, applies."""
-        mine = [anchor for anchor in self.anchors if anchor.arrived]
+        mine = [anchor for anchor in self.anchors if anchor.has_gradient]
         if dense is not None:
             owned = self._owned()
             for anchor in mine:
                 anchor.drop_dropped()
-            mine = [anchor for anchor in mine if anchor.pending and self.owner(anchor, owned) is dense]
+            owners = [self.owner(one, owned) if one.pending else owned.get(id(one.parameter)) for one in mine]
+            mine = [anchor for anchor, owner in zip(mine, owners, strict=True) if owner is dense]
         return [one for anchor in mine for one in anchor.ready()]
 
     def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
