@@ -161,6 +161,13 @@ def scaled_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
     model(batch).square().mean().backward()
 
 
+def bounded_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
+    """Hooks on parameters bound the gradients, which leaves tiny ones as they are."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    (100 * model(batch)).square().mean().backward()
+
+
 def noise(model: nn.Module, batch: tc.Batch) -> None:
     """Add noise for privacy."""
     model(batch).square().mean().backward()
@@ -177,6 +184,7 @@ def noise(model: nn.Module, batch: tc.Batch) -> None:
         (by_hand_after_dropping, ("set by hand", "backward()")),
         (put_back, ("gradients were changed", "scale the loss")),
         (scaled_by_hooks, ("gradients were changed", "scale the loss")),
+        (bounded_by_hooks, ("gradients were changed", "scale the loss")),
         (noise, ("gradients were changed", "cache.clip_grad_norm_")),
     ],
 )
@@ -239,6 +247,31 @@ def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain(*world.sides(0)[0])
+
+
+@pytest.mark.parametrize("bound", ["mul_", "clamp_", "data.clamp_"])
+def test_hooks_that_run_once_gradients_are_accumulated_are_refused(world: World, bound: str) -> None:
+    """They would miss rows, and one that bounds gradients leaves no trace. No row moves."""
+    before = world.rows("a"), world.rows("b")
+
+    def hook(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        grad = parameter.grad.data if bound.startswith("data.") else parameter.grad
+        _ = grad.mul_(0.1) if bound == "mul_" else grad.clamp_(-0.01, 0.01)
+
+    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in world.model.parameters()]
+    with one_sentence(StateError, "register_post_accumulate_grad_hook", "rows", "cache.clip_grad_norm_(max_norm)"):
+        world.model(world.batches[0]).square().mean().backward()
+    world.optimizer.zero_grad()
+    world.optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+    for handle in handles:
+        handle.remove()
+    for name, parameter in world.model.named_parameters():
+        if not name.endswith("anchor"):
+            parameter.register_post_accumulate_grad_hook(hook)
+    plain(*world.sides(0)[0])
+    assert not torch.equal(before[0], world.rows("a"))
 
 
 def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:

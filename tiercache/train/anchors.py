@@ -20,6 +20,7 @@ import torch
 
 from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
+from tiercache.train.parameter_hooks import check_hooks, watch_hooks
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Anchor:
         """The running backward passes that have added to the anchor's gradient."""
         self._is_lent = False
         """True under FSDP: it gives lookups another parameter, and takes its gradient when backward ends."""
+        self._is_hooked = False
+        """True if a hook of the loop returned another gradient in one of these backward passes."""
         self._last_grad: Any = lambda: None
         self._version = -1
         self._parameter_version: int | None = None
@@ -112,6 +115,7 @@ class Anchor:
                     self._check_rescaled(written, self.arrived)
             if self.expired:
                 self._check_expired()
+            self._check_hooks(parameter)
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task = task
@@ -132,6 +136,19 @@ class Anchor:
 
         self._hooked = parameter
         self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def _check_hooks(self, parameter: nn.Parameter) -> None:
+        """Note if hooks on the gradient change it. Raises StateError for hooks that run after it is accumulated."""
+        if len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+            check_hooks(parameter, __name__, self.tables)
+        if parameter._backward_hooks:
+            anchor = weakref.ref(self)
+
+            def note() -> None:
+                if (found := anchor()) is not None:
+                    found._is_hooked = True
+
+            watch_hooks(parameter, note)
 
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
         """Drop the gradients of a backward pass that only returned them, as ``torch.autograd.grad`` does."""
@@ -232,7 +249,7 @@ class Anchor:
         """
         units = float(grad) / unit_of(grad)
         if (ranks := _num_ranks()) == 1:
-            return self._is_changed(grad) or units != self._lookups
+            return self._is_changed(grad) or self._is_hooked or units != self._lookups
         return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
     def ready(self) -> list[Arrival]:
@@ -316,6 +333,7 @@ class Anchor:
             return
         for one in arrivals:
             one.end()
+        self._is_hooked = False
         self.arrived = [] if len(arrivals) == len(self.arrived) else self.pending
         self._anchors.forget()
 
