@@ -63,6 +63,8 @@ class Anchor:
         """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
         self._in_task: dict[int, int] = {}
         """The same for each backward pass that is running, by its number."""
+        self._ends: dict[int, weakref.ref[Any]] = {}
+        """The callbacks of the running backward passes; torch drops those of a pass that raises."""
         self._accumulated: set[int] = set()
         """The running backward passes that have added to the anchor's gradient."""
         self._is_lent = False
@@ -119,7 +121,10 @@ class Anchor:
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task = task
-            after_backward(partial(self._end, task, weakref.ref(parameter)))
+            used = weakref.ref(parameter)
+            end = partial(self._end, task, used)
+            self._ends[task] = weakref.ref(end, lambda _, task=task, used=used: self._settle(task, used))
+            after_backward(end)
         found = Arrival(self, [None if one is None else self._anchors.own(one) for one in gradients], tables, task)
         self.arrived.append(found)
         self._in_task[task] = self._in_task.get(task, 0) + 1
@@ -139,7 +144,7 @@ class Anchor:
 
     def _check_hooks(self, parameter: nn.Parameter) -> None:
         """Note if hooks on the gradient change it. Raises StateError for hooks that run after it is accumulated."""
-        if len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+        if len(parameter._post_accumulate_grad_hooks) > 1:
             check_hooks(parameter, __name__, self.tables)
         if parameter._backward_hooks:
             anchor = weakref.ref(self)
@@ -151,7 +156,17 @@ class Anchor:
             watch_hooks(parameter, note)
 
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
-        """Drop the gradients of a backward pass that only returned them, as ``torch.autograd.grad`` does."""
+        """Settle a backward pass, and record the anchor's gradient."""
+        self._settle(task, used)
+        after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
+
+    def _settle(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
+        """Drop the gradients of a backward pass that did not add to the anchor's, as ``torch.autograd.grad`` does.
+
+        Called at its end, or when torch drops a pass in which an error was raised.
+        """
+        if self._ends.pop(task, None) is None:
+            return
         is_kept, parameter = task in self._accumulated, used()
         self._is_lent |= is_kept and parameter is not None and parameter.grad is None
         self._accumulated.discard(task)
@@ -166,7 +181,6 @@ class Anchor:
                 if not is_kept:
                     one.end()
         self._note(used)
-        after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
         """Record the anchor's gradient at the end of backward."""

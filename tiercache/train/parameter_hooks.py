@@ -38,7 +38,7 @@ def check_hooks(parameter: torch.Tensor, module: str, tables: str) -> None:
 
     module: whose functions are ours; torch's own belong to its wrappers of models.
     """
-    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: Any = parameter._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
         if source != module and not source.startswith("torch."):
