@@ -73,6 +73,8 @@ class Anchor:
         """True if a hook of the loop returned another gradient in one of these backward passes."""
         self._last_grad: Any = lambda: None
         self._version = -1
+        self._value: float | None = None
+        """The anchor's gradient at the end of backward, where reading it does not wait for a GPU."""
         self._parameter_version: int | None = None
         """The version of the anchor after a backward that has not been stepped yet."""
         self._is_perturbed = False
@@ -188,6 +190,7 @@ class Anchor:
         grad = None if parameter is None else parameter.grad
         if grad is not None:
             self._last_grad, self._version = weakref.ref(grad), grad._version
+            self._value = self._value_of(grad)
 
     def check_parameter(self, parameter: torch.Tensor) -> None:
         """Raise StateError if the loop changed parameters, dropped the gradients, and now looks up rows again.
@@ -245,11 +248,21 @@ class Anchor:
             is_changed = self._is_changed(grad)
             grad.masked_fill_(found.to(grad.device).reshape(()) != 0, math.inf)
             if not is_changed:
-                self._version = grad._version
+                self._version, self._value = grad._version, self._value_of(grad)
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
-        """Return True if the anchor's gradient was written or replaced since the last backward."""
-        return self._last_grad() is not grad or grad._version != self._version
+        """Return True if the anchor's gradient was written or replaced since the last backward.
+
+        Writes that torch does not count, through ``.data`` or NumPy, are seen on a CPU only.
+        """
+        if self._last_grad() is not grad or grad._version != self._version:
+            return True
+        value = self._value_of(grad)
+        return value != self._value and not (value is None or math.isnan(value))
+
+    def _value_of(self, tensor: torch.Tensor) -> float | None:
+        """Return the element of a tensor, None if reading it would wait for a GPU."""
+        return None if self._anchors.is_queued or _is_sharded(tensor) or not tensor.is_cpu else tensor.item()
 
     @property
     def _has_hooks(self) -> bool:

@@ -26,7 +26,7 @@ class State(Enum):
 class Arrival:
     """The gradients of the outputs of one lookup, from their backward to the step."""
 
-    __slots__ = ("_gradients", "_placeholders", "_tables", "_versions", "anchor", "is_accumulated", "is_passed_over",
+    __slots__ = ("_gradients", "_placeholders", "_sums", "_tables", "_versions", "anchor", "is_accumulated", "is_passed_over",
                  "state", "task")  # fmt: skip
 
     def __init__(
@@ -38,6 +38,8 @@ class Arrival:
         self._versions = [-1 if one is None else one._version for one in gradients]
         self.state = State.PENDING
         self._placeholders: list[torch.Tensor | None] | None = None
+        self._sums: list[float | None] = [None] * len(gradients)
+        """Sums of the gradients on a CPU once the loop may write them, also in ways that torch does not count."""
         self.is_accumulated = False
         """True once its backward has ended and added to the anchor's gradient."""
         self.is_passed_over = False
@@ -51,6 +53,7 @@ class Arrival:
         """
         if self._placeholders is None:
             self._placeholders = [None if one is None else _placeholder(one) for one in self._gradients]
+            self._sums = [_sum_of(one) for one in self._gradients]
         return [one for one in self._placeholders if one is not None and one.grad is not None]
 
     @property
@@ -78,10 +81,14 @@ class Arrival:
 
     @property
     def is_untouched(self) -> bool:
-        """True if one of them is the gradient that arrived, unchanged by any in-place write that torch counts."""
+        """True if one of them is the gradient that arrived, unchanged; on a GPU, by writes that torch counts.
+
+        Zeros that the loop may have written are not: scaling leaves no trace.
+        """
+        arrived = zip(self.gradients, self._gradients, self._versions, self._sums, strict=True)
         return any(
-            now is not None and now is one and now._version == version
-            for now, one, version in zip(self.gradients, self._gradients, self._versions, strict=True)
+            now is not None and now is one and now._version == version and (total is None or _sum_of(now) == total != 0)
+            for now, one, version, total in arrived
         )
 
     def flats(self, array_of: Callable[[torch.Tensor], Any]) -> list[Any]:
@@ -97,6 +104,11 @@ class Arrival:
         for one in self._placeholders or ():
             if one is not None:
                 one.grad = None
+
+
+def _sum_of(gradient: torch.Tensor | None) -> float | None:
+    """Return a number that changes with a gradient on a CPU."""
+    return gradient.abs().sum(dtype=torch.float64).item() if gradient is not None and gradient.is_cpu else None
 
 
 def _placeholder(gradient: torch.Tensor) -> torch.Tensor:
