@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,14 +12,14 @@ import torch
 from torch import nn
 
 from tests.train.beside_torch import CASE as LOOPS_CASE
-from tests.train.beside_torch import plain
+from tests.train.beside_torch import World, plain
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.train.beside_torch import World
+    import tiercache as tc
 
 CASE = LOOPS_CASE
 
@@ -124,3 +126,82 @@ def test_gradients_of_all_groups_may_be_scaled_without_torch_counting_it(world: 
     optimizer.step()
     plain(*theirs)
     world.assert_same()
+
+
+def climb(model: nn.Module, *, restore: bool) -> None:
+    """Move parameters against their gradients, as adversarial training does, and put them back."""
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter, data in zip(model.parameters(), kept, strict=True):
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad / parameter.grad.norm())
+        if restore:
+            parameter.data = data
+
+
+@pytest.mark.parametrize(("before", "drops"), [("forward", False), ("forward", True), ("step", False)])
+def test_parameters_written_through_data_between_backward_and_step_are_refused(
+    world: World, before: str, drops: bool
+) -> None:
+    """As in adversarial training and sharpness-aware minimization. No row moves."""
+    rows = world.rows("a"), world.rows("b")
+    model, optimizer, batch = world.sides(0)[0]
+    model(batch).square().mean().backward()
+    climb(model, restore=before == "step")
+    if drops:
+        optimizer.zero_grad()
+    with one_sentence(StateError, "between a backward and its optimizer.step()", "rows of 'a'", "leave out"):
+        _ = model(batch) if before == "forward" else optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(rows, "ab", strict=True))
+
+
+AFTER: dict[str, Callable[[nn.Module], object]] = {
+    "clamp_": lambda model: [one.clamp_(-0.1, 0.1) for one in model.parameters()],
+    "mul_": lambda model: [one.mul_(0.9) for one in model.parameters()],
+    "data.mul_": lambda model: [one.data.mul_(0.9) for one in model.parameters()],
+    "data": lambda model: [setattr(one, "data", one.data * 1.0) for one in model.parameters()],
+    "copy_": lambda model: [one.copy_(one.clone()) for one in model.parameters()],
+    "vector": lambda model: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()) * 0.5, model.parameters()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", AFTER)
+def test_parameters_written_after_a_step_are_refused(world: World, how: str) -> None:
+    """Weights of torch would be clamped, decayed or averaged too; rows are not, so the next lookup raises."""
+    model, optimizer, batch = world.sides(0)[0]
+    plain(model, optimizer, batch)
+    with torch.no_grad():
+        AFTER[how](model)
+    with one_sentence(StateError, "since the last optimizer.step()", "rows of 'a'", "register_row_hook(table, hook)"):
+        model(batch)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop])
+def test_parameters_that_only_torch_writes_raise_nothing(passes: tc.PassDataset, kind: Any) -> None:
+    """Optimizers, states, copies, averages, casts, and dense optimizers that step alone."""
+    world = World(passes, kind)
+    model, optimizer, batch = world.sides(0)[0]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(6):
+            plain(model, optimizer, batch)
+            average.update_parameters(model)
+            if number == 1:
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif number == 2:
+                model.to(torch.float64).to(torch.float32)
+            elif number == 3:
+                optimizer.zero_grad()
+                model.top(torch.ones(1, 8)).sum().backward()
+                world.dense.step()
+            elif number == 4:
+                with torch.no_grad():
+                    for parameter in model.top.parameters():
+                        parameter.mul_(0.9)
+                model(batch).square().mean().backward()
+                model.float()
+    world.loop.close()
+    world.cache._close(failed=True)

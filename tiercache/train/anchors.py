@@ -11,7 +11,6 @@ for example in a penalty on all parameters; the anchor's value is not 0, so its 
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +20,7 @@ import torch
 from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
 from tiercache.train.parameter_hooks import check_hooks, watch_hooks
+from tiercache.train.parameter_writes import ParameterWrites, num_ranks
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ class Anchor:
         self._version = -1
         self._value: float | None = None
         """The anchor's gradient at the end of backward, where reading it does not wait for a GPU."""
-        self._parameter_version: int | None = None
-        """The version of the anchor after a backward that has not been stepped yet."""
-        self._is_perturbed = False
-        """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
+        self.writes = ParameterWrites(self.tables, self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
         self._unchecked = 0
@@ -124,8 +121,8 @@ class Anchor:
                 self._lookups = 0
             self._task = task
             used = weakref.ref(parameter)
-            end = partial(self._end, task, used)
-            self._ends[task] = weakref.ref(end, lambda _, task=task, used=used: self._settle(task, used))
+            end, settle = partial(self._end, task, used), partial(self._settle, task, used)
+            self._ends[task] = weakref.ref(end, lambda _: settle())
             after_backward(end)
         found = Arrival(self, [None if one is None else self._anchors.own(one) for one in gradients], tables, task)
         self.arrived.append(found)
@@ -175,7 +172,8 @@ class Anchor:
         count = self._in_task.pop(task, 0)
         if is_kept:
             self._lookups += count
-            self._parameter_version = None if parameter is None or self._is_lent else parameter._version
+            if (module := self._module()) is not None:
+                self.writes.end_backward(None if self._is_lent else parameter, module.num_resets)
         self._task = -1 if self._task == task else self._task
         for one in self.arrived:
             if one.task == task and not one.is_accumulated:
@@ -192,31 +190,16 @@ class Anchor:
             self._last_grad, self._version = weakref.ref(grad), grad._version
             self._value = self._value_of(grad)
 
-    def check_parameter(self, parameter: torch.Tensor) -> None:
-        """Raise StateError if the loop changed parameters, dropped the gradients, and now looks up rows again.
-
-        Only warn if it may have dropped them first, as after a skipped batch.
-        """
-        if self._is_perturbed:
-            raise StateError(
-                f"parameters were changed between a backward and the next forward, as in sharpness-aware minimization, "
-                f"but the rows of {self.tables} cannot be: change parameters only after optimizer.step()"
-            )
-        if (
-            self._parameter_version is not None
-            and parameter.grad is None
-            and parameter._version != self._parameter_version
-        ):
-            self._parameter_version = None
-            warnings.warn(
-                f"parameters were changed after a backward that was never stepped: if that was sharpness-aware "
-                f"minimization, the rows of {self.tables} did not move with them",
-                stacklevel=4,
-            )
+    def check_parameter(self, *, steps: bool = False) -> None:
+        """Raise StateError if the loop changed the parameter by hand since a backward, or since the last step."""
+        if (module := self._module()) is not None and not self._is_lent:
+            self.writes.check(module.anchor, module.num_resets, steps=steps)
 
     def end_step(self) -> None:
-        """Allow changes of parameters until the next backward."""
-        self._parameter_version, self._is_perturbed = None, False
+        """Record the parameter after a step of any optimizer."""
+        if (module := self._module()) is not None:
+            used = None if self._is_lent else module.anchor
+            self.writes.end_step(used, module.num_resets, has_stepped=bool(self.arrived))
 
     # -- at the step ----------------------------------------------------------------------------------------
 
@@ -275,7 +258,7 @@ class Anchor:
         Several ranks may average gradients by hand, which leaves a number of units divided by the number of ranks.
         """
         units = float(grad) / unit_of(grad)
-        if (ranks := _num_ranks()) == 1:
+        if (ranks := num_ranks()) == 1:
             return self._is_changed(grad) or self._is_hooked or units != self._lookups
         return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
@@ -297,7 +280,7 @@ class Anchor:
 
     def _check_by_hand(self, written: torch.Tensor | None) -> None:
         """Raise StateError if no gradient of rows is pending, but the anchor's was set."""
-        if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
+        if written is not None and self._is_changed(written) and num_ranks() == 1 and float(written) != 0.0:
             self._check_penalty()
             raise StateError(
                 f"gradients of parameters were set by hand, as from torch.autograd.grad, but not the gradients of "
@@ -345,9 +328,8 @@ class Anchor:
 
     def clear(self) -> None:
         """Forget the gradients so far."""
-        if self._parameter_version is not None and self.arrived and (parameter := self.parameter) is not None:
-            self._is_perturbed = parameter._version != self._parameter_version
-        self._parameter_version = None
+        if (module := self._module()) is not None:
+            self.writes.drop(module.anchor, module.num_resets, pending=bool(self.arrived))
         self._drop(self.arrived)
         self.expired, self._lookups = "", 0
 
@@ -410,7 +392,7 @@ class Anchors:
         A copy, such as an average of a model, may look up rows, and is refused when gradients arrive.
         """
         if (found := self._anchors.get(id(module))) is not None:
-            found.check_parameter(module.anchor)
+            found.check_parameter()
         is_known = not self.is_closed_to_others or module in self.readers
         if not is_known and all(module.copied_from != one.number for one in self.readers):
             self.refuse_reader(module.tables)
@@ -488,11 +470,6 @@ def _forget(anchors: weakref.ref[Anchors], number: int) -> Callable[[object], No
             found._anchors.pop(number, None)
 
     return forget
-
-
-def _num_ranks() -> int:
-    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if has_ranks else 1
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

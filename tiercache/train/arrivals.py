@@ -26,8 +26,8 @@ class State(Enum):
 class Arrival:
     """The gradients of the outputs of one lookup, from their backward to the step."""
 
-    __slots__ = ("_gradients", "_placeholders", "_sums", "_tables", "_versions", "anchor", "is_accumulated", "is_passed_over",
-                 "state", "task")  # fmt: skip
+    __slots__ = ("_gradients", "_placeholders", "_sums", "_tables", "_versions", "anchor", "is_accumulated",
+                 "is_passed_over", "state", "task")  # fmt: skip
 
     def __init__(
         self, anchor: Anchor, gradients: Sequence[torch.Tensor | None], tables: Sequence[Collection[str]], task: int

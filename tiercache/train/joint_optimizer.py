@@ -275,6 +275,9 @@ class JointOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rows = self.rows
+        for anchor in rows.anchors:
+            anchor.check_parameter(steps=True)
+            anchor.writes.forget()
         rows.is_stepping = True
         try:
             for one in dense:

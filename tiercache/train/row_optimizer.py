@@ -69,6 +69,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def check_alone(self, dense: torch.optim.Optimizer) -> None:
         """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""
         for anchor in self.anchors:
+            anchor.writes.forget()
             if not anchor.has_gradient:
                 continue
             anchor.drop_dropped()
@@ -190,7 +191,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Drop the gradients of a pass that has ended; the loop must drop those that `expire` recorded."""
         self.gradients.clear()
         for anchor in self.anchors:
-            anchor.end_step()
+            anchor.writes.end_pass()
             if not anchor.expired:
                 anchor.clear()
 

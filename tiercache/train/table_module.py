@@ -93,6 +93,8 @@ class TableModule(nn.Module):
         """The range of keys of the only feature: its hash buckets, or the rows of the module that this replaced."""
         self.number = number_module(self)
         """The number by which compiled models find the module."""
+        self.num_resets = 0
+        """The number of times that `_apply` reset the anchor, which is no write of the loop."""
         self.copied_from = 0
         """The number of the module that this is a copy of; 0: not a copy."""
 
@@ -152,6 +154,7 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.num_resets += 1
         with torch.no_grad():
             self.anchor.data.fill_(_ANCHOR)  # to_empty() leaves garbage; this does not count as a write
         return found

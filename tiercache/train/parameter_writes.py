@@ -1,0 +1,122 @@
+"""Writes of anchors: a loop that changes parameters by hand misses the rows."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Seen(NamedTuple):
+    """A parameter at some time."""
+
+    version: int
+    place: int
+    value: float | None
+    """None on a GPU, where reading it would wait."""
+    num_resets: int
+
+    def differs(self, other: _Seen) -> bool:
+        """Return True if the loop wrote the parameter in between; False if the module was moved or cast."""
+        if self.num_resets != other.num_resets:
+            return False
+        is_value = self.value is None or other.value is None or self.value == other.value or math.isnan(self.value)
+        is_place = self.place == other.place or num_ranks() > 1  # wrappers of several ranks may move parameters
+        return self.version != other.version or not (is_value and is_place)
+
+
+class ParameterWrites:
+    """Compares an anchor with itself after the last backward and after the last step."""
+
+    def __init__(self, tables: str, value_of: Callable[[torch.Tensor], float | None]) -> None:
+        """value_of: returns None if reading it would wait."""
+        self._tables, self._value_of = tables, value_of
+        self._after_backward: _Seen | None = None
+        """The parameter after a backward that has not been stepped yet."""
+        self._after_step: _Seen | None = None
+        """The parameter after the last step that it took part in."""
+        self._is_stepped = False
+        """True once gradients of rows were stepped; a copy of a model, such as an average, may be written."""
+        self._is_perturbed = False
+        """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
+
+    def _see(self, parameter: torch.Tensor | None, num_resets: int) -> _Seen | None:
+        if parameter is None or hasattr(parameter, "to_local"):  # a DTensor, of which this process may have no element
+            return None
+        return _Seen(parameter._version, parameter.data_ptr(), self._value_of(parameter.detach()), num_resets)
+
+    def end_backward(self, parameter: torch.Tensor | None, num_resets: int) -> None:
+        """Record the parameter after a backward; None: it belongs to a wrapper."""
+        self._after_backward = self._see(parameter, num_resets)
+
+    def end_step(self, parameter: torch.Tensor | None, num_resets: int, *, has_stepped: bool) -> None:
+        """Record the parameter after a step. has_stepped: True if gradients of rows were stepped."""
+        self._is_stepped |= has_stepped
+        if self._is_stepped:
+            self._after_step = self._see(parameter, num_resets)
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Forget the backward passes, whose gradients are gone."""
+        self._after_backward, self._is_perturbed = None, False
+
+    def forget(self) -> None:
+        """Allow a dense optimizer to write the parameter."""
+        self._after_backward = self._after_step = None
+
+    def drop(self, parameter: torch.Tensor | None, num_resets: int, *, pending: bool) -> None:
+        """Record that the gradients were dropped. pending: True if there were any."""
+        if pending and self._after_backward is not None and (now := self._see(parameter, num_resets)) is not None:
+            self._is_perturbed = self._after_backward.differs(now)
+        self._after_backward = None
+
+    def check(self, parameter: torch.Tensor, num_resets: int, *, steps: bool) -> None:
+        """Raise StateError, once, if the loop changed parameters since a backward, or since the last step.
+
+        Only warn if it may have dropped the gradients of the backward first, as after a skipped batch. steps: True
+        before a step, which applies no dropped gradients; False before a lookup.
+        """
+        if self._is_perturbed and not steps:
+            self._refuse_perturbed()
+        if self._after_backward is None and self._after_step is None:
+            return
+        if (now := self._see(parameter, num_resets)) is None:
+            return
+        if self._after_backward is not None and self._after_backward.differs(now):
+            self._after_backward = None
+            if parameter.grad is not None:
+                self._refuse_perturbed()
+            if self._after_step is None:
+                warnings.warn(
+                    f"parameters were changed after a backward that was never stepped: if that was sharpness-aware "
+                    f"minimization, the rows of {self._tables} did not move with them",
+                    stacklevel=5,
+                )
+        if self._after_step is not None and self._after_step.differs(now):
+            self._after_step = None
+            raise StateError(
+                f"parameters were changed by hand since the last optimizer.step(), as to clamp, decay or average "
+                f"them, but the rows of {self._tables} were not: leave out the parameters of the modules that look up "
+                "rows, and change rows with cache.optimizer.register_row_hook(table, hook)"
+            )
+
+    def _refuse_perturbed(self) -> None:
+        self._after_step = None
+        raise StateError(
+            f"parameters were changed between a backward and its optimizer.step(), as in sharpness-aware "
+            f"minimization, but the rows of {self._tables} cannot be: leave out the parameters of the modules that "
+            "look up rows, or change parameters in the optimizer"
+        )
+
+
+def num_ranks() -> int:
+    """Return the number of ranks of torch's default process group, 1 without one."""
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_ranks else 1
