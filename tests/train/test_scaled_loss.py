@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,6 +82,44 @@ def test_a_scaled_step_of_dense_parameters_alone_is_refused(cache: Trained) -> N
         scaler.step(cache.optimizer.dense[0])
     assert np.array_equal(vectors_of(cache, p), before)
     loop.close()
+
+
+def test_gradients_unscaled_for_an_own_optimizer_first_are_refused(passes: tc.PassDataset) -> None:
+    """Dense gradients are divided by the scale twice, those of rows once. No row moves."""
+    with tc.InMemoryCache(passes) as cache:
+        model, optimizer = registered(cache, CASE)
+        loop, scaler = cache.passes(epochs=2), GradScaler("cpu", init_scale=8.0)
+        p = next(loop)
+        batch, before = next(p.batches(16)), vectors_of(cache, p)
+        scaler.scale(model(batch).sum()).backward()
+        scaler.unscale_(cache.optimizer.dense[0])
+        with one_sentence(StateError, "changed twice", "pass cache.optimizer to both"):
+            scaler.step(cache.optimizer)
+        assert np.array_equal(vectors_of(cache, p), before)
+        cache.optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        assert not np.array_equal(vectors_of(cache, p), before)
+        loop.close()
+
+
+def test_gradients_of_parameters_may_be_unscaled_before_those_of_rows(passes: tc.PassDataset) -> None:
+    """By hand, over the model and over the tables."""
+    found = []
+    for scale in (1.0, 8.0):
+        with tc.InMemoryCache(passes) as cache:
+            torch.manual_seed(0)
+            loop, pass_index, batch, (model, optimizer) = opened(cache)
+            (model(batch).sum() * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad.div_(scale)
+            of_tables = [group["params"] for group in optimizer.param_groups if "table" in group]
+            for parameter in itertools.chain(*of_tables):
+                parameter.grad.div_(scale)
+            optimizer.step()
+            found.append(vectors_of(cache, pass_index))
+            loop.close()
+    assert np.array_equal(*found)
 
 
 class Pair(torch.nn.Module):

@@ -20,7 +20,7 @@ import torch
 from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
 from tiercache.train.parameter_hooks import check_hooks, watch_hooks
-from tiercache.train.parameter_writes import ParameterWrites, num_ranks
+from tiercache.train.parameter_writes import ParameterWrites, SeenGradient, num_ranks
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class Anchor:
         """True under FSDP: it gives lookups another parameter, and takes its gradient when backward ends."""
         self._is_hooked = False
         """True if a hook of the loop returned another gradient in one of these backward passes."""
-        self._last_grad: Any = lambda: None
-        self._version = -1
-        self._value: float | None = None
-        """The anchor's gradient at the end of backward, where reading it does not wait for a GPU."""
+        self._seen: SeenGradient | None = None
+        """The anchor's gradient at the end of the last backward."""
+        self._exposed: SeenGradient | None = None
+        """The anchor's gradient when the loop got those of rows, if it had changed before."""
         self.writes = ParameterWrites(self.tables, self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
@@ -187,8 +187,7 @@ class Anchor:
         parameter = used()
         grad = None if parameter is None else parameter.grad
         if grad is not None:
-            self._last_grad, self._version = weakref.ref(grad), grad._version
-            self._value = self._value_of(grad)
+            self._seen = SeenGradient.of(grad, self._value_of(grad))
 
     def check_parameter(self, *, steps: bool = False) -> None:
         """Raise StateError if the loop changed the parameter by hand since a backward, or since the last step."""
@@ -231,17 +230,14 @@ class Anchor:
             is_changed = self._is_changed(grad)
             grad.masked_fill_(found.to(grad.device).reshape(()) != 0, math.inf)
             if not is_changed:
-                self._version, self._value = grad._version, self._value_of(grad)
+                self._seen = SeenGradient.of(grad, self._value_of(grad))
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient was written or replaced since the last backward.
 
         Writes that torch does not count, through ``.data`` or NumPy, are seen on a CPU only.
         """
-        if self._last_grad() is not grad or grad._version != self._version:
-            return True
-        value = self._value_of(grad)
-        return value != self._value and not (value is None or math.isnan(value))
+        return self._seen is None or self._seen.differs(grad, self._value_of(grad))
 
     def _value_of(self, tensor: torch.Tensor) -> float | None:
         """Return the element of a tensor, None if reading it would wait for a GPU."""
@@ -287,6 +283,13 @@ class Anchor:
                 f"rows of {self.tables}: call backward() on the loss, or on a sum of losses, instead"
             )
 
+    def expose(self) -> list[torch.Tensor]:
+        """Return the leaves that hold the pending gradients, and note if the anchor's was changed before them."""
+        written = self.drop_dropped() if any(not one.is_exposed for one in self.arrived) else None
+        if written is not None and any(one.is_untouched for one in self.arrived) and self._is_rescaled(written):
+            self._exposed = SeenGradient.of(written, self._value_of(written))
+        return [leaf for one in self.pending for leaf in one.placeholders]
+
     def _check_rescaled(self, written: torch.Tensor | None, found: Sequence[Arrival]) -> None:
         """Raise StateError if the anchor's gradient was changed but not the gradients of its rows."""
         if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
@@ -294,6 +297,15 @@ class Anchor:
                 f"gradients were changed between backward and step, but not for the rows of {self.tables}, as by "
                 "torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
                 "clip with cache.clip_grad_norm_(max_norm), and scale the loss instead of gradients"
+            )
+        if (
+            self._exposed is not None
+            and written is not None
+            and self._exposed.differs(written, self._value_of(written))
+        ):
+            raise StateError(
+                f"gradients of parameters were changed twice, but those of the rows of {self.tables} once, as by "
+                "scaler.unscale_ of your own optimizer and scaler.step(cache.optimizer): pass cache.optimizer to both"
             )
 
     def _check_penalty(self) -> None:
@@ -342,7 +354,7 @@ class Anchor:
             return
         for one in arrivals:
             one.end()
-        self._is_hooked = False
+        self._is_hooked, self._exposed = False, None
         self.arrived = [] if len(arrivals) == len(self.arrived) else self.pending
         self._anchors.forget()
 

@@ -57,6 +57,11 @@ class Arrival:
         return [one for one in self._placeholders if one is not None and one.grad is not None]
 
     @property
+    def is_exposed(self) -> bool:
+        """True once the loop may have changed the gradients."""
+        return self._placeholders is not None
+
+    @property
     def gradients(self) -> Sequence[torch.Tensor | None]:
         """The current gradient of each output; None if it was dropped or never came."""
         if self._placeholders is None:

@@ -1,9 +1,10 @@
-"""Writes of anchors: a loop that changes parameters by hand misses the rows."""
+"""Writes of anchors and their gradients: a loop that changes parameters by hand misses the rows."""
 
 from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,6 +31,25 @@ class _Seen(NamedTuple):
         is_value = self.value is None or other.value is None or self.value == other.value or math.isnan(self.value)
         is_place = self.place == other.place or num_ranks() > 1  # wrappers of several ranks may move parameters
         return self.version != other.version or not (is_value and is_place)
+
+
+class SeenGradient(NamedTuple):
+    """An anchor's gradient at some time."""
+
+    grad: weakref.ref[torch.Tensor]
+    version: int
+    value: float | None
+    """None on a GPU, where reading it would wait."""
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, value: float | None) -> SeenGradient:
+        """Return a gradient as it is now."""
+        return cls(weakref.ref(grad), grad._version, value)
+
+    def differs(self, grad: torch.Tensor, value: float | None) -> bool:
+        """Return True if a gradient is another one, or was written since."""
+        is_same = value is None or self.value is None or value == self.value or math.isnan(value)
+        return self.grad() is not grad or grad._version != self.version or not is_same
 
 
 class ParameterWrites:

@@ -117,7 +117,7 @@ class RowOptimizer(torch.optim.Optimizer):
             parameter = anchor.parameter
             alone = [] if parameter is None or id(parameter) in owned else [parameter]
             found.setdefault(anchor.first_table, []).extend(alone)
-            found[anchor.first_table] += [leaf for one in anchor.pending for leaf in one.placeholders]
+            found[anchor.first_table] += anchor.expose()
         for group in self.param_groups:
             group["params"] = found.get(group["table"], [])
         if dense is None:
