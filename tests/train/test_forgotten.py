@@ -291,3 +291,21 @@ def test_an_initialization_of_all_parameters_is_refused_as_it_reaches_no_row(
         nn.init.constant_(parameter, 0.5)
     with one_sentence(ValueError, "the parameter of model.rows was overwritten (0.5", "exclude model.rows.anchor"):
         tc.InMemoryCache(passes, model=net) if resident else tiered(store, passes, model=net)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_initialization_of_matrices_is_refused_in_a_copy_too(passes: tc.PassDataset, copies: bool) -> None:
+    """A loop that leaves out biases means embeddings too. A copy of a trained model has the parameter of that one."""
+    net: nn.Module = nn.ModuleDict({"rows": tc.EmbeddingBagCollection(CASE.schema), "top": nn.Linear(10, 1)})
+    net = copy.deepcopy(net) if copies else net
+    kept = copy.deepcopy(net)
+    with tc.InMemoryCache(passes, model=kept):
+        pass
+    for model in (net, kept):
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+    with one_sentence(ValueError, "the parameter of model.rows was overwritten", "exclude model.rows.anchor"):
+        tc.InMemoryCache(passes, model=net)
+    with tc.InMemoryCache(passes, model=copy.deepcopy(kept)):
+        pass

@@ -288,7 +288,7 @@ def test_clipping_the_parameters_of_all_groups_clips_rows(world: World) -> None:
 def test_a_model_of_tables_alone_has_parameters(passes: tc.PassDataset) -> None:
     """19: of one element, which an optimizer and DistributedDataParallel accept."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
-    assert next(bag.parameters()).shape == (1,)
+    assert next(bag.parameters()).shape == (1, 1)
     with tc.InMemoryCache(passes, model=bag, optimizer=torch.optim.SGD(bag.parameters(), lr=0.1)) as cache:
         loop = cache.passes(epochs=1)
         batch = next(next(loop).batches(16))

@@ -205,3 +205,11 @@ def test_parameters_that_only_torch_writes_raise_nothing(passes: tc.PassDataset,
                 model.float()
     world.loop.close()
     world.cache._close(failed=True)
+
+
+def test_a_penalty_on_matrices_is_refused(world: World) -> None:
+    """A loop that leaves out biases by their number of dimensions means embeddings too."""
+    loss = world.model(world.batches[0]).square().mean()
+    (loss + 0.1 * sum(one.square().sum() for one in world.model.parameters() if one.dim() > 1)).backward()
+    with one_sentence(StateError, "the loss contains the parameters", "'a'", "put the penalty on the outputs"):
+        world.optimizer.step()

@@ -363,7 +363,7 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
 def test_an_anchor_is_where_its_module_is_and_says_the_dtype_of_outputs(world: World) -> None:
     """A model on "meta" has anchors on the CPU."""
     world.model.rows.half()
-    assert world.model.rows.anchor.shape == (1,)
+    assert world.model.rows.anchor.shape == (1, 1)
     assert world.model.rows(world.batches[0]).dtype == torch.float16
     with torch.device("meta"):
         model = Net()

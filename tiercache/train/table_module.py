@@ -74,9 +74,10 @@ class TableModule(nn.Module):
         self.max_norm: float | None = None
         """The largest norm of a row that is looked up; None: any."""
         self.norm_type = 2.0
-        of_one = torch.full((1,), _ANCHOR, dtype=torch.float32, device="cpu")
+        of_one = torch.full((1, 1), _ANCHOR, dtype=torch.float32, device="cpu")
         self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
-        """The anchor; on the CPU also for a module that is created on "meta"."""
+        """The anchor, a matrix, because loops that choose parameters by ``dim() > 1`` mean embeddings too; on the CPU
+        also for a module that is created on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
         self._group_of: tuple[weakref.ref[GroupRows], dict[str, int]] | None = None
@@ -95,6 +96,8 @@ class TableModule(nn.Module):
         """The number by which compiled models find the module."""
         self.num_resets = 0
         """The number of times that `_apply` reset the anchor, which is no write of the loop."""
+        self.was_bound = False
+        """True once this module, or the one that this is a copy of, was in a cache."""
         self.copied_from = 0
         """The number of the module that this is a copy of; 0: not a copy."""
 
@@ -140,10 +143,9 @@ class TableModule(nn.Module):
                 )
 
     def check_initialized(self, name: str) -> None:
-        """Raise ValueError if this module is in its first cache and its anchor was overwritten before."""
+        """Raise ValueError if this module was in no cache yet and its anchor was overwritten."""
         anchor = self.anchor
-        is_first = self._rows is _of_no_cache and self._plain is _of_no_cache and not self.copied_from
-        if not is_first or type(anchor) is not nn.Parameter or anchor.is_meta or anchor.numel() != 1:
+        if self.was_bound or type(anchor) is not nn.Parameter or anchor.is_meta or anchor.numel() != 1:
             return
         if (value := anchor.item()) != _ANCHOR:
             raise ValueError(
@@ -212,7 +214,7 @@ class TableModule(nn.Module):
         Raises:
             StateError: a state was loaded that belongs to other rows.
         """
-        self._plain, self._rows = plain, rows or self._rows
+        self._plain, self._rows, self.was_bound = plain, rows or self._rows, True
         self._check_rows()
 
     def batch_of_keys(self, keys: Any) -> Batch:
