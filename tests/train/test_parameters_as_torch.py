@@ -213,3 +213,56 @@ def test_a_penalty_on_matrices_is_refused(world: World) -> None:
     (loss + 0.1 * sum(one.square().sum() for one in world.model.parameters() if one.dim() > 1)).backward()
     with one_sentence(StateError, "the loss contains the parameters", "'a'", "put the penalty on the outputs"):
         world.optimizer.step()
+
+
+def never(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """A step for each batch, and no zero_grad()."""
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
+def every_second(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """A step for each batch, and zero_grad() for every second one."""
+    for number in range(4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        if number % 2:
+            optimizer.zero_grad()
+
+
+def twice(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    """Two steps for a backward."""
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [never, every_second, twice])
+def test_a_step_of_gradients_that_were_stepped_warns_once(world: World, loop: Callable[..., None]) -> None:
+    """Weights of torch would move by them again."""
+    with pytest.warns(UserWarning, match="call optimizer.zero_grad.. once for each step"):
+        loop(*world.sides(0)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(*world.sides(1)[0])
+
+
+@pytest.mark.parametrize("how", ["before", "zeros", "model", "data", "skipped"])
+def test_gradients_that_are_zeroed_before_the_next_step_raise_no_warning(world: World, how: str) -> None:
+    """Also after a backward of another loss, as in adversarial training, whose gradients are dropped too."""
+    model, optimizer, batch = world.sides(0)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            if how == "skipped":
+                model(batch).mean().backward()
+            if how in ("before", "skipped"):
+                optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if how in ("zeros", "model"):
+                model.zero_grad(set_to_none=how == "model")
+            for parameter in model.parameters() if how == "data" else ():
+                assert parameter.grad is not None
+                parameter.grad.data.zero_()

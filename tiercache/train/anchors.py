@@ -21,6 +21,7 @@ from tiercache.errors import StateError
 from tiercache.train.arrivals import Arrival, State
 from tiercache.train.parameter_hooks import check_hooks, watch_hooks
 from tiercache.train.parameter_writes import ParameterWrites, SeenGradient, num_ranks
+from tiercache.train.stepped_gradient import SteppedGradient
 from tiercache.values.torch_internals import after_backward, current_backward
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Anchor:
         """The anchor's gradient at the end of the last backward."""
         self._exposed: SeenGradient | None = None
         """The anchor's gradient when the loop got those of rows, if it had changed before."""
-        self.writes = ParameterWrites(self.tables, self._value_of)
+        self.writes, self.stepped = ParameterWrites(self.tables, self._value_of), SteppedGradient(self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
         self._unchecked = 0
@@ -117,6 +118,7 @@ class Anchor:
             if self.expired:
                 self._check_expired()
             self._check_hooks(parameter)
+            self.stepped.begin_backward(parameter.grad)
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task = task
@@ -199,6 +201,8 @@ class Anchor:
         if (module := self._module()) is not None:
             used = None if self._is_lent else module.anchor
             self.writes.end_step(used, module.num_resets, has_stepped=bool(self.arrived))
+            if any(one.state is State.STEPPING for one in self.arrived):
+                self.stepped.end_step(None if used is None or _is_sharded(used) else used.grad)
 
     # -- at the step ----------------------------------------------------------------------------------------
 
@@ -220,6 +224,7 @@ class Anchor:
             written = grad
         if self.arrived and (grad is None or (written is not None and float(written) == 0.0)):
             self._drop([one for one in self.arrived if one.is_accumulated])
+            self.stepped.drop()
             self._lookups = 0
         return written
 
@@ -266,7 +271,7 @@ class Anchor:
         written = self.drop_dropped()
         found = self.pending if self.arrived else []
         if not found:
-            self._check_by_hand(written)
+            self.check_by_hand(written)
             return []
         if self.expired:
             self._check_expired()
@@ -274,7 +279,7 @@ class Anchor:
         self._check_penalty()
         return found
 
-    def _check_by_hand(self, written: torch.Tensor | None) -> None:
+    def check_by_hand(self, written: torch.Tensor | None) -> None:
         """Raise StateError if no gradient of rows is pending, but the anchor's was set."""
         if written is not None and self._is_changed(written) and num_ranks() == 1 and float(written) != 0.0:
             self._check_penalty()
@@ -343,6 +348,7 @@ class Anchor:
         if (module := self._module()) is not None:
             self.writes.drop(module.anchor, module.num_resets, pending=bool(self.arrived))
         self._drop(self.arrived)
+        self.stepped.drop()
         self.expired, self._lookups = "", 0
 
     def end_stepped(self) -> None:

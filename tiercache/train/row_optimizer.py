@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -57,6 +58,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Makes the cache step the rows that step with a dense optimizer; None: all."""
         self.is_stepping = False
         """True while `JointOptimizer` steps the dense optimizers."""
+        self._is_warned = False
+        """True once a loop without zero_grad() was warned."""
         self.dense: list[torch.optim.Optimizer] = []
         """The cache's optimizers of dense parameters."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
@@ -72,10 +75,10 @@ class RowOptimizer(torch.optim.Optimizer):
             anchor.writes.forget()
             if not anchor.has_gradient:
                 continue
-            anchor.drop_dropped()
+            written = anchor.drop_dropped()
             is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
             if is_mine and not anchor.pending:
-                anchor.ready()  # raises if its gradient was set by hand
+                anchor.check_by_hand(written)
             elif is_mine:
                 raise StateError(
                     f"{type(dense).__name__} was stepped by itself, but gradients of the rows of {anchor.tables} wait "
@@ -209,10 +212,31 @@ class RowOptimizer(torch.optim.Optimizer):
     def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
         """Let the step of ``dense``, or of all tables, apply gradients; return the tables that it updates."""
         found = self.ready(dense)
+        self._check_zeroed(dense)
         for one in found:
             one.state = State.STEPPING
         self.anchors.note_step(applied=bool(found) or any(self.gradients.collected))
         return {table for one in found for table in one.tables}
+
+    def _check_zeroed(self, dense: torch.optim.Optimizer | None) -> None:
+        """Warn, once, if a step follows another one without zero_grad(): torch steps its gradients again."""
+        if self._is_warned:
+            return
+        owned = self._owned()
+        for anchor in self.anchors:
+            parameter = anchor.parameter
+            owner = owned.get(id(parameter))
+            if parameter is None or owner is None or (dense is not None and owner is not dense):
+                continue
+            if anchor.stepped.is_repeated(parameter.grad, has_new=bool(anchor.pending)):
+                self._is_warned = True
+                warnings.warn(
+                    f"gradients were stepped again, because zero_grad() was not called after the step before: "
+                    f"parameters accumulate them, but the rows of {anchor.tables} step each gradient once: call "
+                    "optimizer.zero_grad() once for each step",
+                    stacklevel=9,
+                )
+                return
 
     def count_step(self, tables: Collection[str]) -> None:
         """Count a step of ``tables``, which have gradients on some rank; does nothing without any."""
