@@ -360,6 +360,50 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
         cache.register(model=other)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
+def test_the_best_state_of_a_pass_is_refused_once_rows_moved_on(
+    tmp_path: Path, passes: tc.PassDataset, *, resident: bool, saved: bool
+) -> None:
+    """Loading it would take back the dense parameters only. A plain dict does not say which rows it had, and warns."""
+    model = Net()
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def state() -> Any:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        return torch.load(file) if saved else copy.deepcopy(model.state_dict())
+
+    with (
+        tc.InMemoryCache(passes, model=model, optimizer=dense)
+        if resident
+        else tiered(tmp_path / "model.tc", passes, model=model, optimizer=dense) as cache
+    ):
+        for p in cache.passes(epochs=1):
+            initial = state()
+            batches = p.batches(16)
+            model(next(batches)).backward()
+            cache.optimizer.step()
+            best, before = state(), model.top.weight.detach().clone()
+            model.load_state_dict(best)
+            cache.optimizer.zero_grad()
+            model(next(batches)).backward()
+            cache.optimizer.step()
+            for earlier in (initial, best):
+                with one_sentence(
+                    StateError, "rows of 'a', 'b' after", "steps, but they have taken", "cache.keep(name)"
+                ):
+                    model.load_state_dict(earlier)
+            with pytest.warns(UserWarning, match="does not say which rows of 'a', 'b' it belongs to"):
+                model.load_state_dict({"top.weight": before, "top.bias": model.top.bias.detach()})
+            p.stop()
+    with tiered(tmp_path / "model.tc", passes, model=Net()) as cache:
+        other = Net()
+        cache.register(other=other)
+        other.load_state_dict(state())
+
+
 def test_an_anchor_is_where_its_module_is_and_says_the_dtype_of_outputs(world: World) -> None:
     """A model on "meta" has anchors on the CPU."""
     world.model.rows.half()

@@ -96,7 +96,9 @@ class RankRows:
             self.check_alone()
             if not is_fresh:
                 check_schedule(self.store, self.source, self.schedule)
-        if not is_fresh:
+        if is_fresh:
+            self.state.optimizer.is_restored = True
+        else:
             self.state.restore(self.store, ranks)
         self.state.dense.keep_once(ranks)
         with ranks.raise_on_all("making the first commit" if is_fresh else "planning the store"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 import warnings
 from dataclasses import replace
 from operator import itemgetter
@@ -58,6 +59,10 @@ class RowOptimizer(torch.optim.Optimizer):
         """Makes the cache step the rows that step with a dense optimizer; None: all."""
         self.is_stepping = False
         """True while `JointOptimizer` steps the dense optimizers."""
+        self.is_restored = False
+        """True once the steps are those of the store's last commit."""
+        self.identity = uuid.uuid4().hex
+        """The name of these rows if no store has them."""
         self._is_warned = False
         """True once a loop without zero_grad() was warned."""
         self.dense: list[torch.optim.Optimizer] = []
@@ -244,6 +249,11 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in tables:
             self._of[table]["step"] += 1
 
+    def num_steps(self, tables: Collection[str]) -> int | None:
+        """Return the steps that ``tables`` have taken, in total; None before a commit was restored."""
+        is_known = self.is_restored or self.steps > 0
+        return sum(int(self._of[table]["step"]) for table in tables) if is_known else None
+
     def steps_of(self, rows: Sequence[GroupRows]) -> list[OptimizerStep]:
         """Return the steps of ``rows`` by the collected gradients."""
         steps: list[OptimizerStep] = []
@@ -391,7 +401,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Restore settings from a commit; with imported rows, it may have only the steps, or nothing."""
-        rates = settings.get("learning_rates", {})
+        rates, self.is_restored = settings.get("learning_rates", {}), True
         self.steps = int(settings.get("steps", 0))
         for group in self._groups:
             for table in group.tables:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
+    from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import GroupRows
 
@@ -80,6 +81,7 @@ class TableModule(nn.Module):
         also for a module that is created on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
+        self._optimizer: Callable[[], RowOptimizer | None] = _of_no_cache
         self._group_of: tuple[weakref.ref[GroupRows], dict[str, int]] | None = None
         """The first group of the rows that were looked up last, and the group of each feature there."""
         self._loaded: dict[str, Any] | None = None
@@ -106,6 +108,11 @@ class TableModule(nn.Module):
             return found
         refuse_attribute(self, name)
         return super().__getattr__(name)
+
+    @property
+    def _names(self) -> str:
+        """Names of the tables, as shown in messages."""
+        return ", ".join(map(repr, self.tables))
 
     def mode_of(self, feature: str) -> str | None:
         """Return the pooling mode of a feature; None: not pooled."""
@@ -193,7 +200,8 @@ class TableModule(nn.Module):
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": _of_no_cache, "_plain": _of_no_cache, "_group_of": None, "_parts": {}}
+        unbound = dict.fromkeys(("_rows", "_plain", "_optimizer"), _of_no_cache)
+        return self.__dict__ | unbound | {"_group_of": None, "_parts": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -204,8 +212,9 @@ class TableModule(nn.Module):
         self,
         plain: Callable[[], Callable[..., Batch] | None],
         rows: Callable[[], Callable[[], dict[str, Any]] | None] | None,
+        optimizer: Callable[[], RowOptimizer | None] | None = None,
     ) -> None:
-        """Bind the module to a cache by references to two of its methods.
+        """Bind the module to a cache by references to two of its methods and to the optimizer of its rows.
 
         Args:
             plain: makes batches of plain tensors of keys.
@@ -215,6 +224,7 @@ class TableModule(nn.Module):
             StateError: a state was loaded that belongs to other rows.
         """
         self._plain, self._rows, self.was_bound = plain, rows or self._rows, True
+        self._optimizer = optimizer or self._optimizer
         self._check_rows()
 
     def batch_of_keys(self, keys: Any) -> Batch:
@@ -232,14 +242,33 @@ class TableModule(nn.Module):
         bound = next(iter(self.bounds.values()), None)
         return plain(self.feature_specs[self.features[0]], keys, trains=trains, bound=bound)
 
+    def _named_rows(self) -> dict[str, Any] | None:
+        """Return the names of the current rows, and the number of their steps; None without a cache."""
+        rows, optimizer = self._rows(), self._optimizer()
+        if optimizer is None:
+            return None if rows is None else rows()
+        steps = optimizer.num_steps(self.tables)
+        if rows is None:
+            return {"memory": optimizer.identity, "steps": steps or 0}
+        return rows() if steps is None else rows() | {"steps": steps}
+
     def _check_rows(self) -> None:
         """Raise StateError if the loaded state belongs to other rows."""
-        state, rows = self._loaded, self._rows()
-        if state is None or rows is None:
+        state, now = self._loaded, self._named_rows()
+        if state is None or now is None:
             return
         self._loaded = None
-        if state == (now := rows()):
-            return
+        steps, taken = state.get("steps"), now.get("steps")
+        if {**state, "steps": None} == {**now, "steps": None}:
+            if steps is None or taken is None or steps == taken:
+                return
+            raise StateError(
+                f"this state belongs to the rows of {self._names} after {steps} steps, but they have taken {taken}: "
+                "to return to the best weights, keep a commit of them (cache.commit() and cache.keep(name)) and resume "
+                "from it (TierCache(at=name)), or load the state of other modules only"
+            )
+        if "commit" not in state or "commit" not in now:
+            return  # of rows in memory, which end with their cache
         raise StateError(
             f"this state belongs to the rows of commit {state['commit']} of {state['store']}, but the cache has those "
             f"of commit {now['commit']} of {now['store']}: load the state of its rows, or roll the store back to that "
@@ -251,19 +280,20 @@ class TableModule(nn.Module):
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found.pop(f"{prefix}anchor", None)
-        rows = self._rows()
+        rows = self._named_rows()
         if rows is not None and hasattr(found, "_metadata"):
-            found._metadata[prefix[:-1]]["rows"] = rows()
+            found._metadata[prefix[:-1]]["rows"] = rows
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._loaded = None if TableModule.is_restoring else local_metadata.get("rows")
         self._check_rows()
-        rows = self._rows()
-        if not local_metadata and not TableModule.is_restoring and rows is not None and rows()["commit"] > 0:
+        rows = {} if TableModule.is_restoring else self._named_rows() or {}
+        if not local_metadata and (rows.get("commit", 0) > 0 or rows.get("steps", 0) > 0):
+            place = f"commit {rows['commit']} or later" if "commit" in rows else f"step {rows['steps']}"
             warnings.warn(
-                f"the loaded state does not say which rows of {', '.join(map(repr, self.tables))} it belongs to, "
-                f"because it was copied into a plain dict. The rows stay at commit {rows()['commit']} or later: "
+                f"the loaded state does not say which rows of {self._names} it belongs to, "
+                f"because it was copied into a plain dict. The rows stay at {place}: "
                 "copy a state with copy.deepcopy or torch.save, and roll the store back when you load it",
                 stacklevel=2,
             )
