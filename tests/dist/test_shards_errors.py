@@ -279,7 +279,7 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
         (1, {}, StateError, "has the rows of 2 ranks, but 1 were started: start 2, or reshard it for 1 first"),
         (2, {"turn": 1}, StateError, "has a different sharding: pass its own sharding, or reshard it first"),
         (2, {"engine": "tape"}, ValueError, "unknown engine 'tape': expected"),
-        (2, {"retention": 0}, ValueError, "invalid retention 0: expected at least"),
+        (2, {"retention": 0}, ValueError, "retention is 0: at least the newest commit"),
     ):
         for error in train_shards(path, num_ranks, 0, **options):
             assert isinstance(error, kind)

@@ -1,9 +1,10 @@
 """Kept commits, opening them and rolling back to them; and the size of a store on disk."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from tests.store.conftest import needed_bytes, small_tables, stored_bytes
 from tests.store.failing import FailingEngine
 from tests.store.rewritten import rewritten
 from tests.store.world import World
-from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
+from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, forget, verify
 from tiercache.store.verification import Verification
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def committed(store: Store, world: World, passes: int, past: dict[int, World]) -> None:
@@ -102,6 +106,64 @@ def test_rolling_back_to_a_commit_that_is_gone_is_refused(tmp_path: Path) -> Non
         Store.open(tmp_path / "s.tc", commit=1)
     with pytest.raises(ValueError, match="retention is 0"):
         Store.open(tmp_path / "s.tc", retention=0)
+
+
+NOT_INTS = [1.0, True, np.True_, "1", np.array([1, 2]), np.float32(1)]
+
+
+@pytest.mark.parametrize("wrong", NOT_INTS, ids=repr)
+def test_a_number_that_a_commit_could_not_be_read_with_is_refused(tmp_path: Path, wrong: Any) -> None:
+    """By every method that would write it; the store opens as before."""
+    world, path = World(small_tables()), tmp_path / "s.tc"
+    publish = partial(Store.publish, state=b"", schedule_digest="", settings={}, environment={})
+    doors: list[tuple[str, Callable[[Store], object]]] = [
+        ("the pass", lambda store: publish(store, (wrong, 0))),
+        ("the sample", lambda store: publish(store, (2, wrong))),
+        ("the pass", lambda store: store.append(wrong, [], [])),
+        ("the commit", lambda store: store.pin("x", wrong)),
+        ("unused_since", lambda store: forget(store, "item", unused_since=wrong)),
+    ]
+    if not isinstance(wrong, str):  # the name of a pin
+        doors += [("the commit", lambda store: store.rollback(wrong)), ("the commit", lambda store: store.at(wrong))]
+    with Store.open(path, tables=world.tables, retention=3) as store:
+        world.run(store, 2)
+        for name, door in doors:
+            with pytest.raises(ValueError, match=rf"{name} is .* of type .*: expected an int"):
+                door(store)
+    with pytest.raises(ValueError, match=r"retention is .* of type .*: expected an int"):
+        Store.open(path, retention=wrong)
+    with Store.open(path, mode="r") as store:
+        assert [commit.id for commit in store.commits] == [0, 1]
+
+
+def test_whole_numbers_of_numpy_are_taken_and_too_large_ones_refused(tmp_path: Path) -> None:
+    """A retention is at most 2**63 - 1, the largest number of a record."""
+    world, path = World(small_tables()), tmp_path / "s.tc"
+    with Store.open(path, tables=world.tables, retention=np.int64(3)) as store:
+        world.run(store, 2)
+        store.pin("x", np.uint8(0))
+        store.rollback(np.int32(0))
+        with pytest.raises(CommitMissingError, match=f"has no commit {10**30}"):
+            store.pin("x", 10**30)
+    with Store.open(path, mode="r") as store:
+        assert (store.commit.id, store.commit.pins, store.retention) == (3, {"x": 0}, 3)
+    with pytest.raises(ValueError, match=r"retention is 1000.*: expected at most 2\*\*63 - 1"):
+        Store.open(path, retention=10**30)
+    Store.open(path, retention=2**63 - 1).close()
+
+
+def test_a_commit_that_could_not_be_read_again_is_not_written() -> None:
+    """Whatever value is wrong: each record is read before it is put."""
+    world, engine = World(small_tables()), MemoryEngine()
+    with Store.open(None, tables=world.tables, engine=engine, retention=3) as store:
+        world.run(store, 2)
+        writer, before = store.commit_writer, engine.list()
+        with pytest.raises(ValueError, match=r"commit 2 was not made, because it could not be read again \(a pinned"):
+            writer.pin("x", 1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="commit 2 was not made"):
+            writer.amend(own=replace(store.commit.own, next_segment=2.5), ranks=())  # type: ignore[arg-type]
+        assert engine.list() == before
+        world.run(store, 1)
 
 
 def test_a_kept_commit_that_is_another_one_is_refused() -> None:

@@ -71,7 +71,7 @@ def reorganize(
     commit = store.commit
     if start is None and commit is not None:
         start = commit.cursor if commit.overlaid == schedule.digest else _continued(commit, passes, rule)
-    begin = Cursor(*(start or (0, 0)))
+    begin = Cursor.of(start or (0, 0))
     _check_start(begin, schedule, passes)
     if commit is None:
         return None

@@ -9,6 +9,7 @@ from tiercache.store import group_tables
 from tiercache.store.files import local_path
 from tiercache.store.opening import ENGINES
 from tiercache.store.rank_folder import folders_of
+from tiercache.store.records import checked_retention
 from tiercache.store.sharding import ShardingPlan
 
 if TYPE_CHECKING:
@@ -44,15 +45,13 @@ class ShardSpec:
         retention: int | None = None,
     ) -> None:
         self.tables, self.sharding = tuple(sorted(tables, key=lambda table: table.table_id)), sharding
-        self.engine, self.retention = engine, retention
+        self.engine, self.retention = engine, None if retention is None else checked_retention(retention)
         group_tables(self.tables)
         sharding.check(self.tables)
         if sharding.num_ranks != num_ranks:
             raise ValueError(f"the sharding is for {sharding.num_ranks} ranks, but {num_ranks} were started")
         if engine is not None and engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}: expected 'lmdb' or 'zarr'")
-        if retention is not None and retention < 1:
-            raise ValueError(f"invalid retention {retention}: expected at least 1, the newest commit")
         given = None if shard_dirs is None else [local_path(one, "the folder of a rank") for one in shard_dirs]
         self.new_folders = folders_of(num_ranks, path, given)
         """Requested folders by rank, as commits name them."""

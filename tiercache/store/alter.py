@@ -11,6 +11,7 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.checkpoint import tensor_sizes
 from tiercache.store.commit import between_passes
 from tiercache.store.lookup import check_keys, locate
+from tiercache.store.records import integer
 from tiercache.store.row_codec import blocks_of
 from tiercache.store.scan import scan_segments
 from tiercache.store.segment import BASE_PASS, base_layouts
@@ -224,6 +225,7 @@ def forget(
     between_passes(commit, store.label, "rows are forgotten")
     if (keys is None) == (unused_since is None):
         raise ValueError("pass either keys or unused_since")
+    unused_since = None if unused_since is None else integer(unused_since, "unused_since")
     if unused_since is not None and unused_since >= commit.id:
         raise ValueError(
             f"no row of {store.label} changed after commit {unused_since}, because the newest is {commit.id}: pass an "

@@ -15,13 +15,13 @@ import numpy as np
 
 from tiercache.store.engines.engine import Blob, Head
 from tiercache.store.live import GROUP_COUNTS, Live
-from tiercache.store.records import checked_digest, checksum, decode, digest, encode, whole
+from tiercache.store.records import checked_digest, checksum, decode, digest, encode, integer, whole
 from tiercache.store.sharding import ShardingPlan, groups_of_rank
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import Table, group_tables, tombstone_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,6 +41,11 @@ class Cursor(NamedTuple):
 
     pass_index: int
     sample: int = 0
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Cursor:
+        """Return the cursor of one or two ints. Raises ValueError for other values."""
+        return cls(*(integer(value, f"the {name}") for name, value in zip(("pass", "sample"), values, strict=False)))
 
 
 class State(NamedTuple):
@@ -371,6 +376,16 @@ def between_passes(commit: Commit | None, label: str, what: str) -> Commit:
         at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
         raise ValueError(f"{label} {at}: train to the end of a pass before {what}")
     return commit
+
+
+def check_readable(id_: int, read: Callable[[str], object]) -> None:
+    """Raise ValueError if a record that is about to be written for commit ``id_`` could not be read again."""
+    try:
+        read("its record")
+    except CorruptStoreError as error:
+        raise ValueError(
+            f"commit {id_} was not made, because it could not be read again ({error.__cause__}): pass other values"
+        ) from error
 
 
 def rank_folder(rank: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.commit import Commit, Kept, RankList, State, before_commits, head_of
+from tiercache.store.commit import Commit, CommitRecord, Kept, RankList, State, before_commits, check_readable, head_of
 from tiercache.store.commit_reader import check_blobs, kept_commits
 from tiercache.store.engines.engine import Blob, Publisher
 from tiercache.store.live import Live
@@ -366,6 +366,7 @@ class CommitWriter:
         if commit.ranks:
             return commit, commit.ranks[self.rank], blobs
         rank_bytes = commit.own.to_bytes()
+        check_readable(commit.id, partial(RankList.from_bytes, rank_bytes, commit.groups, Segment))
         own = head_of(self._name("ranks", f"{self.rank}.{commit.id}"), rank_bytes)
         return commit, own, [*blobs, (Blob(own.name, own.size), np.frombuffer(rank_bytes, np.uint8))]
 
@@ -377,6 +378,7 @@ class CommitWriter:
             kept=tuple(Kept(one.id, _head(one)) for one in kept),
         )  # fmt: skip
         commit_bytes = commit.to_bytes()
+        check_readable(commit.id, partial(CommitRecord.from_bytes, commit_bytes))
         head = head_of(self._name("commits", str(commit.id)), commit_bytes)
         return replace(commit, head=head), (Blob(head.name, head.size), np.frombuffer(commit_bytes, np.uint8))
 

@@ -16,7 +16,7 @@ from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Blob
 from tiercache.store.files import is_url, local_path
 from tiercache.store.locks import UseCount, WriterLock
-from tiercache.store.records import encode
+from tiercache.store.records import checked_retention, encode, integer
 from tiercache.store.sharding import groups_of_rank
 from tiercache.store.store_errors import (
     CorruptStoreError,
@@ -121,17 +121,15 @@ COMPRESSING = ("zarr",)
 """The engines with compression."""
 
 
-def check_options(mode: str, commit: int | None, retention: int | None) -> None:
-    """Raise ValueError for invalid options of ``Store.open``."""
+def checked_options(mode: str, commit: int | None, retention: int | None) -> tuple[int | None, int | None]:
+    """Return the commit and the retention of ``Store.open``. Raises ValueError for invalid options."""
     if mode not in {"a", "r"}:
         raise ValueError(f"mode {mode!r} is unknown: expected 'a' (read and write) or 'r' (read)")
-    for name, value in (("commit", commit), ("retention", retention)):
-        if value is not None and not hasattr(value, "__index__"):
-            raise ValueError(f"{name} is {value!r} of type {type(value).__name__}: expected an int")
+    commit = None if commit is None else integer(commit, "commit")
+    retention = None if retention is None else checked_retention(retention)
     if commit is not None and mode != "r":
         raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
-    if retention is not None and retention < 1:
-        raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
+    return commit, retention
 
 
 def check_pin(name: str) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import struct
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,6 +90,24 @@ def whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise ValueError(f"{name} of a record is {repr(value)[:60]}")
     return value
+
+
+def integer(value: Any, name: str) -> int:
+    """Return an argument that a record will contain as an int. Raises ValueError for a bool and for other types."""
+    if not isinstance(value, bool | np.bool_):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name} is {repr(value)[:60]} of type {type(value).__name__}: expected an int")
+
+
+def checked_retention(value: Any) -> int:
+    """Return the number of newest commits to keep. Raises ValueError unless it is 1 to 2**63 - 1."""
+    found = integer(value, "retention")
+    if found < 1:
+        raise ValueError(f"retention is {found}: at least the newest commit must be kept")
+    if found >= 1 << 63:
+        raise ValueError(f"retention is {found}: expected at most 2**63 - 1")
+    return found
 
 
 def no_number(constant: str) -> Any:

@@ -17,11 +17,12 @@ from tiercache.store.compaction_plan import CompactionPlan, NoUses
 from tiercache.store.engines.engine import Counters
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
 from tiercache.store.locks import warn_unclosed
-from tiercache.store.opening import Opened, check_options, check_pin, label_of, located, open_engine
+from tiercache.store.opening import Opened, check_pin, checked_options, label_of, located, open_engine
 from tiercache.store.rank_folder import open_ranks, open_ranks_to_write
 from tiercache.store.rank_writer import RankWriter, commit_together
 from tiercache.store.reading import BlockReader
 from tiercache.store.reads import StoreReads
+from tiercache.store.records import integer
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.segment import base_layout
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
@@ -147,7 +148,7 @@ class Store(StoreReads):
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL.
         """
-        check_options(mode, commit, retention)
+        commit, retention = checked_options(mode, commit, retention)
         tables = None if tables is None else tuple(tables)
         place, engine = located(path, engine, mode, store_budget)
         while True:
@@ -307,7 +308,7 @@ class Store(StoreReads):
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
-        writer = self.commit_writer
+        writer, pass_index = self.commit_writer, integer(pass_index, "the pass")
         if (commit := writer.snapshot.commit) is not None and commit.stored:
             raise ValueError(f"{self.label} was altered: reorganize or compact it before you add rows")
         with self._opened.uses.using():
@@ -326,14 +327,14 @@ class Store(StoreReads):
         writer = self.commit_writer
         with self._opened.uses.using():
             return writer.publish(
-                Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings,
+                Cursor.of(cursor), state=state, schedule_digest=schedule_digest, settings=settings,
                 environment=environment,
             )  # fmt: skip
 
     def commit_id(self, at: int | str) -> int:
         """Return the id of a commit given by id or pin name. Raises CommitMissingError."""
         if not isinstance(at, str):
-            return at
+            return integer(at, "the commit")
         pins = {} if self.commit is None else self.commit.pins
         if at not in pins:
             names = ", ".join(map(repr, pins)) or "none"
@@ -359,7 +360,7 @@ class Store(StoreReads):
         """
         check_pin(name)
         newest = self.commit
-        kept = newest.id if commit is None and newest is not None else commit or 0
+        kept = integer(commit, "the commit") if commit is not None else 0 if newest is None else newest.id
         return self.commit_on_all(lambda part: part.commit_writer.pin(name, kept))
 
     def unpin(self, name: str) -> Commit:
@@ -394,7 +395,7 @@ class Store(StoreReads):
         if commit is None or start is None:
             commit = between_passes(commit, self.label, "its rows are put in another order")
         self.discard_uncommitted()
-        begin = Cursor(*(start or (0, 0)))
+        begin = Cursor.of(start or (0, 0))
         whole = Rewrite(
             self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
             retain_segments=retain_segments and not commit.stored,
