@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 from collections import Counter
 from pathlib import Path
@@ -136,6 +136,18 @@ def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
     for _, kind in inspect.getmembers(module, inspect.isclass):
         if kind.__module__ == module.__name__ and dataclasses.is_dataclass(kind):
             assert kind.__dataclass_params__.frozen, kind  # type: ignore[attr-defined]
+
+
+def test_no_public_name_of_a_package_is_hidden_by_a_module_of_that_name() -> None:
+    """Importing ``package.name`` sets the attribute ``name`` of the package to the module."""
+    packages = [name_of(path, FOLDER) for path in FOLDER.rglob("__init__.py")]
+    hidden = []
+    for package in map(importlib.import_module, packages):
+        for name in getattr(package, "__all__", ()):
+            module = f"{package.__name__}.{name}"
+            if importlib.util.find_spec(module) and getattr(package, name) is not importlib.import_module(module):
+                hidden.append(module)
+    assert hidden == []
 
 
 def test_the_links_at_the_top_level_are_not_packages_of_their_own() -> None:

@@ -23,8 +23,8 @@ def alter(
 ) -> None:
     """Add or drop tables, grow dims, change optimizers and their settings. The next rewrite moves the rows."""
     from tiercache.schema import Schema
-    from tiercache.store.alter import alter as run
-    from tiercache.store.alter import alterations
+    from tiercache.store.alteration import alter as run
+    from tiercache.store.alteration import alterations
 
     tables = Schema.load(schema).tables
     with open_store(path, mode="a") as store:
@@ -62,7 +62,7 @@ def forget(
     quiet: Quiet = False,
 ) -> None:
     """Delete rows of a table. The next rewrite frees their bytes, or this command with --now."""
-    from tiercache.store.alter import forget as run
+    from tiercache.store.alteration import forget as run
 
     output = Output(as_json, quiet)
     with open_store(path, mode="a") as store, output.working():

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.store.alter import Forgotten as Forgotten
-    from tiercache.store.alter import alter as alter
-    from tiercache.store.alter import forget as forget
+    from tiercache.store.alteration import Forgotten as Forgotten
+    from tiercache.store.alteration import alter as alter
+    from tiercache.store.alteration import forget as forget
     from tiercache.store.bits import hash_keys as hash_keys
     from tiercache.store.bits import mix as mix
     from tiercache.store.bits import xxh64 as xxh64
@@ -62,7 +62,7 @@ if __name__ != "tiercache.store":
 
 
 _NAMES = {
-    "alter": "alter forget Forgotten",
+    "alteration": "alter forget Forgotten",
     "bits": "hash_keys mix xxh64",
     "bulk_load": "load_rows",
     "changes": "Difference differences",
