@@ -23,6 +23,7 @@ from tiercache.store import (
     Uniform,
     Zeros,
     alter,
+    forget,
     info,
     load_rows,
 )
@@ -170,6 +171,44 @@ def test_training_continues_as_in_a_store_that_was_made_of_the_converted_rows(ho
         other.check_load(store, other.pass_index)
         other.run(store, 1)
         check(store, other.rows)
+
+
+def test_rows_keep_their_digest_until_a_commit_changes_them() -> None:
+    """Checkpoints name rows by it: pins, rollbacks, rewrites and settings change none."""
+    world, tables = World(small_tables()), small_tables()
+    with Store.open(None, tables=tables, engine=MemoryEngine(), retention=9) as store:
+        digests = list[str]()
+        for _ in range(2):
+            world.run(store, 1)
+            digests.append(store.commit.digest)
+        early = store.commit.id - 1
+        slower = [replace(table, optimizer=replace(table.optimizer, learning_rate=0.5)) for table in tables]
+        same: list[Callable[[], object]] = [
+            lambda: store.pin("best"),
+            lambda: store.unpin("best"),
+            store.compact,
+            lambda: world.follow(store, world.draw(9)),
+            lambda: alter(store, slower),
+            lambda: store.rollback(early + 1),
+        ]
+        for step in same:
+            before = store.commit.id
+            step()
+            assert (store.commit.id, store.commit.rows_digest) == (before + 1, digests[-1])
+        store.rollback(early)
+        assert store.commit.rows_digest == digests[0]
+        new: list[Callable[[], object]] = [
+            lambda: world.run(store, 1),
+            lambda: world.lay_over(store, {"item": [1, 2]}),
+            lambda: forget(store, "item", [1]),
+            lambda: alter(store, changed(tables, "item", dim=9)),
+        ]
+        world.pass_index = 1
+        for step in new:
+            step()
+            digests.append(store.commit.digest)
+            assert store.commit.rows_digest == digests[-1]
+        assert len({*digests}) == len(digests)
 
 
 @settings(max_examples=15, deadline=None)

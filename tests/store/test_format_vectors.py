@@ -59,18 +59,18 @@ def test_the_bytes_of_a_commit_are_those_of_the_format() -> None:
     """Magic, size of the header, header, checksum."""
     (shown,) = re.findall(r"```json\n(.*?)```", page("store.md"), re.DOTALL)
     header = shown.replace("\n", "").encode()
-    expected = b"TCR1" + bytes.fromhex("b8020000") + header + bytes.fromhex("0804baec")
+    expected = b"TCR1" + bytes.fromhex("c4020000") + header + bytes.fromhex("a14d559e")
     assert commit().to_bytes() == expected
     values, _ = read_record("commit", expected)
     assert values == json.loads(header)["values"]
-    assert len(header) == 696
+    assert len(header) == 708
 
 
 def test_the_digest_of_a_commit_is_that_of_its_blob() -> None:
     """It equals the example in store.md."""
     data = commit().to_bytes()
     digest = hashlib.sha256(data).hexdigest()
-    assert head_of("commits/7", data) == Head("commits/7", 708, digest)
+    assert head_of("commits/7", data) == Head("commits/7", 720, digest)
     assert digest in page("store.md")
 
 

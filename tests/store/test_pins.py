@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.sharded_world import problems, train_shards
+from tests.dist.meeting import meet
+from tests.dist.sharded_world import divide_anew, problems, sharding_on, train_shards
 from tests.store.conftest import Home, needed_bytes, small_tables, stored_bytes
 from tests.store.failing import FailingEngine
 from tests.store.test_rewrite import rows_of
@@ -229,6 +230,24 @@ def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
         check_ranks(store)
     assert train_shards(path, 3, 1) == [None] * 3
     assert verify(path)["problems"] == []
+
+
+def test_ranks_and_their_number_leave_the_digest_of_rows(tmp_path: Path) -> None:
+    """Each rank has it, and other ranks inherit it until they train."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 2) == [None] * 2
+    with Store.open(path) as store:
+        digest = store.commit.digest
+        store.pin("best")
+        store.compact()
+        store.unpin("best")
+        assert {one.commit.rows_digest for one in (store, *store.ranks)} == {digest}
+    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3))) == [None] * 3
+    with Store.open(path, mode="r") as store:
+        assert (store.commit.rows_digest, len(store.ranks)) == (digest, 3)
+    assert train_shards(path, 3, 1) == [None] * 3
+    with Store.open(path, mode="r") as store:
+        assert store.commit.rows_digest == store.commit.digest != digest
 
 
 def check_ranks(store: Store) -> None:

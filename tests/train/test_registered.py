@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -170,6 +171,36 @@ def test_a_checkpoint_names_the_commit_of_its_rows(tmp_path: Path) -> None:
     again = checkpointed(tmp_path, 2, load=tmp_path / "early")
     for name, value in kept.items():
         assert torch.equal(again[name], value)
+
+
+def state_of(folder: Path, store: str, seed: int = 1, load: Any = None) -> Any:
+    """Train one pass more and return the state of the model, or load a state at the beginning."""
+    data = tc.PassDataset.open(folder / "passes")
+    torch.manual_seed(seed)
+    model, optimizer = new_model(data)
+    with tiered(folder / store, data, model=model, optimizer=optimizer, seed=seed, reorganize=True) as cache:
+        if load is not None:
+            return model.load_state_dict(load)
+        train(cache, model, cache.optimizer, 1)
+        cache.drain()
+        return copy.deepcopy(model.state_dict())
+
+
+def test_a_state_belongs_to_the_rows_of_its_run_whatever_their_folder_is_called(tmp_path: Path) -> None:
+    """Pins, compaction and another name of the folder change no row; a copy that was trained has others."""
+    CASE.cut(tmp_path / "passes")
+    state = state_of(tmp_path, "a/m.tc")
+    other = state_of(tmp_path, "b/m.tc", seed=2)
+    words = r"rows of commit (\d) of m.tc of another run, but the cache has those of commit \1 of m.tc"
+    for store, wrong in (("a/m.tc", other), ("b/m.tc", state)):
+        with pytest.raises(StateError, match=words):
+            state_of(tmp_path, store, load=wrong)
+    with tc.Store.open(tmp_path / "a/m.tc") as store:
+        store.pin("best")
+        store.compact()
+        store.unpin("best")
+    (tmp_path / "a/m.tc").rename(tmp_path / "best.tc")
+    state_of(tmp_path, "best.tc", load=state)
 
 
 def drawn() -> tuple[list[float], list[float], float]:

@@ -29,6 +29,7 @@ from tiercache.store.files import local_path, scratch_in
 from tiercache.store.opening import newest_record, store_path
 from tiercache.store.rank_folder import folders_of
 from tiercache.store.sharding import ShardingPlan
+from tiercache.values.named_rows import both_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -283,19 +284,22 @@ class TrainingStore:
                 self._store.close()
 
     def named_commit(self) -> dict[str, object]:
-        """Return an identity of the current rows: the folder's name, the same on all ranks, and the newest commit."""
+        """Return an identity of the current rows, ``rows``; for messages also the folder's name and the commit.
+
+        It is the same on all ranks, and stays the same through commits that change neither rows nor dense state.
+        """
         commit = None if self._store is None else self._store.commit
-        id_ = -1 if commit is None else commit.made_of
-        return {"store": "" if self._path is None else self._path.name, "commit": id_}
+        id_, rows = (-1, "") if commit is None else (commit.made_of, commit.rows_digest)
+        return {"store": "" if self._path is None else self._path.name, "commit": id_, "rows": rows}
 
     def check_named(self, state: Mapping[str, object]) -> None:
-        """Raise StateError unless ``state`` equals ``named_commit``."""
+        """Raise StateError unless ``state`` names the current rows, as ``named_commit`` does."""
         now = self.named_commit()
-        if dict(state) != now:
+        if state.get("rows") != now["rows"]:
+            at, own = both_named(state, now)
             raise StateError(
-                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')}, but the cache is "
-                f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
-                "these rows"
+                f"the checkpoint was made at {at}, but the cache is at {own}: roll the store back to it, or load the "
+                "checkpoint of these rows"
             )
 
     @contextmanager

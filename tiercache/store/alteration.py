@@ -57,6 +57,7 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
         changes |= {
             "stored": (*commit.stored, commit.tables),
             "since": commit.id + 1,
+            "origin": "",
             "schedule_digest": "",
             "overlaid": commit.overlaid or commit.schedule_digest,
         }

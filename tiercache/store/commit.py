@@ -211,6 +211,8 @@ class CommitRecord:
     """The older commits that are kept, the oldest first."""
     parent: str = ""
     """The digest of the previous commit; for the first one, of the record that the store was created with."""
+    origin: str = ""
+    """The digest of the earlier commit that last changed rows or dense state; empty if this one did."""
     ranks: tuple[Head, ...] = ()
     """By rank, the blob with its list."""
     sharding: ShardingPlan | None = None
@@ -225,6 +227,7 @@ class CommitRecord:
         values = {
             "id": self.id,
             "parent": self.parent,
+            "origin": self.origin,
             "cursor": list(self.cursor),
             "schedule_digest": self.schedule_digest,
             "overlaid": self.overlaid,
@@ -270,6 +273,7 @@ class CommitRecord:
                 since=whole(values["since"], "since"), settings=dict(values["settings"]),
                 environment=dict(values["environment"]), retention=retention, pins=pins, kept=kept,
                 parent=checked_digest(values["parent"]) if values["parent"] else "",
+                origin=checked_digest(values["origin"]) if values["origin"] else "",
                 abandoned=tuple((whole(a, "abandoned"), whole(b, "abandoned")) for a, b in values["abandoned"]),
                 forgot=whole(values["forgot"], "forgot"),
                 stored=tuple(tables_of({"tables": tables}) for tables in values["stored"]),
@@ -333,6 +337,11 @@ class Commit(CommitRecord):
         """The SHA-256 of its blob: commits with the same one have the same tables, rows and state."""
         assert self.head is not None, "it is written"
         return self.head.digest
+
+    @property
+    def rows_digest(self) -> str:
+        """The digest of the commit that last changed rows or dense state, by which checkpoints name them."""
+        return self.origin or self.digest
 
     @property
     def made_of(self) -> int:

@@ -226,6 +226,7 @@ class CommitWriter:
                 id=newest.id + 1,
                 own=replace(target.own, next_segment=self._next_id),
                 ranks=(),
+                origin=target.rows_digest,
                 retention=self.retention,
                 abandoned=(*target.abandoned, *removed),
                 pins=newest.pins,
@@ -271,7 +272,7 @@ class CommitWriter:
             commit = self._retaining(
                 before, retained, [segment for segment in self.snapshot.appended if segment.rows],
                 settings={**settings, **before.settings},
-                schedule_digest="", overlaid=before.overlaid or before.schedule_digest,
+                schedule_digest="", overlaid=before.overlaid or before.schedule_digest, origin="",
             )  # fmt: skip
             return self._advance(commit)
 
@@ -314,6 +315,7 @@ class CommitWriter:
 
     def _like(self, before: Commit, **changes: Any) -> Commit:
         """Return the commit after ``before`` that lists the same rows."""
+        changes = {"origin": before.rows_digest, **changes}
         if self._next_id != before.own.next_segment:
             changes |= {"own": replace(before.own, next_segment=self._next_id), "ranks": ()}
         return replace(before, id=before.id + 1, retention=self.retention, **changes)
@@ -322,7 +324,7 @@ class CommitWriter:
         self, before: Commit, retained: Sequence[RetainedSegment], new: Sequence[Segment], **changes: Any
     ) -> Commit:
         """Return the commit after ``before`` that has its retained segments and new ones, and begins a schedule."""
-        id_ = before.id + 1
+        id_, changes = before.id + 1, {"origin": before.rows_digest, **changes}
         rows = {segment.id: row for row, segment in enumerate(before.own.segments)}
         kept, groups = [rows[one.segment_id] for one in retained], changes.get("groups", before.groups)
         live = before.own.live.taken(kept) if kept else Live.zeros(0, groups)

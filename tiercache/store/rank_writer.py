@@ -75,10 +75,14 @@ class RankWriter(CommitWriter):
         """Commits with other ranks or another sharding, until the first one of these ranks exists."""
         self._abandoned: tuple[tuple[int, int], ...] = ()
         """Commits dropped by rollbacks before the first one of these ranks: no changes since them are requested."""
+        self._origin = ""
+        """The ``origin`` of the first commit of these ranks, which has the rows of the commit before."""
         super().__init__(engine, loader, tables, counters, retention)
         if place.sharding.num_ranks > 1:
             self.sharding, self.folders = place.sharding, place.folders
         if place.anew and (before := loader.newest_record()) is not None:
+            newest = loader.commits.newest()
+            self._origin = before.origin or ("" if newest is None else newest.digest)
             self.first_id, self._abandoned = before.id + 1, before.abandoned
             self.retention = retention or before.retention
         for one in self._replaced:
@@ -115,7 +119,7 @@ class RankWriter(CommitWriter):
         # A rolled-back-to commit names the ranks' old folders, which may have moved since.
         commit = replace(commit, folders=self.folders)
         if self.snapshot.commit is None:
-            commit = replace(commit, abandoned=self._abandoned)
+            commit = replace(commit, abandoned=self._abandoned, origin=self._origin)
         commit, own, blobs = self._own_blobs(commit, state)
         if blobs:
             # rank 0's blobs become durable with the commit

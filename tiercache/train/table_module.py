@@ -15,6 +15,7 @@ from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema
 from tiercache.schema_parts import difference
 from tiercache.values.compiled import number_module
+from tiercache.values.named_rows import both_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -259,7 +260,7 @@ class TableModule(nn.Module):
             return
         self._loaded = None
         steps, taken = state.get("steps"), now.get("steps")
-        if {**state, "steps": None} == {**now, "steps": None}:
+        if all(state.get(name) == now.get(name) for name in ("rows", "memory")):
             if steps is None or taken is None or steps == taken:
                 return
             raise StateError(
@@ -267,12 +268,13 @@ class TableModule(nn.Module):
                 "to return to the best weights, keep a commit of them (cache.commit() and cache.keep(name)) and resume "
                 "from it (TierCache(at=name)), or load the state of other modules only"
             )
-        if "commit" not in state or "commit" not in now:
+        if "rows" not in state or "rows" not in now:
             return  # of rows in memory, which end with their cache
+        at, own = both_named(state, now)
         raise StateError(
-            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, but the cache has those "
-            f"of commit {now['commit']} of {now['store']}: load the state of its rows, or roll the store back to that "
-            "commit if it has it (cache.keep(name) keeps one, and TierCache(at=name) resumes from it)"
+            f"this state belongs to the rows of {at}, but the cache has those of {own}: load the state of its rows, or "
+            "roll the store back to that commit if it has it (cache.keep(name) keeps one, and TierCache(at=name) "
+            "resumes from it)"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ class TrainingBatches:
         checkpoint, roll the store back first (``store.rollback`` or `tiercache rollback`). Raises StateError if the
         store has another commit, or if the length was requested before: a trainer would stop too early.
         """
-        self._cache.load_state_dict({name: state.get(name) for name in ("store", "commit")})
+        self._cache.load_state_dict(state)
         before = int(state.get("batches", 0))
         if before and self._is_measured:
             raise StateError(
