@@ -87,6 +87,8 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
     command += ["--schema", tmp_path / "schema.toml"]
     assert "has no array for table 'u': choose one of model.emb.t.weight, model.towers.0.weight" in error_of(*command)
     assert "has no 'towers' for table 'u'" in error_of(*command, "--map", "u=towers")
+    twice = ["--map", "u=towers", "--map", "u=model.towers.0.weight"]
+    assert "--map has table 'u' twice, as 'towers' and 'model.towers.0.weight'" in error_of(*command, *twice)
     assert told(*command, "--map", "u=model.towers.0.weight")["rows"] == 9
     with Store.open(tmp_path / "s.tc", mode="r") as store:
         for table, name, rows in (("t", "emb.t.weight", 4), ("u", "towers.0.weight", 5)):

@@ -46,7 +46,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(source: Path, path: Path, sentence: str, **options: Any) -> None:
+def refused(source: Any, path: Path, sentence: str, **options: Any) -> None:
     """Assert that an import is refused with one message and makes no commit."""
     with pytest.raises(ImportExportError, match=sentence) as caught:
         tc.import_store(source, path, **options)
@@ -307,6 +307,23 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
     refused(tmp_path / "nowhere", tmp_path / "s.tc", r"nothing at .*nowhere: pass a folder")
     refused(tmp_path / "nowhere", tmp_path / "s.tc", "nothing at", format="numpy", tables=[ITEM])
     assert not (tmp_path / "new").exists()
+
+
+def test_names_and_formats_that_would_be_ignored_are_refused(tmp_path: Path, exports: Path) -> None:
+    """Names of other tables, names for a folder, a format for a file or a dict of another one."""
+    store, torch_file = tmp_path / "s.tc", exports / "torch/item/table.pt"
+    arrays = {"item": np.zeros((4, 2), np.float32)}
+    torch.save({"item": torch.zeros(4, 2)}, tmp_path / "model.pt")
+    for source in (arrays, tmp_path / "model.pt"):
+        words = r"names \(--map\) has a table 'itm', which is not imported: the tables are 'item'"
+        refused(source, store, words, tables=[ITEM], names={"itm": "item"})
+        refused(source, store, "but format is 'hugectr': omit format", tables=[ITEM], format="hugectr")
+        refused(source, store, "unknown format 'pickle'", tables=[ITEM], format="pickle")
+    refused(arrays, store, "is in memory, but format is 'torch'", tables=[ITEM], format="torch")
+    refused(exports / "numpy", store, r"numpy is a folder, .*: omit names \(--map\)", names={"item": "item"})
+    assert not store.exists()
+    names = {"item": "weight"}
+    tc.import_store(torch_file, store, tables=[ITEM], names=names, format="torch", initial_state=True)
 
 
 def full(*_: object) -> None:

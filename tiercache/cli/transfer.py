@@ -136,7 +136,7 @@ def import_(
     from tiercache.store import Store
 
     output, began = Output(as_json, quiet), time.perf_counter()
-    names = dict(_pair(one) for one in map_ or [])
+    names = _names(map_ or [])
     tables = None if schema is None else Schema.load(schema).tables
     if table:
         if tables is None:
@@ -157,11 +157,17 @@ def import_(
     _report(manifest, path, time.perf_counter() - began, output)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    table, equals, name = text.partition("=")
-    if not (table and equals and name):
-        raise ValueError(f"--map is {text!r}: expected TABLE=TENSOR, such as user=emb.weight")
-    return table, name
+def _names(texts: list[str]) -> dict[str, str]:
+    """Return the tensors by table of --map. Raises ValueError for other texts, and for a table that is given twice."""
+    names = dict[str, str]()
+    for text in texts:
+        table, equals, name = text.partition("=")
+        if not (table and equals and name):
+            raise ValueError(f"--map is {text!r}: expected TABLE=TENSOR, such as user=emb.weight")
+        if table in names:
+            raise ValueError(f"--map has table {table!r} twice, as {names[table]!r} and {name!r}: pass one of them")
+        names[table] = name
+    return names
 
 
 def _report(manifest: ExportManifest, place: Path, seconds: float, output: Output) -> None:

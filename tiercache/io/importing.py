@@ -121,11 +121,18 @@ def import_store(
         if isinstance(place, str) or place.is_file():
             if selected is None:
                 raise ImportExportError(f"{place} does not describe its tables: pass the tables to import (--schema)")
+            _check_names(names or {}, selected)
+            _check_format(place, format)
             arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
             readers = {table: read_array(str(place), table, arrays, names or {}) for table in selected}
         else:
             if not place.exists():
                 raise ImportExportError(f"nothing at {place}: pass a folder of files, or a state dict")
+            if names:
+                raise ImportExportError(
+                    f"{place} is a folder, whose files are named after their tables: omit names (--map), which choose "
+                    "tensors of a state dict"
+                )
             manifest = _find_manifest(place)
             if manifest is None and (format is None or selected is None):
                 missing = ["the format of its files (--format)"] * (format is None)
@@ -174,6 +181,27 @@ def import_store(
             progress=advance,
         )
     return ExportManifest(format=format or (manifest.format if manifest else "arrays"), tables=exported, steps=steps)
+
+
+def _check_names(names: Mapping[str, str], tables: tuple[Table, ...]) -> None:
+    """Raise ImportExportError if ``names`` has a table that is not imported."""
+    if unknown := names.keys() - {table.name for table in tables}:
+        raise ImportExportError(
+            f"names (--map) has a table {min(unknown)!r}, which is not imported: the tables are "
+            f"{', '.join(repr(table.name) for table in tables)}"
+        )
+
+
+def _check_format(place: str | Path, format_: str | None) -> None:
+    """Raise ImportExportError if a file or a dict, which is a state dict, was said to be of another format."""
+    if format_ is not None:
+        find_format(format_)
+        if format_ != "torch" or isinstance(place, str):
+            what = "in memory" if isinstance(place, str) else "read as a file of torch.save"
+            raise ImportExportError(
+                f"{place} is {what}, but format is {format_!r}: omit format (--format), or pass the folder that holds "
+                "the files of the tables"
+            )
 
 
 def _of_store(store: Store, tables: tuple[Table, ...] | None) -> tuple[Table, ...]:
