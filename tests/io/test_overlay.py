@@ -217,6 +217,26 @@ def test_a_row_beyond_the_tensor_is_refused_and_nothing_is_left(tmp_path: Path) 
     assert {one.name for one in tmp_path.iterdir()} == {"store", "model.safetensors"}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_that_does_not_fit_the_dtype_of_the_checkpoint_is_refused(tmp_path: Path, dtype: str) -> None:
+    """It would be merged as infinity; an overlay has the dtype of the table."""
+    base = save(tmp_path / "model.safetensors", model__embed__weight=weights().to(getattr(torch, dtype)))
+    start = tc.init.Checkpoint(path=str(base), tensor=TENSOR)
+    table = tc.Table(name="gram", dim=DIM, optimizer=tc.optim.SGD(), initializer=start)
+    rows = np.ones((3, DIM), np.float32)
+    rows[1, 2] = {"float16": -1e5, "bfloat16": np.finfo(np.float32).max}[dtype]
+    with tc.Store.open(tmp_path / "store", tables=[table]) as store:
+        tc.store.load_rows(store, [("gram", (np.array([3, 7, 9]), (rows,)))])
+    words = (
+        rf"the row of key 7 of table 'gram' has numbers beyond the largest of {dtype}, the dtype of tensor '{TENSOR}'"
+    )
+    with pytest.raises(ImportExportError, match=words):
+        tc.export_overlay(tmp_path / "store", tmp_path / "out", merge=True)
+    assert {one.name for one in tmp_path.iterdir()} == {"store", "model.safetensors"}
+    tc.export_overlay(tmp_path / "store", tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors")[f"{TENSOR}.rows"].numpy().tobytes() == rows.tobytes()
+
+
 def test_a_tensor_in_several_files_is_merged_into_a_copy_of_each(tmp_path: Path) -> None:
     folder = tmp_path / "released"
     folder.mkdir()

@@ -19,7 +19,7 @@ import numpy as np
 from tiercache.errors import CheckpointError, ImportExportError
 from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Checkpoint, Store
-from tiercache.store.bits import ITEM_BYTES, to_bits
+from tiercache.store.bits import ITEM_BYTES, row_beyond, to_bits
 from tiercache.store.checkpoint import CheckpointTensor
 from tiercache.store.files import publish, sync
 from tiercache.store.scan import SCAN_BYTES
@@ -96,7 +96,13 @@ def export_overlay(
             for found, fields in pinned.scan(chosen.name, memory_bytes=SCAN_BYTES, scratch=draft.parent):
                 _check_keys(found, chosen, base_tensor)
                 order = np.argsort(found)
-                at, data = found[order], _bytes(fields[0][order], dtype)
+                at, vectors = found[order], fields[0][order]
+                if (bad := row_beyond(vectors, dtype)) is not None:
+                    raise ImportExportError(
+                        f"the row of key {int(at[bad])} of table {chosen.name!r} has numbers beyond the largest of "
+                        f"{dtype}, the dtype of {base_tensor.label}: omit merge (--merge), and export an overlay"
+                    )
+                data = _bytes(vectors, dtype)
                 if keys is not None:
                     at = np.searchsorted(keys, at)
                 for one in places:
