@@ -174,10 +174,13 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
         world.run(store, 2)
         with pytest.raises(CommitMissingError, match="has no commit 0: pass one of 1"):
             store.pin("best", 0)
-        for name in ("", "a\nb", "x" * 201):
+        for name in ("", "a\nb", "x" * 201, 5):
             with pytest.raises(
                 ValueError, match="cannot be the name of a pinned commit: use 1 to 200 printable characters"
             ):
+                store.pin(name)  # type: ignore[arg-type]
+        for name in ("1", "007", "\uff11"):  # the command line would take it for the id of a commit
+            with pytest.raises(ValueError, match=r"commit, whose ids are numbers: add a letter"):
                 store.pin(name)
         store.pin("best", 1)
         with pytest.raises(ValueError, match="has no pinned commit 'worst': it has 'best'"):

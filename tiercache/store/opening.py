@@ -134,8 +134,10 @@ def checked_options(mode: str, commit: int | None, retention: int | None) -> tup
 
 def check_pin(name: str) -> None:
     """Raise ValueError for an invalid name of a pinned commit."""
-    if not name or not name.isprintable() or len(name) > 200:
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 200:
         raise ValueError(f"{name!r} cannot be the name of a pinned commit: use 1 to 200 printable characters")
+    if name.isdecimal():
+        raise ValueError(f"{name!r} cannot be the name of a pinned commit, whose ids are numbers: add a letter")
 
 
 def label_of(path: Path | None) -> str:
