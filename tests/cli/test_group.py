@@ -146,6 +146,39 @@ def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
     assert "pass either keys or unused_since" in error_of("forget", "s.tc", "a")
 
 
+def test_keys_of_files_are_taken_as_they_are_written(folder: Path) -> None:
+    """Signs, a byte order mark, empty lines, integers of any type that fit; nothing else is taken for a number."""
+    for number, data in enumerate([b"\xef\xbb\xbf1\r\n+2\n\n003 \n", b"1\n2\n3"]):
+        Path(f"{number}.txt").write_bytes(data)
+    for number, dtype in enumerate(["<i8", ">i8", "int32", "uint64", ">u2"], 2):
+        np.save(f"{number}.npy", np.array([1, 2, 3], dtype))
+    files = sorted(map(str, (*Path().glob("[0-9].txt"), *Path().glob("[0-9].npy"))))
+    assert len(files) == 7
+    found = [told("lookup", "s.tc", "a", "--keys", file) for file in files]
+    assert [[row["key"] for row in rows] for rows in found] == [[1, 2, 3]] * 7
+    np.save("large.npy", np.array([1 << 63], np.uint64))
+    np.save("half.npy", np.array([0.5]))
+    np.savez("keys.npz", keys=np.array([1]))
+    wrong = {"1_2": "a", "\uff11\uff12": "b", "9223372036854775808": "c", "1.0": "d", "1,2": "e", "9" * 5000: "f"}
+    for text, name in wrong.items():
+        Path(f"{name}.txt").write_text(f"1\n{text}\n", encoding="utf-8")
+    Path("g.txt").write_text("1\n", encoding="utf-16")
+    Path("h.txt").write_bytes(b"1\n\xe9\n")
+    errors = {f"{name}.txt": "expected one int64 key per line" for name in wrong.values()} | {
+        "large.npy": "large.npy cannot be used: key 9223372036854775808 does not fit in int64",
+        "half.npy": "expected integers of shape (n,)",
+        "keys.npz": "keys.npz is an archive (.npz): save one array of keys with np.save",
+        "g.txt": "g.txt is UTF-16 text: save it as UTF-8",
+        "h.txt": "h.txt is not UTF-8 text",
+    }
+    for file, words in errors.items():
+        for command in ("lookup", "forget"):
+            assert words in error_of(command, "s.tc", "a", "--keys", file)
+    assert told("info", "s.tc")["rows"] == 700
+    for text in ("1_2", "\uff11"):
+        assert f"{text!r} is not an integer key" in error_of("lookup", "s.tc", "a", text)
+
+
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:
     """Samples, passes and rows; a changed byte is damage, with exit code 1."""
     found = told("info", "passes")

@@ -326,6 +326,18 @@ def test_names_and_formats_that_would_be_ignored_are_refused(tmp_path: Path, exp
     tc.import_store(torch_file, store, tables=[ITEM], names=names, format="torch", initial_state=True)
 
 
+def test_masked_keys_and_vectors_are_refused(tmp_path: Path) -> None:
+    """Their values beneath the mask would be rows."""
+    keys, vectors = np.arange(4), np.zeros((4, 2), np.float32)
+    some = np.arange(4) == 2
+    for pair in ((np.ma.array(keys, mask=some), vectors), (keys, np.ma.array(vectors, mask=np.tile(some[:, None], 2)))):
+        refused({"item": pair}, tmp_path / "s.tc", "has masked values: leave", tables=[ITEM], initial_state=True)
+        with Store.open(None, tables=[ITEM], engine=MemoryEngine()) as store:
+            with pytest.raises(ValueError, match="rows of table 'item' have masked values"):
+                tc.store.load_rows(store, [("item", (pair[0], (pair[1],)))], initial_state=True)
+            assert store.commit is None
+
+
 def full(*_: object) -> None:
     """Simulate a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")

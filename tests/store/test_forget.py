@@ -1,5 +1,6 @@
 """Forgotten rows: hidden at once from every read, removed by the next rewrite, and from the files on request."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -216,6 +217,10 @@ def test_what_cannot_be_forgotten_is_refused() -> None:
             forget(store, "none", keys)
         with pytest.raises(ValueError, match="expected a flat array of integers"):
             forget(store, "item", np.array([0.5]))
+        for use in (store.lookup, partial(forget, store)):
+            with pytest.raises(ValueError, match=r"keys have masked values: leave them out with keys.compressed\(\)"):
+                use("item", np.ma.array([1, 2], mask=[False, True]))
+        assert (forget(store, "item", []).rows, store.lookup("item", [])["vector"].size) == (0, 0)
         for options in ({}, {"keys": keys, "unused_since": 0}):
             with pytest.raises(ValueError, match="pass either keys or unused_since"):
                 forget(store, "item", **options)

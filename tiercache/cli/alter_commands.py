@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath, open_store
 from tiercache.sizes import format_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 def alter(
@@ -50,7 +46,7 @@ def forget(
     path: StorePath,
     table: Annotated[str, typer.Argument(help="The name of the table.")],
     keys: Annotated[
-        Path | None, typer.Option(help="A .npy file of keys (int64), or a text file with one key per line.")
+        Path | None, typer.Option(help="A .npy file of keys, or a text file with one key per line.")
     ] = None,
     unused_since: Annotated[
         int | None, typer.Option(help="Instead of keys: rows that no commit after this one wrote.")
@@ -62,11 +58,12 @@ def forget(
     quiet: Quiet = False,
 ) -> None:
     """Delete rows of a table. The next rewrite frees their bytes, or this command with --now."""
+    from tiercache.io.key_file import read_keys
     from tiercache.store.alteration import forget as run
 
     output = Output(as_json, quiet)
     with open_store(path, mode="a") as store, output.working():
-        done = run(store, table, None if keys is None else _keys_in(keys), unused_since=unused_since, now=now)
+        done = run(store, table, None if keys is None else read_keys(keys), unused_since=unused_since, now=now)
     lines = [f"commit {done.commit.id} has {done.rows:,} fewer rows in table {table}"]
     if done.unknown:
         lines.append(f"{done.unknown:,} of the keys had no row")
@@ -84,25 +81,3 @@ def forget(
         "listed_by": list(done.listed_by),
     }  # fmt: skip
     output.result(record, "\n".join(lines))
-
-
-def _keys_in(path: Path) -> NDArray[np.int64]:
-    """Return the keys of a file. Raises ValueError for other content."""
-    import numpy as np
-
-    if path.suffix == ".npy":
-        from tiercache.io.numpy_format import map_array
-
-        keys = map_array(path)
-        if keys.dtype != np.int64 or keys.ndim != 1:
-            raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
-        return np.asarray(keys)
-    found = []
-    for number, line in enumerate(path.read_text().split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append(np.int64(int(line)))
-        except (ValueError, OverflowError):
-            raise ValueError(f"line {number} of {path} is {line[:40]!r}: expected one int64 key per line") from None
-    return np.array(found, np.int64)

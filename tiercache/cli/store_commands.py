@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -147,7 +147,9 @@ def lookup(
         ),
     ] = False,
     num_buckets: Annotated[int | None, typer.Option(min=1, help="num_buckets of the feature in the schema.")] = None,
-    keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option("--keys", help="A .npy file of keys, or a text file with one key per line.")
+    ] = None,
     missing: Annotated[str, typer.Option(help="Rows of missing keys: error, initial or zeros.")] = "error",
     commit: Annotated[int | None, typer.Option(help="The commit to read; the newest if not given.")] = None,
     as_json: Json = False,
@@ -156,13 +158,14 @@ def lookup(
     """Show the rows of keys: the vector and every optimizer state."""
     import numpy as np
 
+    from tiercache.io.key_file import read_keys
     from tiercache.store import KeyMissingError
 
     if string and cross:
         raise ValueError("pass either --string or --cross: the values of a cross can be strings")
     texts, lookup_keys = _keys(keys or [], num_buckets, string=string, cross=cross)
     if keys_file is not None:
-        stored = _read_keys(keys_file)
+        stored = read_keys(keys_file)
         lookup_keys, texts = np.concatenate([lookup_keys, stored]), [*texts, *map(str, stored.tolist())]
     if not lookup_keys.size:
         raise ValueError("no key to look up: pass keys, or a file of them with --keys")
@@ -250,6 +253,7 @@ def _keys(
     import numpy as np
 
     from tiercache.data.encode import key_of
+    from tiercache.io.key_file import integer_of
 
     if cross:
         keys = [key_of(*map(_cross_value, texts), num_buckets=num_buckets)]
@@ -258,10 +262,9 @@ def _keys(
         return list(texts), np.array([key_of(text, num_buckets=num_buckets) for text in texts], dtype=np.int64)
     keys = []
     for text in texts:
-        try:
-            key = int(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not an integer key: pass --string to look up a string") from None
+        key = integer_of(text)
+        if key is None:
+            raise ValueError(f"{text!r} is not an integer key: pass --string to look up a string")
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"key {key} does not fit in int64: pass keys from -2**63 to 2**63 - 1")
         keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
@@ -269,23 +272,12 @@ def _keys(
 
 
 def _cross_value(text: str) -> str | int:
+    from tiercache.io.key_file import integer_of
+
     if len(text) > 1 and text[0] == text[-1] == '"':
         return text[1:-1]
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
-def _read_keys(path: Path) -> NDArray[np.int64]:
-    import numpy as np
-
-    from tiercache.io.numpy_format import map_array
-
-    keys: Any = map_array(path)
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
-    return np.asarray(keys)
+    number = integer_of(text)
+    return text if number is None else number
 
 
 def _numbers(values: NDArray[np.float32]) -> str:

@@ -56,6 +56,8 @@ def read_array(place: str, table: Table, arrays: Mapping[str, Any], names: Mappi
 
 
 def _column(what: str, values: Any) -> Column:
+    if np.ma.is_masked(values):
+        raise ImportExportError(f"{what} has masked values: leave these rows out, or fill the values")
     if isinstance(values, np.ndarray):
         return Column.of(values)
     if hasattr(values, "is_meta") and hasattr(values, "layout"):  # a tensor, without importing torch

@@ -234,7 +234,7 @@ def forget(
         )
     if unused_since is not None:
         keys = np.concatenate([_unused(part, table_name, unused_since) for part in store.parts])
-    keys = np.unique(check_keys(np.asarray(keys)))
+    keys = np.unique(check_keys(keys))
     found = [_with_rows(part, part.snapshot, table_name, keys) for part in store.parts]
     rows = np.unique(np.concatenate(found)).size
     if rows:

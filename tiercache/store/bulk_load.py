@@ -201,6 +201,8 @@ def _check(
     reserved: bool,
 ) -> None:
     """Raise ValueError for a chunk that cannot be rows of ``table``."""
+    if any(np.ma.is_masked(values) for values in (keys, *fields)):
+        raise ValueError(f"rows of table {table.name!r} have masked values: leave these rows out, or fill the values")
     if keys.dtype != np.int64 or keys.ndim != 1:
         raise ValueError(f"keys of table {table.name!r} are {keys.shape} of {keys.dtype}: expected int64 of shape (n,)")
     if len(fields) != len(table.fields) and not (len(fields) == 1 and initial_state):

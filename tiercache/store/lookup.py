@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -306,14 +306,18 @@ def lookup(
     return {field.name: values[which] if twice else values for field, values in named}
 
 
-def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return keys to look up as int64. Raises ValueError for invalid keys."""
-    keys = np.asarray(keys)
-    if keys.dtype.kind not in "iu" or keys.ndim != 1:
-        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: expected a flat array of integers")
-    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"key {keys.max()} does not fit in int64: pass keys of at most 2**63 - 1")
-    return keys.astype(np.int64, copy=False)
+def check_keys(keys: Any) -> NDArray[np.int64]:
+    """Return keys to look up as int64; an empty list has none. Raises ValueError for invalid keys."""
+    if np.ma.is_masked(keys):
+        raise ValueError("keys have masked values: leave them out with keys.compressed()")
+    if isinstance(keys, list | tuple) and not keys:
+        return np.empty(0, np.int64)
+    found: NDArray[Any] = np.asarray(keys)
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        raise ValueError(f"keys are {found.ndim}-dimensional {found.dtype}: expected a flat array of integers")
+    if found.dtype.kind == "u" and found.size and int(found.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"key {found.max()} does not fit in int64: pass keys of at most 2**63 - 1")
+    return found.astype(np.int64, copy=False)
 
 
 def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) -> KeyMissingError:
