@@ -146,6 +146,15 @@ def test_forget_says_what_waits_and_what_lists_the_rows(folder: Path) -> None:
     assert "pass either keys or unused_since" in error_of("forget", "s.tc", "a")
 
 
+def test_changes_and_their_export_warn_of_forgotten_rows(folder: Path) -> None:
+    """Once, on standard error."""
+    Path("keys.txt").write_text("1\n2\n")
+    told("forget", "s.tc", "a", "--keys", "keys.txt", "--now")
+    for command in (("changes", "s.tc"), ("export", "s.tc", "out", "--format", "numpy")):
+        assert invoke(*command, "--since", "1").stderr.count("may have been forgotten after commit 1") == 1
+    assert "forgotten" not in invoke("changes", "s.tc", "--since", "-1").output
+
+
 def test_keys_of_files_are_taken_as_they_are_written(folder: Path) -> None:
     """Signs, a byte order mark, empty lines, integers of any type that fit; nothing else is taken for a number."""
     for number, data in enumerate([b"\xef\xbb\xbf1\r\n+2\n\n003 \n", b"1\n2\n3"]):

@@ -1,5 +1,6 @@
 """Forgotten rows: hidden at once from every read, removed by the next rewrite, and from the files on request."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -204,6 +205,33 @@ def test_a_forget_that_fails_changes_nothing() -> None:
     else:
         pytest.fail("nothing came to its end")
     assert refused > 3
+
+
+def test_changes_warn_of_rows_that_were_forgotten_since(home: Home) -> None:
+    """Of that table until a rewrite, and of any table after it, because a rewrite keeps no keys."""
+    world = World(small_tables())
+    store = home.open(world.tables, retention=9)
+    world.run(store, 2)
+    keys = keys_of(world, "item")[:2]
+    before = store.commit.id
+    forget(store, "item", keys)
+
+    def warned(since: int) -> list[str]:
+        """Return the tables that changes since a commit warn of."""
+        found = []
+        for table in store.tables:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                list(store.changes(table.name, since=since))
+            assert all("changes do not list them" in str(one.message) for one in caught)
+            found += [table.name] * len(caught)
+        return found
+
+    assert (warned(before), warned(before + 1), warned(-1)) == (["item"], [], [])
+    store.compact()
+    names = [table.name for table in store.tables]
+    store = home.open()
+    assert (warned(before), warned(before + 2), warned(-1)) == (names, [], [])
 
 
 def test_what_cannot_be_forgotten_is_refused() -> None:

@@ -204,6 +204,8 @@ def changes(
     with open_store(path) as store, output.working():
         newest = -1 if store.commit is None else store.commit.id
         counts = {table.name: store.changed_rows(table.name, since=since) for table in store.tables}
+        for name in counts:
+            store.warn_of_forgotten(name, since=since)
     lines = (
         f"{name}: {rows:,} rows changed between commit {since} and commit {newest}" for name, rows in counts.items()
     )

@@ -72,6 +72,18 @@ def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since
     return _count_keys(reader, runs, group, table, choice) if stale else sum(run.remaining for run in runs)
 
 
+def may_have_forgotten(snapshot: Snapshot, table_name: str, since: int, label: str) -> bool:
+    """Return True if rows of a table may have been forgotten after commit ``since``, which ``changes`` does not list.
+
+    Tombstones tell. A rewrite leaves them out with the rows, and only its number is kept.
+    """
+    commit, stored = snapshot.commit, snapshot.find(table_name, label)
+    if commit is None or since < 0 or commit.forgot > since or stored.group is None:
+        return commit is not None and 0 <= since < commit.forgot
+    new = [one for one in snapshot.committed if one.tombstone and commit.named[one.id] > since]
+    return snapshot.rows_in(new, stored.group, stored.table) > 0
+
+
 def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
     """Return how many keys the chosen rows of runs have."""
     what = f"counting the changed keys of table {table.name!r}"

@@ -6,13 +6,14 @@ column slices are joined. Values that each slice repeats are taken from the firs
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store.bits import HASHES, hash_keys
-from tiercache.store.changes import changed_rows, changes
+from tiercache.store.changes import changed_rows, changes, may_have_forgotten
 from tiercache.store.files import local_path
 from tiercache.store.lookup import check_keys, locate, lookup, missing_keys, read_rows
 from tiercache.store.reading import Pages
@@ -251,10 +252,11 @@ class StoreReads:
         ranks, as ``scan`` does. -1 yields every row. A row counts as changed when it is made or written again, even
         with the same bits, but not when it moves. Raises CommitMissingError for a commit that never was or that a
         rollback gave up, CorruptBlockError, ValueError if rows were appended and not committed. Commits that are made
-        meanwhile change nothing.
+        meanwhile change nothing. Forgotten keys are not listed: a UserWarning says if there may be some.
         """
         self.reader.check_open()
         table, slices = table_named(self.tables, table_name, self.label), self._sharding_of(table_name).slices
+        self.warn_of_forgotten(table_name, since=since)
         in_order = len(slices) > 1  # looking up the keys of each chunk would read all keys each time
 
         def changed(part: StoreReads) -> Iterator[Chunk]:
@@ -275,6 +277,15 @@ class StoreReads:
             with part.pinned() as snapshot:
                 total += changed_rows(part.reader, snapshot, table_name, since)
         return total
+
+    def warn_of_forgotten(self, table_name: str, *, since: int) -> None:
+        """Warn if rows of a table may have been forgotten after commit ``since``: copies of them are to be removed."""
+        if any(may_have_forgotten(part.snapshot, table_name, since, self.label) for part in self._counting(table_name)):
+            warnings.warn(
+                f"rows of table {table_name!r} of {self.label} may have been forgotten after commit {since}, and "
+                "changes do not list them: remove these keys from your copy, or copy all rows again (since=-1)",
+                stacklevel=3,
+            )
 
     # -- inside ------------------------------------------------------------------------------------------
 
