@@ -182,16 +182,71 @@ class Holder:
 
 
 UNSTORABLE: list[Callable[[], Any]] = [
-    lambda: lambda: 0, lambda: sys.stdout, lambda: np.zeros(2), lambda: np.float64(1.0), lambda: np.int64(1), object,
+    lambda: lambda: 0, lambda: sys.stdout, lambda: np.zeros(2), lambda: np.longdouble(1.0), object,
     lambda: {np.int64(1): 1}, lambda: Spec,
 ]  # fmt: skip
+
+
+def test_numbers_of_numpy_train_as_those_of_python(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """As arguments, batch sizes, learning rates and registered state; a resumed run finds the same order."""
+    rows = {}
+    for name, of_int, of_float in (("numpy", np.int64, np.float64), ("python", int, float)):
+        path = tmp_path / name
+        options: dict[str, Any] = {
+            "seed": of_int(3), "order_seed": of_int(5), "retention": of_int(2), "commit_every": of_int(1),
+        }  # fmt: skip
+        for stop in (1, 9):
+            holder = Holder(of_float(0.25))
+            with tiered(path, passes, **options) as cache:
+                model, optimizer = registered(cache, CASE, extra=holder)
+                for group in optimizer.param_groups:
+                    group["lr"] = of_float(0.125)
+                batches = 0
+                for p in cache.passes(epochs=of_int(1)):
+                    for batch in p.batches(of_int(16), shuffle=np.bool_(True) if of_int is np.int64 else True):  # type: ignore[arg-type]
+                        model(batch).sum().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        batches += 1
+                        if batches == stop:
+                            cache.commit()
+                            break
+                    if batches == stop:
+                        break
+        with tc.Store.open(path, mode="r") as store:
+            rows[name] = {
+                (table.name, key): row.tobytes()
+                for table in store.tables
+                for keys, fields in store.scan(table.name)
+                for key, row in zip(keys.tolist(), fields[0], strict=True)
+            }
+    assert rows["numpy"] == rows["python"]
+    for order in (np.arange(len(passes.passes)), list(np.arange(len(passes.passes))[::-1])):
+        tiered(tmp_path / "ordered", passes, order=order, reorganize=True).close()
+
+
+WRONG_NUMBERS: list[dict[str, Any]] = [
+    {"seed": 1.5}, {"seed": True}, {"seed": 1 << 63}, {"order_seed": 1.5}, {"order_seed": np.float64(2)},
+    {"order": [0.0, 1.0, 2.0, 3.0]}, {"order": np.array([0.5, 1.5])}, {"retention": True}, {"retention": 10**30},
+    {"commit_every": 1.5}, {"at": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WRONG_NUMBERS, ids=repr)
+def test_other_numbers_are_refused_before_a_store_is_created(
+    tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any]
+) -> None:
+    """The error names the argument, the value and what was expected."""
+    with pytest.raises(ValueError, match=rf"{next(iter(options))}.* is .*: expected "):
+        tiered(tmp_path / "new.tc", passes, **options)
+    assert not (tmp_path / "new.tc").exists()
 
 
 @pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
 def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
     store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
-    """Functions, files, arrays and numbers of numpy, classes: the error names their place in a state_dict."""
+    """Functions, files, arrays and keys of numpy, classes: the error names their place in a state_dict."""
     with tiered(store, passes) as cache:
         with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
             cache.register(extra=Holder(make()))
@@ -209,9 +264,9 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
 
         def spoil(pass_index: int, _batch: int) -> None:
             if pass_index == 1:
-                holder.value = np.float64(1.0)
+                holder.value = np.zeros(1)
 
-        with one_sentence(StateError, "extra['inside'][0]['value']", "float64"):
+        with one_sentence(StateError, "extra['inside'][0]['value']", "ndarray"):
             run(cache, CASE, model, optimizer, each_batch=spoil)
         assert store.commit is not None
         assert store.commit.cursor.pass_index <= 1

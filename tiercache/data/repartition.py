@@ -22,6 +22,7 @@ from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import publish, sync
+from tiercache.store.records import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,8 @@ def repartition(
     batch_multiple = (
         int(old.manifest.options.get("batch_multiple", _ALIGN)) if batch_multiple is None else batch_multiple
     )
+    batch_multiple, devices = integer(batch_multiple, "batch_multiple"), integer(devices, "devices")
+    rows = None if rows is None else integer(rows, "rows")
     if batch_multiple < 1 or (rows is not None and rows < 1):
         raise ValueError(f"invalid batch_multiple {batch_multiple} or rows {rows}: expected whole numbers, at least 1")
     if devices < 1 or (rows is not None and devices > 1):

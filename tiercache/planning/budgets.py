@@ -12,6 +12,7 @@ from tiercache.sizes import parse_bytes
 from tiercache.store.initializer import Checkpoint
 from tiercache.store.key_map import BUILD_BYTES, MOST_ROWS
 from tiercache.store.layout import SegmentLayout, compressed_rows
+from tiercache.store.records import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -92,7 +93,7 @@ class Budgets:
             for name, size in chosen.items()
             if size is not None
         }
-        return cls(commit_every=1 if every is None else int(every), **sizes)
+        return cls(commit_every=1 if every is None else integer(every, "commit_every"), **sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

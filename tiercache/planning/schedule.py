@@ -13,6 +13,7 @@ import numpy as np
 
 from tiercache.planning.row_offsets import RowOffsets, key_ranges
 from tiercache.store.bits import mix
+from tiercache.store.records import integer
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -128,13 +129,16 @@ def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order
     """
     if order is not None and order_seed is not None:
         raise ValueError("order and order_seed were both given: an order is fixed, or seeded for each epoch")
-    if order is None or isinstance(order, int):
-        return order_seed if order is None else order
-    if order == "overlap":
-        return overlap_order(RowOffsets.of(data, group_tables(data.tables)), data)
+    if order is None:
+        return None if order_seed is None else integer(order_seed, "order_seed")
+    if isinstance(order, int | np.integer):
+        return integer(order, "order")
     if isinstance(order, str):
-        raise ValueError(f"order {order!r} is unknown: expected 'overlap' or a permutation")  # noqa: TRY004
-    return Schedule(num_passes=len(data.passes), dataset_digest="", order=tuple(int(p) for p in order)).order
+        if order == "overlap":
+            return overlap_order(RowOffsets.of(data, group_tables(data.tables)), data)
+        raise ValueError(f"order {order!r} is unknown: expected 'overlap' or a permutation")
+    places = tuple(integer(p, "a number of order") for p in order)
+    return Schedule(num_passes=len(data.passes), dataset_digest="", order=places).order
 
 
 def overlap_order(positions: RowOffsets, data: DatasetView) -> tuple[int, ...]:

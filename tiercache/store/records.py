@@ -42,7 +42,7 @@ def encode(kind: str, values: Mapping[str, Any], arrays: Mapping[str, NDArray[An
     described = [[name, array.dtype.newbyteorder("<").str, int(array.size)] for name, array in arrays.items()]
     assert all(dtype in _DTYPES for _, dtype, _ in described), described
     header = json.dumps(
-        {"kind": kind, "values": values, "arrays": described}, allow_nan=False, separators=(",", ":")
+        {"kind": kind, "values": values, "arrays": described}, allow_nan=False, separators=(",", ":"), default=_plain
     ).encode()
     parts = [_MAGIC, struct.pack("<I", len(header)), header]
     parts += [array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays.values()]
@@ -83,6 +83,13 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
     if at != len(body):
         raise _corrupt(name, f"has {len(body) - at} extra bytes at its end")
     return values, arrays
+
+
+def _plain(value: object) -> Any:
+    """Return a number of NumPy as Python's. Raises TypeError for other values, which JSON does not have."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {repr(value)[:60]} is not a JSON value")
 
 
 def whole(value: Any, name: str) -> int:

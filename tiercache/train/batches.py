@@ -15,6 +15,7 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.samples import shuffled
 from tiercache.store.bits import mix
+from tiercache.store.records import integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -51,12 +52,20 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, sub_dataset: int, s
     return partial(shuffled, int(salt[0]), num_samples)
 
 
+def checked_seed(seed: int) -> int:
+    """Return the seed of a cache as an int. Raises ValueError unless it is a whole number of 64 bits."""
+    seed = integer(seed, "seed")
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"seed is {seed}: expected -2**63 to 2**63 - 1")
+    return seed
+
+
 def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Yield (end position, samples) of each batch for the positions [first, last); the last may be short.
 
     Raises ValueError for a size below 1.
     """
-    check_size(size)
+    size = check_size(size)
     for begin in range(first, last, size):
         end = min(begin + size, last)
         yield end, order(begin, end)
@@ -93,15 +102,17 @@ def checked_order(
     return requested
 
 
-def check_size(size: int) -> None:
-    """Raise ValueError for a batch without samples."""
+def check_size(size: int) -> int:
+    """Return the samples of a batch as an int. Raises ValueError unless it is a whole number, at least 1."""
+    size = integer(size, "the batch size")
     if size < 1:
         raise ValueError(f"invalid batch size {size}: expected at least 1")
+    return size
 
 
 def num_batches(num_samples: int, size: int) -> int:
     """Return the number of batches of ``size`` samples, the last of which may be smaller. Raises ValueError."""
-    check_size(size)
+    size = check_size(size)
     return -(-num_samples // size)
 
 

@@ -22,8 +22,9 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.backends.open_backend import device_name, open_backend
 from tiercache.rows.threads import share_threads
 from tiercache.store.checkpoint import tensor_sizes
+from tiercache.store.records import checked_retention, integer
 from tiercache.store.table import group_tables
-from tiercache.train.batches import BatchPipeline
+from tiercache.train.batches import BatchPipeline, checked_seed
 from tiercache.train.converted_weights import (
     bounds_of,
     check_keys_within,
@@ -96,7 +97,9 @@ class CacheParts:
                 planned = None if plan is None else TrainingPlan.read(plan, data)
                 if order is None and order_seed is None and planned is not None:
                     order = planned.order
-                rule = order_rule(data, order, order_seed)
+                rule, seed = order_rule(data, order, order_seed), checked_seed(seed)
+                retention = None if retention is None else checked_retention(retention)
+                at = at if at is None or isinstance(at, str) else integer(at, "at")
                 store_options = StoreOptions(
                     sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
                     reorganize=options.reorganize, order=rule, at=at,
@@ -122,7 +125,7 @@ class CacheParts:
                     facts |= asdict(budgets)
             if ranks.size > 1:
                 check_same(ranks, facts | {
-                    "comm_dtype": options.comm_dtype, "seed": int(seed), "on_nonfinite": options.on_nonfinite,
+                    "comm_dtype": options.comm_dtype, "seed": seed, "on_nonfinite": options.on_nonfinite,
                 })  # fmt: skip
                 check_same_places(ranks, self.training_store.places)
             source = self.training_store.choose(number_bytes=comm_dtype.itemsize)

@@ -74,7 +74,7 @@ class DenseState:
             state = _state_of(value, anchors)
             _refuse_unstorable(state, name)
             try:
-                _load(_save(state))
+                _load(_save(_map_tensors(state, lambda tensor: tensor)))
             except Exception as error:
                 raise StateError(
                     f"the state of register({name}=...) cannot be stored and read back safely ({_line(error)}): keep "
@@ -382,9 +382,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a state in which each tensor is replaced by ``change(tensor)``."""
+    """Return a state in which each tensor is replaced by ``change(tensor)``, and numbers of NumPy by Python's."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, dict):
         return {key: _map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -392,11 +394,11 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return value
 
 
-def _refuse_unstorable(value: Any, path: str) -> None:
+def _refuse_unstorable(value: Any, path: str, *, is_key: bool = False) -> None:
     """Name the first value in a state that is neither a tensor with values nor plain."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _refuse_unstorable(key, f"{path}[{key!r}]")
+            _refuse_unstorable(key, f"{path}[{key!r}]", is_key=True)
             _refuse_unstorable(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple, set)):
         for place, item in enumerate(value):
@@ -406,6 +408,8 @@ def _refuse_unstorable(value: Any, path: str) -> None:
             f'the state at {path} is on "meta" and has no values: call model.to_empty(device=...) and initialize the '
             "model (init_weights() of transformers does) before you make its optimizer and give it to a cache"
         )
+    elif isinstance(value, np.generic) and not is_key and type(value.item()) in _PLAIN:
+        pass  # stored as Python's
     elif not isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value) not in _PLAIN:
         raise StateError(
             f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "

@@ -118,7 +118,7 @@ class EvaluationBatches:
 
     def __init__(self, cache: TierCache, passes: PassDataset, size: int, **options: Any) -> None:
         """options: the arguments of ``Evaluation.batches``."""
-        check_size(size)
+        size = check_size(size)
         self._cache, self._passes, self._size, self._options = cache, passes, size, options
 
     def __len__(self) -> int:

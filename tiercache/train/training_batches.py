@@ -28,7 +28,7 @@ class TrainingBatches:
     ) -> None:
         """options: the arguments of ``Pass.batches``, or of ``Pass.loader`` if there is a ``dataset``."""
         check_epochs(epochs)
-        check_size(size)
+        size = check_size(size)
         last = loop.last_sub_dataset(epochs) if epochs == 1 else None
         _check_steps([one.samples for one in cache.dataset.passes], size, per_step, last)
         for one in cache.dataset.passes:  # a trainer would treat a loader of length 0 as finished
