@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 import tiercache as tc
 from tests.crash.told import finish, start
@@ -33,6 +40,7 @@ from tests.train.recorded import (
     indices,
     killed,
     loader,
+    opened,
     record,
 )
 from tests.train.test_bad_input import one_sentence
@@ -210,6 +218,55 @@ def test_a_sampler_of_the_users_is_recorded_in_its_order(tmp_path: Path, name: s
     assert_key_sets(data, samples)
     if name != "weighted":
         assert np.concatenate(samples).tolist() == [one for group in groups for one in group]
+
+
+BATCHED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "shuffled": lambda data: (BatchSampler(RandomSampler(data), BATCH, drop_last=False), {"shuffle": True}),
+    "in order": lambda data: (BatchSampler(SequentialSampler(data), BATCH, drop_last=False), {}),
+    "without the last": lambda data: (
+        BatchSampler(RandomSampler(data), 35, drop_last=True), {"batch_size": 35, "shuffle": True, "drop_last": True}
+    ),
+    "a part": lambda _: (
+        BatchSampler(SequentialSampler(range(130)), BATCH, drop_last=False),
+        {"batch_sampler": [[*range(i, min(130, i + BATCH))] for i in range(0, 130, BATCH)]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_batch_sampler_of_torch_is_recorded_as_the_loader_that_would_make_it(tmp_path: Path, name: str) -> None:
+    """It is the same as shuffle, batch_size and drop_last, and it trains the same batches."""
+    dataset = Clicks()
+    sampler, arguments = BATCHED[name](dataset)
+    loaders = [DataLoader(dataset, batch_sampler=sampler)]
+    loaders.append(DataLoader(dataset, **arguments) if "batch_sampler" in arguments else loader(dataset, **arguments))
+    trained = []
+    for number, one in enumerate(loaders):
+        data = record(tmp_path / f"{number}", one)
+        cache, step = opened(tmp_path / f"{number}.tc", data)
+        with cache:
+            seen = [batch[0].tolist() for batch in cache.loader(one, epochs=1) if step(batch) is not None]
+        assert sum(map(len, seen)) == data.samples
+        trained.append(([part.tolist() for part in indices(data)], seen))
+    assert trained[0] == trained[1]
+
+
+def test_the_generator_of_a_batched_sampler_is_left_as_it_was(tmp_path: Path) -> None:
+    """Recording draws from it, and the loop draws the same again."""
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    weighted = WeightedRandomSampler(torch.ones(SAMPLES), 200, generator=generator)
+    record(tmp_path / "keys", DataLoader(Clicks(), batch_sampler=BatchSampler(weighted, BATCH, drop_last=False)))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_batches_of_one_sample_are_collated(tmp_path: Path) -> None:
+    """A batch sampler may make them; samples are collated then, as in its loader."""
+    given = DataLoader(Clicks(), batch_sampler=[[3], [7], [5]])
+    cache, step = opened(tmp_path / "m.tc", record(tmp_path / "keys", given))
+    with cache:
+        shapes = [tuple(batch[1].shape) for batch in cache.loader(given, epochs=1) if step(batch) is not None]
+    assert shapes == [(1, 4)] * 3
 
 
 def test_rare_keys_share_a_row(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from tiercache.errors import StateError
 from tiercache.train.batches import check_epochs
+from tiercache.train.loader_batches import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -80,4 +81,4 @@ class EpochLoader:
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments of ``Pass.loader`` that make the batches of a recorded loader."""
     options = {name: getattr(loader, name) for name in _KEPT}
-    return options | {"shuffle": isinstance(loader.sampler, RandomSampler)}
+    return options | {"shuffle": isinstance(Sampling.of(loader).sampler, RandomSampler)}

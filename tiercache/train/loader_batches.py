@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed, seed_generators
 
@@ -15,6 +15,24 @@ if TYPE_CHECKING:
 
 _SAMPLES, _COLLATE, _ITERABLE = 1, 2, 6
 """Purposes of random numbers."""
+
+
+class Sampling(NamedTuple):
+    """The sampler of a DataLoader, and the size of its batches."""
+
+    sampler: Any
+    batch_size: int | None
+    drop_last: bool
+    is_plain: bool
+    """True without a batch sampler of another class than torch's."""
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Sampling:
+        """Return the sampling of a loader; with ``batch_sampler=`` torch sets its own attributes to other values."""
+        found: Any = loader.batch_sampler
+        if type(found) is BatchSampler:
+            return cls(found.sampler, found.batch_size, found.drop_last, True)
+        return cls(loader.sampler, loader.batch_size, loader.drop_last, found is None)
 
 
 class BatchIndices(list[int]):

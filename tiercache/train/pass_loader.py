@@ -126,8 +126,10 @@ class PassLoader(DataLoader[Any]):
                 f"the dataset has {length}, but had {recording.dataset_length:,} when its key sets were recorded: pass "
                 "the same dataset, or record key sets of this one"
             )
-        single = recording.batch_size is None and recorded.ends.size == taken.num_samples
-        collate = arguments.pop("collate_fn", None) or (default_convert if single else default_collate)
+        collate = arguments.pop("collate_fn", None)
+        is_single = recording.batch_size is None and recorded.ends.size == taken.num_samples
+        single = is_single and collate is not default_collate  # that of batches, which may have one sample each
+        collate = collate or (default_convert if single else default_collate)
         seeded: Any = SeededDataset(
             dataset, collate, is_batched=not single, sample_seed=recording.seed if recording.same_draws else None
         )

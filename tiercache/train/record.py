@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from tiercache.data.manifest import Recording
 from tiercache.data.pass_builder import device_bytes
@@ -16,7 +16,7 @@ from tiercache.store.files import local_path
 from tiercache.store.table import group_tables
 from tiercache.train.batches import in_order, sample_order
 from tiercache.train.key_recorder import KeyRecorder, schema_of
-from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
+from tiercache.train.loader_batches import BatchIndices, Sampling, SeededDataset, as_is, made_batches, own_generator
 from tiercache.train.random_numbers import OwnNumbers, kept_numbers, mixed
 from tiercache.train.table_module import named_table_modules
 
@@ -167,7 +167,7 @@ class _Samples:
     """The batches of a DataLoader over a dataset with indices."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, *, same_draws: bool) -> None:
-        self._loader, self._seed = loader, seed
+        self._loader, self._seed, self._sampling = loader, seed, Sampling.of(loader)
         self._sample_seed = seed if same_draws else None
         self._is_batched = loader.batch_sampler is not None
         try:
@@ -177,13 +177,13 @@ class _Samples:
                 f"the loader's dataset, a {type(loader.dataset).__name__}, has no len(): add one, or pass a "
                 "function that makes the loader, such as lambda: loader"
             ) from error
-        self.batch_size = loader.batch_size if self._order() is not None else None
+        self.batch_size = self._sampling.batch_size if self._order() is not None else None
         """None: batches vary in size."""
         self.facts = {
             "dataset_length": self.length,
-            "batch_size": loader.batch_size,
-            "sampler": type(loader.sampler).__name__,
-            "drop_last": loader.drop_last,
+            "batch_size": self._sampling.batch_size,
+            "sampler": type(self._sampling.sampler).__name__,
+            "drop_last": self._sampling.drop_last,
         }
 
     def indexed(self, first: int, skipped: Callable[[NDArray[np.int64]], None]) -> Iterator[tuple[Any, Any]]:
@@ -214,12 +214,14 @@ class _Samples:
 
     def _order(self) -> Any:
         """Return the order of samples that torch's own samplers have; None for another sampler."""
-        sampler, batch_sampler = self._loader.sampler, self._loader.batch_sampler
-        if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        sampler = self._sampling.sampler
+        if not self._sampling.is_plain or type(sampler) not in (SequentialSampler, RandomSampler):
             return None
+        if len(sampler.data_source) != self.length or len(sampler) != self.length:
+            return None  # it samples something else than the dataset
         if type(sampler) is SequentialSampler:
             return in_order
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == self.length:
+        if not sampler.replacement:
             return sample_order(
                 self.length, seed=mixed(self._seed, _ORDER) >> 1, epoch=0, sub_dataset=0, shuffle=True
             )  # fmt: skip
@@ -230,14 +232,15 @@ class _Samples:
         order, loader = self._order(), self._loader
         if order is not None:
             assert self.length is not None
-            size = loader.batch_size or 1
+            size = self._sampling.batch_size or 1
             for first in range(0, self.length, size):
                 last = min(self.length, first + size)
-                if last - first == size or not loader.drop_last:
+                if last - first == size or not self._sampling.drop_last:
                     yield order(first, last)
             return
         own = OwnNumbers(mixed(self._seed, _ORDER))
-        parts = (loader, loader.sampler, loader.batch_sampler)
+        within = getattr(loader.batch_sampler, "sampler", None)
+        parts = (loader, loader.sampler, loader.batch_sampler, within)
         generators: list[Any] = [getattr(part, "generator", None) for part in parts]
         kept = [(one, one.get_state()) for one in generators if hasattr(one, "get_state")]
         try:
