@@ -202,6 +202,7 @@ class TierCache(CacheFacts):
             self.optimizer.rows.anchors.readers.add(module)
             named = None if self.store is None else weakref.WeakMethod(self._opened.named_commit)
             module.bind(weakref.WeakMethod(self._plain.batch), named, weakref.ref(self.optimizer.rows))
+        self.optimizer.rows.settings_check.follow(self.optimizer.rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the store and of its newest commit, for a checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,14 +15,14 @@ from tiercache.train.embedding import Embedding, EmbeddingBag
 from tiercache.train.parameter_table import ParameterTable, check_parameters, table_parameters, warn_of_tables
 from tiercache.train.plain_keys import table_weight
 from tiercache.train.replaceable import check_replaceable, warn_of_references
-from tiercache.train.table_module import TableModule, refuse_attribute
-from tiercache.train.torch_optimizers import as_list, check_unused, replace_parameters
+from tiercache.train.table_module import TableModule, refuse_attribute, table_modules
+from tiercache.train.torch_optimizers import as_list, check_unused, replace_parameters, step_alike
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
 from tiercache.values.batch import Batch, JaggedIds
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.store.initializer import Initializer
     from tiercache.train.torch_optimizers import OptimizerOfRows
@@ -98,7 +99,7 @@ def convert(
             raise ValueError("initializer= is given along with data, whose schema has the initializers: omit it")
     check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
     check_unused(as_list(optimizer), _weights(names))
-    replacer = _Replacer(schema, has_default_optimizer=data is None and optimizer is None)
+    replacer = _Replacer(schema)
     made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
     warn_of_references(model, _weights(names), as_list(optimizer))
     anchors: dict[int, tuple[torch.Tensor, list[nn.Parameter]]] = {}
@@ -106,6 +107,12 @@ def convert(
         if not is_collection(old):
             weight = weight_of(old)
             anchors.setdefault(id(weight), (weight, []))[1].extend(made[id(old)].parameters())
+            if data is None:
+                for module in table_modules([made[id(old)]]):
+                    is_default = optimizer is None or (
+                        isinstance(optimizer, Mapping) and module.tables[0] not in optimizer
+                    )
+                    step_alike(module, weight, as_list(optimizer), is_default=is_default)
     replace_parameters(as_list(optimizer), anchors)
     for old, places in names.items():
         for place in places:
@@ -233,8 +240,8 @@ def _by_name(places: Sequence[str], known: Sequence[str]) -> list[str]:
 class _Replacer:
     """Creates replacements of modules, and keeps the weights of these by table."""
 
-    def __init__(self, schema: Schema, *, has_default_optimizer: bool) -> None:
-        self._schema, self._has_default_optimizer = schema, has_default_optimizer
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weights: dict[str, torch.Tensor] = {}
         self._tables_of: dict[int, str] = {}
@@ -273,7 +280,6 @@ class _Replacer:
         """Return a new module with the settings of the weight that it replaces."""
         made.weights, made.num_embeddings = kept, weight.shape[0]
         made.bounds = {name: weight.shape[0] for name in made.tables if name not in self._schema.open_tables}
-        made.has_default_optimizer = self._has_default_optimizer
         made.requires_grad_(weight.requires_grad)
         made.to(dtype=weight.dtype, device=None if weight.is_meta else weight.device)
         return made.train(is_training)

@@ -278,6 +278,7 @@ class JointOptimizer(torch.optim.Optimizer):
         for anchor in rows.anchors:
             anchor.check_parameter(steps=True)
             anchor.writes.forget()
+        rows.settings_check.step(rows)
         rows.is_stepping = True
         try:
             for one in dense:
@@ -359,6 +360,7 @@ class ScheduleCheck:
     def begin(self) -> None:
         """Record the rates at the start of a loop, and warn if a scheduler changes only some of them."""
         self._first.clear()
+        self._joint.rows.settings_check.begin(self._joint.rows)
         self.check()
 
     def check(self) -> None:

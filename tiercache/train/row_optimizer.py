@@ -19,6 +19,7 @@ from tiercache.train.anchors import Anchors
 from tiercache.train.arrivals import State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
+from tiercache.train.settings_check import SettingsCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -65,6 +66,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """The name of these rows if no store has them."""
         self._is_warned = False
         """True once a loop without zero_grad() was warned."""
+        self.settings_check = SettingsCheck()
         self.dense: list[torch.optim.Optimizer] = []
         """The cache's optimizers of dense parameters."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]

@@ -92,6 +92,8 @@ class TableModule(nn.Module):
         """By table, the number of rows of the module that it replaced; larger keys are refused, as in torch."""
         self.has_default_optimizer = False
         """True if the model was converted without a dataset and without an optimizer for its rows."""
+        self.stepped_as: dict[str, Any] | None = None
+        """The settings of torch's optimizer that became those of the rows; None: they have others."""
         buckets = [self.feature_specs[name].num_buckets for name in self.features]
         self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
         """The range of keys of the only feature: its hash buckets, or the rows of the module that this replaced."""

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 OptimizerOfRows = Optimizer | torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Optimizer]
 """The optimizer of rows, as `convert` takes it."""
 _KNOWN = "SGD, Adagrad, SparseAdam, Adam, AdamW"
+REFUSED = ("maximize", "amsgrad", "lr_decay", "dampening")
+"""Settings of torch's optimizers that rows do not have."""
+SETTINGS = (*REFUSED, "weight_decay", "momentum", "nesterov", "betas", "eps", "decoupled_weight_decay")
+"""Settings that a row optimizer follows or refuses, besides the learning rate."""
 
 
 def as_list(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -65,7 +69,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], na
     settings["lr"] = settings.get("initial_lr", settings["lr"])  # the base rate if a scheduler changed it
 
     adams = torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW
-    refused = [key for key in ("maximize", "amsgrad", "lr_decay", "dampening") if settings.get(key)]
+    refused = [key for key in REFUSED if settings.get(key)]
     if kind not in (torch.optim.SGD, torch.optim.Adagrad, *adams) or refused:
         what = f"{kind.__name__}({refused[0]}={settings[refused[0]]!r})" if refused else kind.__name__
         raise ValueError(
@@ -93,6 +97,21 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], na
         learning_rate=number("lr"), beta1=beta1, beta2=beta2, eps=number("eps"), decay=decay,
         decoupled=bool(settings.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
     )  # fmt: skip
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that decide how rows step; the rate is the base rate of a scheduler."""
+    found = {name: group[name] for name in SETTINGS if name in group}
+    return found | {"lr": float(group.get("initial_lr", group["lr"]))}
+
+
+def step_alike(
+    module: TableModule, weight: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer], *, is_default: bool
+) -> None:
+    """Record in a module the settings of the group that has the weight it replaces, as `row_optimizer` took them."""
+    found = [group for one in optimizers for group in one.param_groups if any(weight is p for p in group["params"])]
+    module.stepped_as = settings_of(found[0]) if found else None
+    module.has_default_optimizer = is_default or (bool(optimizers) and not found)  # frozen: it may be added later
 
 
 def replace_parameters(

@@ -1,0 +1,176 @@
+"""Settings of torch's optimizers that change after tc.convert reach the rows, or a warning or an error says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import tiered
+from tests.train.test_bad_input import one_sentence
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ROWS = 12
+KEYS = torch.arange(ROWS).view(4, 3)
+
+
+class Net(nn.Module):
+    """An embedding and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.top = nn.Embedding(ROWS, 4), nn.Linear(4, 1)
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return a number for each key."""
+        return self.top(self.emb(keys))  # type: ignore[no-any-return]
+
+
+def opened(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tc.TierCache:
+    """Return a cache of a converted model."""
+    schema = model.emb.schema  # type: ignore[union-attr]
+    if not (folder / "keys").exists():
+        tc.write_key_sets(folder / "keys", schema, [{"emb": np.arange(ROWS)}] * 2)  # type: ignore[arg-type]
+    data = tc.PassDataset.open(folder / "keys")
+    return tiered(folder / "m.tc", data, model=model, optimizer=optimizer)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train a batch."""
+    optimizer.zero_grad()
+    model(KEYS).square().mean().backward()
+    optimizer.step()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with momentum."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and the optimizer that it was converted with."""
+    model = Net()
+    optimizer = make(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tc.convert(model, optimizer=optimizer)
+    return model, optimizer
+
+
+def changed(optimizer: Any, name: str, value: Any) -> None:
+    """Change a setting of all groups, or load it in a state."""
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state | {"param_groups": [group | {name: value} for group in state["param_groups"]]})
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
+@pytest.mark.parametrize("when", ["before the cache", "before the loop", "in the loop"])
+def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
+    tmp_path: Path, name: str, value: float, when: str
+) -> None:
+    """Rows keep the value of tc.convert."""
+    model, optimizer = converted()
+    if when == "before the cache":
+        changed(optimizer, name, value)
+    words = rf"{name} of SGD was changed to {value} after tc.convert, but rows of 'emb' keep"
+    if name == "lr" and when == "in the loop":
+        words = "the learning rate of an optimizer of this cache follows a schedule, but rows keep theirs"
+    with opened(tmp_path, model, optimizer) as cache, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if when == "before the loop":
+            changed(optimizer, name, value)
+        for p in cache.passes(epochs=2):
+            if when == "in the loop" and p.index == 0:
+                optimizer.param_groups[0][name] = value
+            step(model, cache.optimizer)
+    found = [str(one.message) for one in caught]
+    assert len(found) == 1
+    with pytest.warns(UserWarning, match=words):
+        warnings.warn(found[0], stacklevel=1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
+def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, name: str, value: float) -> None:
+    """There is no warning, also after a restart with the state of the last commit."""
+    torch.manual_seed(0)
+    model, optimizer = converted()
+    theirs = Net()
+    theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})  # type: ignore[union-attr,index,call-overload,dict-item]
+    reference = momentum(theirs.parameters())
+    for epochs in (1, 2):
+        with opened(tmp_path, model, optimizer) as cache, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in cache.passes(epochs=epochs):
+                for one, its in ((model, cache.optimizer), (theirs, reference)):
+                    for group in its.param_groups:
+                        group[name] = value
+                    step(one, its)
+            with torch.no_grad():
+                torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS))  # type: ignore[operator]
+        model, optimizer = converted()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (momentum, "dampening", 0.5),
+        (momentum, "maximize", True),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), "lr_decay", 0.5),
+        (lambda p: torch.optim.Adam(p, lr=0.1), "amsgrad", True),
+    ],
+)
+@pytest.mark.parametrize("groups", ["all", "dense", "rows"])
+def test_a_setting_that_rows_do_not_have_is_refused(
+    tmp_path: Path, make: Any, name: str, value: Any, groups: str
+) -> None:
+    """No parameter and no row has moved."""
+    model, optimizer = converted(make)
+    with opened(tmp_path, model, optimizer) as cache:
+        for p in cache.passes(epochs=1):
+            with torch.no_grad():
+                before = [model.emb(KEYS), model.top.weight.clone()]  # type: ignore[operator,union-attr]
+            for group in cache.optimizer.param_groups:
+                if groups in ("all", "rows" if "table" in group else "dense"):
+                    group[name] = value
+            with one_sentence(StateError, name, "no such setting"):
+                step(model, cache.optimizer)
+            with torch.no_grad():
+                assert torch.equal(model.emb(KEYS), before[0])  # type: ignore[operator]
+            assert torch.equal(model.top.weight, before[1])  # type: ignore[union-attr,arg-type]
+            cache.optimizer.zero_grad()
+            p.stop()
+
+
+@pytest.mark.parametrize("how", ["frozen", "not in the mapping"])
+def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Path, how: str) -> None:
+    """A weight that was frozen in tc.convert, or that a mapping does not name, has the default."""
+    model, words = (
+        Net(),
+        ("the default of tc.convert, but their model with SGD(lr=0.5)", "choose the optimizer of rows"),
+    )
+    if how == "frozen":
+        model.emb.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.top.parameters(), lr=0.5)
+        tc.convert(model, optimizer=optimizer)
+        with opened(tmp_path, model, optimizer) as cache:
+            for p in cache.passes(epochs=1):
+                step(model, cache.optimizer)
+                model.emb.requires_grad_(True)
+                cache.optimizer.add_param_group({"params": [*model.emb.parameters()]})
+                with one_sentence(StateError, *words):
+                    step(model, cache.optimizer)
+                cache.optimizer.zero_grad()
+                p.stop()
+        return
+    tc.convert(model, optimizer={})
+    with one_sentence(StateError, *words):
+        opened(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5))

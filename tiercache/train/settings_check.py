@@ -1,0 +1,114 @@
+"""SettingsCheck: settings of torch's optimizers that were changed after tc.convert, and did not reach the rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import StateError
+from tiercache.train.torch_optimizers import REFUSED, SETTINGS, check_defaults, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from tiercache.train.row_optimizer import RowOptimizer
+
+
+class SettingsCheck:
+    """Compares the settings of dense optimizers with those of the rows that tc.convert made step alike.
+
+    Warns of a setting that was changed for a dense optimizer only, once for each setting. Raises StateError for a
+    setting that rows do not have.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[list[Any]] = []
+        """The settings of all groups at the previous step."""
+        self._dense: dict[int, dict[str, Any]] = {}
+        """The settings that modules step with, by the id of the module's anchor."""
+        self._rows: dict[str, dict[str, Any]] = {}
+        """The settings of tables."""
+        self._warned = set[str]()
+
+    def follow(self, rows: RowOptimizer) -> None:
+        """Check the modules that are newly in an optimizer. Raises StateError for rows that step by other defaults."""
+        owned = _owned(rows)
+        new = [one for one in rows.anchors.readers if id(one.anchor) in owned and id(one.anchor) not in self._dense]
+        check_defaults(new, rows.dense)
+        for one in new:
+            if one.has_default_optimizer or one.stepped_as is not None:
+                _, group = owned[id(one.anchor)]
+                self._dense[id(one.anchor)] = settings_of(group) if one.stepped_as is None else one.stepped_as
+
+    def begin(self, rows: RowOptimizer) -> None:
+        """Compare settings at the start of a loop, after a restore, with those that were compared last."""
+        self._compare(rows, with_rates=True)
+        self._seen = self._now(rows)
+
+    def step(self, rows: RowOptimizer) -> None:
+        """Compare settings before a step, except for learning rates."""
+        for group in rows.param_groups:
+            for name in REFUSED:
+                if group.get(name):
+                    raise StateError(
+                        f"{name} of table {group['table']!r} is {group[name]!r}, but rows have no such setting: leave "
+                        "it unset in cache.optimizer.param_groups, and choose an optimizer of rows that needs none"
+                    )
+        now = self._now(rows)
+        if now != self._seen:
+            self._compare(rows, with_rates=False)
+            self._seen = now
+
+    @staticmethod
+    def _now(rows: RowOptimizer) -> list[list[Any]]:
+        groups = [group for one in rows.dense for group in one.param_groups]
+        return [[len(group["params"]), *map(group.get, SETTINGS)] for group in groups]
+
+    def _compare(self, rows: RowOptimizer, *, with_rates: bool) -> None:
+        self.follow(rows)
+        tables, owned = {group["table"]: settings_of(group) for group in rows.param_groups}, _owned(rows)
+        for module in rows.anchors.readers:
+            number = id(module.anchor)
+            if number not in self._dense or number not in owned:
+                continue
+            optimizer, group = owned[number]
+            now, before = settings_of(group), self._dense[number]
+            for table in module.tables:
+                first = self._rows.get(table) or settings_of(module.table_specs[table].optimizer.settings())
+                for name in now:
+                    if now[name] != before.get(name) and (with_rates or name != "lr"):
+                        self._report(type(optimizer).__name__, name, table, now, first, tables[table])
+                self._rows[table] = tables[table] if with_rates else tables[table] | {"lr": first["lr"]}
+            self._dense[number] = now if with_rates else now | {"lr": before["lr"]}
+
+    def _report(
+        self,
+        kind: str,
+        name: str,
+        table: str,
+        now: Mapping[str, Any],
+        first: Mapping[str, Any],
+        rows: Mapping[str, Any],
+    ) -> None:
+        """Warn of a changed setting unless the table's was changed too. Raises StateError if it has none."""
+        if name in REFUSED and now[name]:
+            raise StateError(
+                f"{name} of {kind} was changed to {now[name]!r} after tc.convert, but rows of {table!r}, which step "
+                "with it, have no such setting: set it back, or choose the optimizer of rows in tc.convert"
+            )
+        is_same = name not in rows or rows[name] == now[name] or rows[name] != first.get(name)
+        if is_same or name in self._warned:
+            return
+        self._warned.add(name)
+        warnings.warn(
+            f"{name} of {kind} was changed to {now[name]!r} after tc.convert, but rows of {table!r} keep "
+            f"{rows[name]!r}: change it in all groups of cache.optimizer.param_groups, or before tc.convert",
+            stacklevel=5,
+        )
+
+
+def _owned(rows: RowOptimizer) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return the dense optimizer and its group of each parameter, by its id."""
+    return {id(p): (one, group) for one in rows.dense for group in one.param_groups for p in group["params"]}
