@@ -96,6 +96,61 @@ TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+def tied_modules(first: nn.Module, second: nn.Module) -> nn.Module:
+    """Return a model in which two modules share a weight."""
+    second.weight = first.weight  # type: ignore[assignment]
+    return nn.ModuleDict({"encoder": first, "decoder": second})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (nn.Embedding(9, 4, padding_idx=0), nn.Embedding(9, 4), "padding_idx=None and padding_idx=0"),
+        (nn.Embedding(9, 4, padding_idx=0), nn.Embedding(9, 4, padding_idx=1), "padding_idx=1 and padding_idx=0"),
+        (nn.EmbeddingBag(9, 4), nn.Embedding(9, 4, padding_idx=0), "padding_idx=0 and padding_idx=None"),
+        (nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4), "max_norm=None and max_norm=1.0"),
+        (nn.Embedding(9, 4, max_norm=1.0, norm_type=1.0), nn.Embedding(9, 4, max_norm=1.0), "norm_type=2.0 and norm_"),
+        (nn.Embedding(9, 4, padding_idx=0), nn.EmbeddingBag(9, 4, padding_idx=0), None),
+        (nn.Embedding(9, 4), nn.EmbeddingBag(9, 4, padding_idx=0), None),
+        (nn.Embedding(9, 4, norm_type=1.0), nn.Embedding(9, 4), None),
+    ],
+)
+def test_modules_of_one_weight_have_the_same_settings(first: nn.Module, second: nn.Module, words: str | None) -> None:
+    """One would return a row that the other trains or scales, or not. A bag only skips its padding."""
+    with torch.no_grad():
+        first.weight.zero_()  # type: ignore[union-attr,operator]
+    model = tied_modules(first, second)
+    if words is None:
+        assert isinstance(tc.convert(model), nn.ModuleDict)
+        return
+    with pytest.raises(ValueError, match=f"decoder and encoder share a weight, but have {words}"):
+        tc.convert(model)
+
+
+def test_a_weight_of_two_optimizers_is_refused(tmp_path: Path) -> None:
+    """Its rows would step with one of them: in tc.convert, in the cache, and if it is added later."""
+    model: Any = nn.ModuleDict({"user": nn.Embedding(20, 4)})
+    words = "SGD and Adagrad both have the parameter of user, but rows step with one optimizer: leave it out"
+    kinds = (torch.optim.SGD, torch.optim.Adagrad)
+    with pytest.raises(ValueError, match=words):
+        tc.convert(model, optimizer=[kind(model.parameters(), lr=0.1) for kind in kinds])
+    tc.convert(model, optimizer=tc.optim.SGD(learning_rate=0.1))
+    data = tc.write_key_sets(tmp_path / "keys", model["user"].schema, [{"user": np.arange(20)}])
+    both = [kind(model.parameters(), lr=0.1) for kind in kinds]
+    with pytest.raises(ValueError, match=words):
+        tiered(tmp_path / "m.tc", data, model=model, optimizer=both)
+    first, second = both[0], torch.optim.Adagrad([nn.Parameter(torch.zeros(1))], lr=0.1)
+    other = nn.ParameterList(second.param_groups[0]["params"])
+    with tiered(tmp_path / "n.tc", data, model=[model, other], optimizer=[first, second]) as cache:
+        for p in cache.passes(epochs=1):
+            second.add_param_group({"params": [*model.parameters()]})
+            model["user"](torch.arange(20)).sum().backward()
+            with pytest.raises(ValueError, match=words):
+                cache.optimizer.step()
+            cache.optimizer.zero_grad()
+            p.stop()
+
+
 @pytest.mark.parametrize("what", TRAPS)
 def test_a_module_that_does_more_than_look_up_is_not_replaced(what: str) -> None:
     """The error names the module and what to change, and the model is unchanged."""

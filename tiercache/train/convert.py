@@ -16,7 +16,7 @@ from tiercache.train.parameter_table import ParameterTable, check_parameters, ta
 from tiercache.train.plain_keys import table_weight
 from tiercache.train.replaceable import check_replaceable, warn_of_references
 from tiercache.train.table_module import TableModule, refuse_attribute, table_modules
-from tiercache.train.torch_optimizers import as_list, check_unused, replace_parameters, step_alike
+from tiercache.train.torch_optimizers import as_list, check_owned_once, check_unused, replace_parameters, step_alike
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
 from tiercache.values.batch import Batch, JaggedIds
 
@@ -78,10 +78,11 @@ def convert(
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
             another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has
             its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is used elsewhere
-            in the model, or by a module of another table; two modules of one table have different weights; a collection
-            has ``need_indices``, or weights of ids where the schema has none, or has none where the schema has some; no
-            row optimizer does the same as torch's, or torch's has already trained a weight. The model is unchanged
-            then. ``sparse`` is ignored: no gradient of a whole table exists.
+            in the model, by a module of another table, or by one with another ``padding_idx`` or ``max_norm``; two
+            modules of one table have different weights; a collection has ``need_indices``, or weights of ids where the
+            schema has none, or has none where the schema has some; no row optimizer does the same as torch's, torch's
+            has already trained a weight, or two of them have it. The model is unchanged then. ``sparse`` is ignored: no
+            gradient of a whole table exists.
     """
     listed = table_parameters(model, parameters)
     modules = _names_of(model, filter_fn, required=not listed)
@@ -99,6 +100,7 @@ def convert(
             raise ValueError("initializer= is given along with data, whose schema has the initializers: omit it")
     check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
     check_unused(as_list(optimizer), _weights(names))
+    check_owned_once(as_list(optimizer), _weights(names))
     replacer = _Replacer(schema)
     made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
     warn_of_references(model, _weights(names), as_list(optimizer))

@@ -30,7 +30,7 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
         model: the model that has the modules.
         modules: every `nn.Embedding`, `nn.EmbeddingBag` and `nn.Parameter` that is to be replaced, with its names.
     """
-    weights: dict[Any, list[tuple[torch.Tensor, str]]] = {}
+    weights: dict[Any, list[tuple[torch.Tensor, Any, str]]] = {}
     for old, names in modules.items():
         weight = weight_of(old)
         if isinstance(old, nn.Module):
@@ -40,13 +40,37 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
                 f"the weight of {names[0]} has hooks, which would never run because the new module has no gradient of "
                 "a whole table: remove them, or register hooks on the module's output"
             )
-        weights.setdefault(_place(weight), []).append((weight, names[0]))
+        shared = weights.setdefault(_place(weight), [])
+        for other_weight, other, its_name in shared:
+            if _overlap(weight, other_weight):
+                _check_alike((old, names[0]), (other, its_name))
+        shared.append((weight, old, names[0]))
     for name, found in _others(model, modules):
-        module = next((one for weight, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
+        module = next((one for weight, _, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
         if module is not None:
             raise ValueError(
                 f"the weight of {module} is also {name}, which would keep its old values while rows are trained: call "
                 f"the module there too, or exclude {module} with filter_fn"
+            )
+
+
+def _settings(old: Any) -> dict[str, Any]:
+    """Return the settings of a module by which its lookups change the rows, or leave them untrained."""
+    names = ("padding_idx", "max_norm", "norm_type")
+    found = {name: getattr(old, name, None) for name in names}
+    return found if found["max_norm"] is not None else found | {"norm_type": None}
+
+
+def _check_alike(one: tuple[Any, str], another: tuple[Any, str]) -> None:
+    """Raise ValueError for modules of one weight that differ in what they do to its rows."""
+    (old, name), (other, its_name) = one, another
+    settings, others = _settings(old), _settings(other)
+    for key, value in settings.items():
+        returns_padding = any(isinstance(each, nn.Embedding) and each.padding_idx is not None for each in (old, other))
+        if value != others[key] and (key != "padding_idx" or returns_padding):  # bags skip the row
+            raise ValueError(
+                f"{name} and {its_name} share a weight, but have {key}={value!r} and {key}={others[key]!r}: in torch "
+                "one changes rows that the other returns, so create both with the same, or exclude both with filter_fn"
             )
 
 

@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
-from tiercache.train.torch_optimizers import REFUSED, SETTINGS, check_defaults, settings_of
+from tiercache.train.torch_optimizers import REFUSED, SETTINGS, check_defaults, check_owned_once, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,10 +33,14 @@ class SettingsCheck:
         self._warned = set[str]()
 
     def follow(self, rows: RowOptimizer) -> None:
-        """Check the modules that are newly in an optimizer. Raises StateError for rows that step by other defaults."""
+        """Check the modules that are newly in an optimizer.
+
+        Raises StateError if their rows step by another default, ValueError if two optimizers have one.
+        """
         owned = _owned(rows)
         new = [one for one in rows.anchors.readers if id(one.anchor) in owned and id(one.anchor) not in self._dense]
         check_defaults(new, rows.dense)
+        check_owned_once(rows.dense, [(one.anchor, one.features[0]) for one in rows.anchors.readers if one.features])
         for one in new:
             if one.has_default_optimizer or one.stepped_as is not None:
                 _, group = owned[id(one.anchor)]

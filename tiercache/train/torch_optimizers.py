@@ -136,6 +136,20 @@ def replace_parameters(
             group["params"] = params
 
 
+def check_owned_once(optimizers: Sequence[torch.optim.Optimizer], tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
+    """Raise ValueError for a weight or an anchor that two optimizers have: its rows step with one."""
+    names = {id(one): name for one, name in tensors}
+    first: dict[int, torch.optim.Optimizer] = {}
+    for one in optimizers:
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names and first.setdefault(id(parameter), one) is not one:
+                    raise ValueError(
+                        f"{type(first[id(parameter)]).__name__} and {type(one).__name__} both have the parameter of "
+                        f"{names[id(parameter)]}, but rows step with one optimizer: leave it out of the other"
+                    )
+
+
 def check_unused(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Raise ValueError for an optimizer that has stepped a weight: its state would be lost."""
     for weight, name in weights:
