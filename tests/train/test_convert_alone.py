@@ -370,6 +370,14 @@ def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
             keys.numpy(),
             (keys, slice(1, 3)),
             (keys, 2),
+            (keys, None),
+            (keys, Ellipsis, 2),
+            (keys, None, torch.tensor(2)),
+            (keys, slice(1, 3), None),
+            (3, keys[0] % DIM),
+            (torch.tensor(3), [0, 2]),
+            (slice(2, 9, 3), np.array([0, 2])),
+            (slice(2, 9, 3), torch.tensor([True, False, True, False])),
         ):
             torch.testing.assert_close(table[index], weight[index], rtol=0, atol=0)
         torch.testing.assert_close(functional.embedding(keys, table), weight[keys], rtol=0, atol=0)
@@ -384,6 +392,11 @@ def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
             lambda: torch.index_select(table, 1, torch.tensor([0])),
             lambda: torch.norm(table),
             lambda: table[True],
+            lambda: table[keys[0], keys[0] % DIM],
+            lambda: table[keys[0], [0, 2]],
+            lambda: table[[1, 2], np.array([0, 2])],
+            lambda: table[mask, torch.tensor([True, False, True, False])],
+            lambda: table[keys, True],
         ):
             with pytest.raises(TypeError, match="is not defined for the table 'entity_embedding'"):
                 call()

@@ -64,8 +64,13 @@ class ParameterTable(Embedding):
             keys = torch.tensor(int(index), dtype=torch.int64, device="cpu")
         else:
             raise TypeError(self.refusal(f"indexing by a {type(index).__name__}"))
+        if keys.ndim and not isinstance(index, slice) and any(map(_is_array, others)):
+            raise TypeError(
+                self.refusal("indexing by arrays of rows and of columns, which torch pairs,")
+                + f"; index twice, as in {self.features[0]}[rows][..., columns]"
+            )
         found: torch.Tensor = self(torch.where(keys < 0, keys + self.num_embeddings, keys))
-        return found[(..., *others)] if others else found
+        return found[(slice(None),) * keys.ndim + tuple(others)] if others else found
 
     def __getattr__(self, name: str) -> Any:
         if name in _LIKE_WEIGHT:
@@ -88,6 +93,14 @@ class ParameterTable(Embedding):
             f"{what} is not defined for the table {name!r}, whose rows are in the store and on the device, not in a "
             f"tensor: look up keys ({_USES.format(name)}), and put a penalty on the outputs of lookups"
         )
+
+
+def _is_array(index: Any) -> bool:
+    """Return True for a part of an index that is neither a number, a slice, None nor an ellipsis."""
+    if isinstance(index, torch.Tensor | np.ndarray):
+        return index.ndim > 0 or str(index.dtype).endswith("bool")
+    is_number = hasattr(index, "__index__") and not isinstance(index, bool)
+    return not (index is None or index is Ellipsis or isinstance(index, slice) or is_number)
 
 
 def _embedding(
