@@ -30,6 +30,29 @@ class Named(nn.Embedding):
     """Looks up as its base does."""
 
 
+class Called(nn.Embedding):
+    """Scales what it looks up before hooks run."""
+
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """Scale what is looked up."""
+        return super().__call__(keys) * 3.0  # type: ignore[no-any-return]
+
+
+class Saved(nn.Embedding):
+    """Saves its weight in another form."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}half"] = self.weight.half()
+
+
+class Projected(nn.Embedding):
+    """Has a parameter that the model reads."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
 def tied(model: Any) -> None:
     """Use a weight in a linear layer, as language models do."""
     model.out = nn.Linear(4, 20, bias=False)
@@ -83,6 +106,42 @@ TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
     "hook on a weight": (
         lambda model: model.user_emb.weight.register_hook(lambda grad: grad),
         "the weight of user_emb has hooks",
+    ),
+    "hook on an accumulated gradient": (
+        lambda model: model.user_emb.weight.register_post_accumulate_grad_hook(lambda weight: None),
+        "the weight of user_emb has hooks",
+    ),
+    "state hook": (
+        lambda model: model.user_emb.register_state_dict_post_hook(lambda *_: None),
+        "user_emb has state dict hooks",
+    ),
+    "load hook": (
+        lambda model: model.user_emb.register_load_state_dict_post_hook(lambda *_: None),
+        "user_emb has load state dict post hooks",
+    ),
+    "own call": (
+        lambda model: setattr(model, "user_emb", Called(20, 4)),
+        r"user_emb \(Called\) has its own __call__, which the new module would not have",
+    ),
+    "own state": (
+        lambda model: setattr(model, "user_emb", Saved(20, 4)),
+        r"user_emb \(Saved\) has its own _save_to_state_dict",
+    ),
+    "own parameter": (
+        lambda model: setattr(model, "user_emb", Projected(20, 4)),
+        r"user_emb \(Projected\) has its own scale",
+    ),
+    "own buffer": (
+        lambda model: model.user_emb.register_buffer("mask", torch.ones(20)),
+        r"user_emb \(Embedding\) has its own mask",
+    ),
+    "own child": (
+        lambda model: model.items.add_module("norm", nn.LayerNorm(4)),
+        r"items \(EmbeddingBag\) has its own norm",
+    ),
+    "own attribute": (
+        lambda model: setattr(model.user_emb, "scale", 2.0),
+        r"user_emb \(Embedding\) has its own scale, .*: move it to the module that calls it, delete it, or exclude",
     ),
     "weight_norm": (
         lambda model: torch.nn.utils.parametrizations.weight_norm(model.user_emb),
@@ -161,6 +220,32 @@ def test_a_module_that_does_more_than_look_up_is_not_replaced(what: str) -> None
     with pytest.raises(ValueError, match=words):
         tc.convert(model, SCHEMA, {"items": "item"})
     assert [type(one) for one in model.modules()] == before
+
+
+def test_marks_of_libraries_on_a_module_are_no_attributes_of_the_model() -> None:
+    """For example that of transformers for initialized modules."""
+    model = nn.ModuleDict({"user": Named(20, 4)})
+    model["user"]._is_hf_initialized = True  # type: ignore[assignment]
+    assert isinstance(tc.convert(model)["user"], tc.Embedding)  # type: ignore[index]
+
+
+def test_a_state_of_the_original_model_is_refused_wherever_a_table_was() -> None:
+    """A parameter, and a module that looks up several features; strict or not."""
+
+    class Triples(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entity = nn.Parameter(torch.zeros(20, 4))
+            self.items = nn.EmbeddingBag(20, 4, mode="sum")
+
+    state = Triples().state_dict()
+    model = tc.convert(Triples(), parameters=["entity"])
+    with pytest.raises(RuntimeError, match=r"entity is a whole table(.|\n)*items.weight is a whole table"):
+        model.load_state_dict(state, strict=False)
+    small = tc.convert(Small(), SCHEMA, {"items": ["item", "seen"]})
+    with pytest.raises(RuntimeError, match=r"items.weight is a whole table, whose rows are in the store now: load it"):
+        small.load_state_dict(Small().state_dict(), strict=False)
+    small.load_state_dict(small.state_dict())
 
 
 def test_an_optimizer_that_was_made_before_is_named(tmp_path: Path) -> None:

@@ -12,10 +12,16 @@ from tiercache.data.dataset import PassDataset
 from tiercache.schema import Schema
 from tiercache.train.derived_schema import derive_schema, weight_of
 from tiercache.train.embedding import Embedding, EmbeddingBag
-from tiercache.train.parameter_table import ParameterTable, check_parameters, table_parameters, warn_of_tables
+from tiercache.train.parameter_table import (
+    ParameterTable,
+    check_parameters,
+    refuse_parameters,
+    table_parameters,
+    warn_of_tables,
+)
 from tiercache.train.plain_keys import table_weight
 from tiercache.train.replaceable import check_replaceable, warn_of_references
-from tiercache.train.table_module import TableModule, refuse_attribute, table_modules
+from tiercache.train.table_module import TableModule, refuse_attribute, refuse_tables, table_modules
 from tiercache.train.torch_optimizers import as_list, check_owned_once, check_unused, replace_parameters, step_alike
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
 from tiercache.values.batch import Batch, JaggedIds
@@ -77,8 +83,8 @@ def convert(
     Raises:
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
             another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has
-            its own forward, hooks, a parametrization, or a padding row that is not zeros; its weight is used elsewhere
-            in the model, by a module of another table, or by one with another ``padding_idx`` or ``max_norm``; two
+            its own forward, parameters, attributes, hooks, a parametrization, or a padding row that is not zeros; its
+            weight is used elsewhere in the model, by a module of another table, or by one with another ``padding_idx`` or ``max_norm``; two
             modules of one table have different weights; a collection has ``need_indices``, or weights of ids where the
             schema has none, or has none where the schema has some; no row optimizer does the same as torch's, torch's
             has already trained a weight, or two of them have it. The model is unchanged then. ``sparse`` is ignored: no
@@ -124,6 +130,7 @@ def convert(
             within = model.get_submodule(parent)
             if isinstance(old, nn.Parameter):
                 delattr(within, child)
+                within.register_load_state_dict_pre_hook(refuse_parameters)
             setattr(within, child, made[id(old)])
     warn_of_tables(model)
     return model
@@ -145,6 +152,10 @@ class SharedLookup(nn.Module):
             return getattr(next(iter(self.lookups.values())), name)
         refuse_attribute(self, name)
         return super().__getattr__(name)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        refuse_tables(state_dict, [f"{prefix}weight"], args[4])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name
         """Look up one feature of a batch. Raises TypeError and ValueError for anything else."""

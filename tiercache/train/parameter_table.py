@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tiercache.train.embedding import Embedding
 from tiercache.train.replaceable import is_of_torch
+from tiercache.train.table_module import refuse_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -93,6 +94,14 @@ class ParameterTable(Embedding):
             f"{what} is not defined for the table {name!r}, whose rows are in the store and on the device, not in a "
             f"tensor: look up keys ({_USES.format(name)}), and put a penalty on the outputs of lookups"
         )
+
+
+def refuse_parameters(
+    parent: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
+) -> None:
+    """Add an error for each table that a state has as a parameter of ``parent``: a hook of its ``load_state_dict``."""
+    tables = [f"{prefix}{name}" for name, one in parent._modules.items() if isinstance(one, ParameterTable)]
+    refuse_tables(state_dict, tables, lists[-1])
 
 
 def _is_array(index: Any) -> bool:

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_METHODS = (
+    "__call__", "_call_impl", "__getattr__", "__getattribute__", "weight", "state_dict", "load_state_dict",
+    "_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state", "_apply", "parameters",
+    "named_parameters", "_named_members",
+)  # fmt: skip
+"""Methods and properties by which a subclass changes what a module computes, saves or trains."""
 
 
 def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> None:
@@ -35,7 +44,7 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
         weight = weight_of(old)
         if isinstance(old, nn.Module):
             _check_lookup(old, names[0])
-        if weight._backward_hooks:
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"the weight of {names[0]} has hooks, which would never run because the new module has no gradient of "
                 "a whole table: remove them, or register hooks on the module's output"
@@ -89,6 +98,19 @@ def _check_lookup(old: Any, name: str) -> None:
     if hooks := [one for one in _HOOKS if getattr(old, one, None)]:
         what = hooks[0].strip("_").replace("_", " ")
         raise ValueError(f"{name} has {what}, which the new module would not call: register them after tc.convert")
+    of_torch = nn.Embedding if isinstance(old, nn.Embedding) else nn.EmbeddingBag
+    if own := [one for one in _METHODS if getattr(type(old), one, None) is not getattr(of_torch, one, None)]:
+        raise ValueError(
+            f"{name} ({kind}) has its own {own[0]}, which the new module would not have: move that code to the module "
+            "that calls it, or exclude this one with filter_fn"
+        )
+    plain = vars(of_torch(1, 1, device="meta"))
+    parts = [*old._parameters, *old._buffers, *old._modules, *(key for key in vars(old) if key[0] != "_")]
+    if own := [one for one in parts if one != "weight" and one not in plain]:
+        raise ValueError(
+            f"{name} ({kind}) has its own {own[0]}, which the new module would not have: move it to the module that "
+            "calls it, delete it, or exclude this module with filter_fn"
+        )
     is_padded = isinstance(old, nn.Embedding) and old.padding_idx is not None and not old.weight.is_meta
     if is_padded and bool(old.weight[old.padding_idx].detach().any()):
         raise ValueError(

@@ -289,6 +289,10 @@ class TableModule(nn.Module):
             found._metadata[prefix[:-1]]["rows"] = rows
         return found
 
+    def tables_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Return the names of the tables of the module that this replaced, in a state of the original model."""
+        return [f"{prefix}weight"]
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._loaded = None if TableModule.is_restoring else local_metadata.get("rows")
         self._check_rows()
@@ -301,14 +305,20 @@ class TableModule(nn.Module):
                 "copy a state with copy.deepcopy or torch.save, and roll the store back when you load it",
                 stacklevel=2,
             )
-        if state_dict.pop(f"{prefix}weight", None) is not None:
-            args[3].append(
-                f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
-                "before tc.convert, or import it into a new store with tc.import_store"
-            )
+        refuse_tables(state_dict, self.tables_in(state_dict, prefix), args[3])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if (anchor := f"{prefix}anchor") in args[1]:  # not missing: states never have it
             args[1].remove(anchor)
+
+
+def refuse_tables(state_dict: dict[str, Any], names: Iterable[str], errors: list[str]) -> None:
+    """Remove tables of the original model from a state, and add an error for each."""
+    errors += [
+        f"{name} is a whole table, whose rows are in the store now: load it into the plain model before tc.convert, or "
+        "import it into a new store with tc.import_store"
+        for name in names
+        if state_dict.pop(name, None) is not None
+    ]
 
 
 def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:

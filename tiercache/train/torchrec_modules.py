@@ -73,6 +73,10 @@ class ConvertedBags(EmbeddingBagCollection):
         self.inputs, self.outputs = [*inputs], [*outputs]
         """The names of each feature and its vectors in torchrec."""
 
+    def tables_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Return the names of the plain modules' weights in a state of torchrec's collection."""
+        return [name for name in state_dict if name.startswith(f"{prefix}embedding_bags.") and name.endswith(".weight")]
+
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Look up all features of ``batch``. Raises the errors of `EmbeddingBagCollection`."""
         return _keyed(self.outputs, self.dims, super().forward(batch, weights))
@@ -85,6 +89,10 @@ class ConvertedRows(EmbeddingCollection):
         super().__init__(schema, features)
         self.inputs, self.outputs = [*inputs], [*outputs]
         """The names of each feature and its vectors in torchrec."""
+
+    def tables_in(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Return the names of the plain modules' weights in a state of torchrec's collection."""
+        return [name for name in state_dict if name.startswith(f"{prefix}embeddings.") and name.endswith(".weight")]
 
     def forward(self, batch: Batch) -> dict[str, Any]:
         """Look up all features of ``batch``. Raises the errors of `EmbeddingCollection`."""
