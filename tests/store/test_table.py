@@ -68,7 +68,7 @@ def test_the_table_id_is_the_hash_of_the_name() -> None:
     "optimizer",
     [
         SGD(learning_rate=1), Adagrad(learning_rate=0.1), Adam(beta1=0.8), SGD(momentum=0.5, nesterov=True),
-        Adam(decoupled=True, decay=0.1), RowWiseAdam(),
+        Adam(decoupled=True, decay=0.1), RowWiseAdam(), Adam(corrected_eps=True),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -80,6 +80,12 @@ def test_a_record_gives_the_same_table_back(optimizer: Optimizer, initializer: A
     again = Table.from_record(json.loads(json.dumps(made.to_record())))
     assert again == made
     assert again.fields == made.fields
+
+
+def test_a_setting_that_is_new_is_in_no_record_without_it() -> None:
+    """Digests of schemas and manifests stay as they were."""
+    assert "corrected_eps" not in table(optimizer=Adam()).to_record()["optimizer"]
+    assert table(optimizer=Adam(corrected_eps=True)).to_record()["optimizer"]["corrected_eps"] is True
 
 
 def test_a_normal_that_fits_is_taken_and_a_table_that_is_there_is_read() -> None:

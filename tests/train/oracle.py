@@ -74,7 +74,7 @@ class Oracle:
                 return torch.optim.SGD([self.weights[name]], lr=rate)
             case tc.optim.Adagrad(learning_rate=rate, eps=eps, initial_accumulator=first, decay=0.0):
                 return torch.optim.Adagrad([self.weights[name]], lr=rate, eps=eps, initial_accumulator_value=first)
-            case tc.optim.Adam(learning_rate=rate, beta1=one, beta2=two, eps=eps, decay=0.0):
+            case tc.optim.Adam(learning_rate=rate, beta1=one, beta2=two, eps=eps, decay=0.0, corrected_eps=False):
                 return torch.optim.SparseAdam([self.weights[name]], lr=rate, betas=(one, two), eps=eps)
         return None
 
@@ -190,6 +190,7 @@ class Oracle:
                 states[0] += (gradient - states[0]) * (1 - one)
                 states[1] += (squares - states[1]) * (1 - two)
                 rate = rate * (1 - two**step) ** 0.5 / (1 - one**step)
+                eps = eps * (1 - two**step) ** 0.5 if getattr(spec, "corrected_eps", False) else eps
                 return rows - rate * states[0] / (states[1].sqrt() + eps)
             case tc.optim.RowWiseRMSprop(alpha=alpha, eps=eps):
                 states[0].mul_(alpha).add_(squares, alpha=1 - alpha)

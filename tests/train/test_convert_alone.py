@@ -163,11 +163,17 @@ def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path:
             lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.75, nesterov=True, weight_decay=0.1),
             tc.optim.SGD(learning_rate=0.5, momentum=0.75, nesterov=True, decay=0.1),
         ),
-        (lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1), tc.optim.Adam(learning_rate=0.5, decay=0.1)),
-        (lambda p: torch.optim.AdamW(p, lr=0.5), tc.optim.Adam(learning_rate=0.5, decay=0.01, decoupled=True)),
+        (
+            lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1),
+            tc.optim.Adam(learning_rate=0.5, decay=0.1, corrected_eps=True),
+        ),
+        (
+            lambda p: torch.optim.AdamW(p, lr=0.5),
+            tc.optim.Adam(learning_rate=0.5, decay=0.01, decoupled=True, corrected_eps=True),
+        ),
         (
             lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1, decoupled_weight_decay=True),
-            tc.optim.Adam(learning_rate=0.5, decay=0.1, decoupled=True),
+            tc.optim.Adam(learning_rate=0.5, decay=0.1, decoupled=True, corrected_eps=True),
         ),
     ],
 )

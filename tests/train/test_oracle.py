@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "rowwise decay": tc.optim.RowWiseAdagrad(learning_rate=0.1, decay=0.05),
     "adam": tc.optim.Adam(learning_rate=0.01),
     "adamw": tc.optim.Adam(learning_rate=0.01, decay=0.5, decoupled=True),
+    "adam of torch": tc.optim.Adam(learning_rate=0.01, eps=1e-2, corrected_eps=True),
     "momentum": tc.optim.SGD(learning_rate=0.05, momentum=0.9, decay=0.02),
     "nesterov": tc.optim.SGD(learning_rate=0.05, momentum=0.75, nesterov=True),
     "rowwise adam": tc.optim.RowWiseAdam(learning_rate=0.01, decay=0.05),

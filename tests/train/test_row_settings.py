@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def changes(name: str, *values: Any) -> Callable[[dict[str, Any], int], None]:
 
 SGD, ADAM = tc.optim.SGD(learning_rate=0.1, momentum=0.9), tc.optim.Adam(learning_rate=0.1, eps=1e-30)
 ADAMW = tc.optim.Adam(learning_rate=0.1, eps=1e-30, decay=0.5, decoupled=True)
+OF_TORCH = tc.optim.Adam(learning_rate=0.1, eps=0.5, corrected_eps=True)
 CASES = {
     "momentum": (SGD, changes("momentum", 0.5, 0.0, 0.0, 0.75)),
     "nesterov": (SGD, changes("nesterov", True, False)),
@@ -38,6 +40,9 @@ CASES = {
     "rate of AdamW": (ADAMW, changes("lr", 0.2, 0.05)),
     "decoupled decay": (ADAMW, changes("decoupled_weight_decay", False, True)),
     "alpha": (tc.optim.RowWiseRMSprop(learning_rate=0.1), changes("alpha", 0.5, 0.9)),
+    "eps of torch's Adam": (OF_TORCH, changes("eps", 0.1, 0.01)),
+    "eps of torch's AdamW": (dataclasses.replace(OF_TORCH, decoupled=True), changes("eps", 0.1, 0.01)),
+    "betas of torch's Adam": (OF_TORCH, changes("betas", (0.5, 0.9), (0.8, 0.99))),
     "betas": (ADAM, changes("betas", (0.5, 0.9), (0.8, 0.99))),
 }
 
@@ -49,7 +54,7 @@ def torchs(optimizer: Any, rows: torch.Tensor) -> torch.optim.Optimizer:
     if isinstance(optimizer, tc.optim.SGD):
         return torch.optim.SGD([rows], 0.1, momentum=optimizer.momentum)
     kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
-    return kind([rows], 0.1, eps=1e-30, weight_decay=optimizer.decay)
+    return kind([rows], 0.1, eps=optimizer.eps, weight_decay=optimizer.decay)
 
 
 def train(folder: Path, optimizer: Any, begin: Callable[[Any], Callable[[], None]]) -> list[torch.Tensor]:

@@ -74,7 +74,8 @@ class Optimizer:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that may change between two steps, by the names of ``param_groups``."""
-        fields = [one for one in dataclasses.fields(self) if not one.name.startswith("initial_")]  # type: ignore[arg-type]
+        every = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = [one for one in every if not one.name.startswith(("initial_", "corrected_"))]
         found = {_SETTINGS.get(one.name, one.name): getattr(self, one.name) for one in fields}
         return found | ({"betas": (self.beta1, self.beta2)} if hasattr(self, "beta2") else {})  # type: ignore[attr-defined]
 
@@ -166,7 +167,8 @@ class RowWiseAdagrad(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma, Ba, 2015); only rows in the batch change, as ``torch.optim.SparseAdam``.
 
-    With ``decoupled``, AdamW (Loshchilov, Hutter, 2019) of the rows in the batch.
+    With ``corrected_eps``, ``torch.optim.Adam`` of the rows in the batch; with ``decoupled`` too, AdamW (Loshchilov,
+    Hutter, 2019).
     """
 
     counts_steps: ClassVar[bool] = True
@@ -183,6 +185,8 @@ class Adam(Optimizer):
     ``1 - learning_rate * decay`` before the step."""
     decoupled: bool = dataclasses.field(default=False, metadata=_OMITTED)
     """Decays the rows and not the gradients, as AdamW."""
+    corrected_eps: bool = dataclasses.field(default=False, metadata=_OMITTED)
+    """Adds ``eps`` to the root after its correction for the first steps, as ``torch.optim.Adam``."""
 
     def state_fields(self, dim: int) -> tuple[Field, ...]:
         """Return the means of gradients and of their squares."""
@@ -190,7 +194,8 @@ class Adam(Optimizer):
 
     def rule(self, learning_rate: float, step: int) -> dict[str, Any]:
         """Return the numbers of a step. Raises ValueError for a step before the first."""
-        return _adam_rule(self, learning_rate, step)
+        numbers = _adam_rule(self, learning_rate, step)
+        return numbers | ({"eps": self.eps * math.sqrt(1.0 - self.beta2**step)} if self.corrected_eps else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,11 +84,11 @@ def convert(
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
             another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has
             its own forward, parameters, attributes, hooks, a parametrization, or a padding row that is not zeros; its
-            weight is used elsewhere in the model, by a module of another table, or by one with another ``padding_idx`` or ``max_norm``; two
-            modules of one table have different weights; a collection has ``need_indices``, or weights of ids where the
-            schema has none, or has none where the schema has some; no row optimizer does the same as torch's, torch's
-            has already trained a weight, or two of them have it. The model is unchanged then. ``sparse`` is ignored: no
-            gradient of a whole table exists.
+            weight is used elsewhere in the model, by a module of another table, or by one with another ``padding_idx``
+            or ``max_norm``; two modules of one table have different weights; a collection has ``need_indices``, or
+            weights of ids where the schema has none, or has none where the schema has some; no row optimizer does the
+            same as torch's, torch's has already trained a weight, or two of them have it. The model is unchanged then.
+            ``sparse`` is ignored: no gradient of a whole table exists.
     """
     listed = table_parameters(model, parameters)
     modules = _names_of(model, filter_fn, required=not listed)

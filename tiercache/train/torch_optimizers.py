@@ -96,6 +96,7 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], na
     return Adam(
         learning_rate=number("lr"), beta1=beta1, beta2=beta2, eps=number("eps"), decay=decay,
         decoupled=bool(settings.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
+        corrected_eps=kind is not torch.optim.SparseAdam,
     )  # fmt: skip
 
 
