@@ -119,6 +119,25 @@ def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, 
         model, optimizer = converted()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-6])
+def test_rows_of_adam_move_as_its_parameters_for_gradients_of_any_size(tmp_path: Path, kind: Any, scale: float) -> None:
+    """Small ones are compared with eps, which torch adds after the correction of the root."""
+    torch.manual_seed(0)
+    model, optimizer = converted(lambda p: kind(p, lr=0.1, weight_decay=0.0))
+    theirs = Net()
+    theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})  # type: ignore[union-attr,index,call-overload,dict-item]
+    reference = kind(theirs.parameters(), lr=0.1, weight_decay=0.0)
+    with opened(tmp_path, model, optimizer) as cache:
+        for _ in cache.passes(epochs=2):
+            for one, its in ((model, cache.optimizer), (theirs, reference)):
+                its.zero_grad()
+                (scale * one(KEYS).square().mean()).backward()
+                its.step()
+        with torch.no_grad():
+            torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS), rtol=1e-5, atol=1e-5)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [

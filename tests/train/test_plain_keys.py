@@ -23,6 +23,52 @@ ITEMS, USERS, DIM, LENGTH, BATCH = 120, 60, 8, 6, 16
 RATE, DENSE_RATE, PASSES, STEPS = 0.1, 0.05, 4, 50
 
 
+TRANSFORMS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], tuple[str, ...]]] = {
+    "grad": (
+        lambda model, keys: torch.func.grad(
+            lambda parameters: torch.func.functional_call(model, parameters, (keys,)).square().mean()
+        )({name: one.detach() for name, one in model.named_parameters()}),
+        ("keys of 'emb' were looked up inside a transform of torch.func", "outside of it"),
+    ),
+    "vmap": (
+        lambda model, keys: torch.vmap(model)(keys),
+        ("keys of 'emb' were looked up inside a transform of torch.func", "pass it the vectors"),
+    ),
+    "updated parameters": (
+        lambda model, keys: torch.func.functional_call(
+            model, {name: one - 0.5 for name, one in model.named_parameters()}, (keys,)
+        ),
+        ("that looks up 'emb' was replaced by a computed tensor", "dense modules only"),
+    ),
+    "batched gradients": (
+        lambda model, keys: torch.autograd.grad(
+            model(keys).flatten(), [*model.parameters()], torch.eye(keys.numel()), is_grads_batched=True
+        ),
+        ("gradients of the rows of 'emb' came in batches", "for each output"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_transforms_of_functions_are_refused(tmp_path: Path, what: str) -> None:
+    """Rows are not moved, and the loop goes on."""
+    model: Any = nn.Sequential()
+    model.add_module("emb", nn.Embedding(USERS, DIM))
+    model.add_module("top", nn.Linear(DIM, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    tc.convert(model, optimizer=optimizer)
+    data = tc.write_key_sets(tmp_path / "keys", model.emb.schema, [{"emb": np.arange(USERS)}])
+    call, words = TRANSFORMS[what]
+    keys = torch.tensor([[1, 2, 3], [3, 4, 5]])
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        for _ in cache.passes(epochs=1):
+            with one_sentence(StateError, *words):
+                call(model, keys)
+            cache.optimizer.zero_grad()
+            model(keys).square().mean().backward()
+            cache.optimizer.step()
+
+
 class Sequences(nn.Module):
     """A small SASRec: embeddings are scaled in place, masked and sliced; candidates are scored."""
 

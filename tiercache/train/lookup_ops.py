@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 import numpy as np
 import torch
 
+from tiercache.errors import StateError
+from tiercache.train.table_module import refuse_transform
 from tiercache.values.compiled import batch_of, module_of
+from tiercache.values.torch_internals import is_of_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -102,6 +105,13 @@ class Marker(NamedTuple):
     @classmethod
     def of(cls, module: TableModule, batch: Batch) -> Marker:
         """Begin a lookup: check that the rows of a batch can be looked up, and load them."""
+        refuse_transform(module.tables)
+        if not module.anchor.is_leaf and torch.is_grad_enabled():
+            raise StateError(
+                f"the parameter of the module that looks up {', '.join(map(repr, module.tables))} was replaced by a "
+                "computed tensor, as by torch.func.functional_call with updated parameters, but rows do not follow "
+                "it: replace the parameters of dense modules only"
+            )
         is_known = module.begin_lookup(batch)
         anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
         return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
@@ -112,6 +122,12 @@ class Marker(NamedTuple):
             return None
         if all(one is None for one in gradients):
             return None
+        if any(one is not None and is_of_transform(one) for one in gradients):
+            raise StateError(
+                f"gradients of the rows of {', '.join(map(repr, self.tables))} came in batches, as from "
+                "torch.autograd.grad(..., is_grads_batched=True), but lookups take one at a time: call "
+                "torch.autograd.grad for each output"
+            )
         if not self.is_known:
             self.anchors.refuse_reader(self.tables)
         if self.anchors.ledger is not None:

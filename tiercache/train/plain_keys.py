@@ -18,7 +18,7 @@ from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.train.raw_samples import RawSamples
-from tiercache.train.table_module import check_within
+from tiercache.train.table_module import check_within, refuse_transform
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, NoTensor
 
@@ -104,6 +104,7 @@ def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *,
 def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
     if keys.is_nested:
         return np.concatenate([np.empty(0, np.int64), *(_flat(feature, one) for one in keys.unbind())])
+    refuse_transform([feature])
     if keys.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: expected torch.int64 or torch.int32")
     found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))

@@ -16,6 +16,7 @@ from tiercache.schema import Schema
 from tiercache.schema_parts import difference
 from tiercache.values.compiled import number_module
 from tiercache.values.named_rows import both_named
+from tiercache.values.torch_internals import is_in_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -319,6 +320,16 @@ def refuse_tables(state_dict: dict[str, Any], names: Iterable[str], errors: list
         for name in names
         if state_dict.pop(name, None) is not None
     ]
+
+
+def refuse_transform(tables: Iterable[str]) -> None:
+    """Raise StateError inside a transform of torch.func."""
+    if is_in_transform() is not None:
+        raise StateError(
+            f"keys of {', '.join(map(repr, tables))} were looked up inside a transform of torch.func, such as vmap or "
+            "grad, but a lookup is no function of parameters: call the model outside of it, with backward(), or look "
+            "up keys before it and pass it the vectors"
+        )
 
 
 def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None:

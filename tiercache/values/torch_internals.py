@@ -17,8 +17,16 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the running backward pass, -1 if none runs."""
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Return True if a profiler is running."""
+is_in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""Return something else than None inside a transform of torch.func, such as vmap or grad."""
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
 """Return a context in which views are not noted by autograd: each may be changed in place."""
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that a transform has wrapped; ``is_grads_batched`` uses an older kind."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def current_stream(device: int) -> int:
