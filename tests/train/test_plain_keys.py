@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
 from tests.train.cases import tiered
@@ -67,6 +68,37 @@ def test_transforms_of_functions_are_refused(tmp_path: Path, what: str) -> None:
             cache.optimizer.zero_grad()
             model(keys).square().mean().backward()
             cache.optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["before the cache", "in the pass"])
+def test_copies_that_are_not_registered_look_up_the_current_rows(tmp_path: Path, when: str) -> None:
+    """An average, a frozen copy and a copy of one; another process's model, or a copy of a lost one, does not."""
+    model: Any = nn.ModuleDict({"emb": nn.Embedding(USERS, DIM)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    tc.convert(model, optimizer=optimizer)
+    data = tc.write_key_sets(tmp_path / "keys", model["emb"].schema, [{"emb": np.arange(USERS)}])
+    keys = torch.arange(USERS)
+
+    def copies() -> list[Any]:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        return [AveragedModel(model).module["emb"], frozen["emb"], copy.deepcopy(frozen)["emb"]]
+
+    made = copies() if when == "before the cache" else []
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        for _ in cache.passes(epochs=1):
+            made = made or copies()
+            for _ in range(2):
+                with torch.no_grad():
+                    rows = model["emb"](keys)
+                    assert all(torch.equal(one(keys), rows) for one in made)
+                assert not made[1](keys).requires_grad
+                model["emb"](keys).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+        state = made[1].__getstate__() | {"_process": "another"}
+        made[1].__setstate__(state)
+        with torch.no_grad(), one_sentence(StateError, "belongs to no cache", "pass its model to the cache"):
+            made[1](keys)
 
 
 class Sequences(nn.Module):

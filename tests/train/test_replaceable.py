@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -289,6 +290,57 @@ def test_weights_that_share_a_storage_and_no_memory_are_replaced() -> None:
         else:
             with pytest.raises(ValueError, match=r"the weight of user is also top\.weight"):
                 tc.convert(model, SCHEMA)
+
+
+def test_slices_of_one_tensor_that_do_not_overlap_are_two_tables() -> None:
+    """For example of one pretrained matrix; slices that overlap would diverge."""
+    whole = torch.randn(40, 4)
+    for first, fits in ((20, True), (19, False)):
+        slices = {"user": whole[:20], "item": whole[first : first + 20]}
+        model = nn.ModuleDict({name: nn.Embedding.from_pretrained(one) for name, one in slices.items()})
+        if fits:
+            made: Any = tc.convert(model)
+            assert torch.equal(made["item"].weights["item"], whole[20:])
+        else:
+            with pytest.raises(ValueError, match="item shares its weight with a module of table 'user'"):
+                tc.convert(model)
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(20, 4)), torch.zeros(20, 4)])
+def test_a_weight_cannot_be_assigned_after_the_conversion(value: torch.Tensor) -> None:
+    """The error says where rows are; other parameters are registered as in torch."""
+    model: Any = tc.convert(Small(), SCHEMA, {"items": ["item", "seen"]})
+    with pytest.raises(AttributeError, match="the weight of table 'user' was assigned, but its rows are in the store"):
+        model.user_emb.weight = value
+    if isinstance(value, nn.Parameter):
+        with pytest.raises(AttributeError, match="the weight of table 'item' was assigned"):
+            model.items.weight = value
+    model.user_emb.scale = nn.Parameter(torch.ones(1))
+    assert "user_emb.scale" in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_keys_have_the_dtype_of_the_module_or_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Torch requires the module's; gradients reach them."""
+    plain: Any = nn.ModuleDict({"user": nn.EmbeddingBag(20, 4, mode="sum")})
+    data = tc.write_key_sets(tmp_path / "keys", [tc.Table(name="user", dim=4)], [{"user": np.arange(20)}])
+    model: Any = tc.convert(copy.deepcopy(plain), data)
+    keys = torch.tensor([[1, 2], [3, 1]])
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        for module in (plain, model):
+            module.to(dtype)
+        for p in cache.passes(epochs=1):
+            weights = [torch.full((2, 2), 0.5, dtype=dtype, requires_grad=True) for _ in range(2)]
+            outs = [one["user"](keys, per_sample_weights=w) for one, w in zip((model, plain), weights, strict=True)]
+            for out in outs:
+                out.float().square().sum().backward()
+            torch.testing.assert_close(outs[0], outs[1], rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=3e-2, atol=3e-2)
+            cache.optimizer.zero_grad()
+            assert model["user"](keys, per_sample_weights=torch.ones(2, 2)).dtype == dtype
+            with pytest.raises(TypeError, match=r"per_sample_weights are a list: expected a tensor of torch\.float32"):
+                model["user"](keys, per_sample_weights=[[1.0, 1.0], [1.0, 1.0]])
+            p.stop()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

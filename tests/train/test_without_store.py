@@ -42,6 +42,17 @@ def made(passes: tc.PassDataset, **options: Any) -> tuple[tc.TierCache, Ours]:
     return tc.TierCache(None, passes, model=model, optimizer=optimizer, **options), model
 
 
+def test_the_weights_of_a_converted_model_need_a_store(tmp_path: Path) -> None:
+    """They would become no rows; registered later, they come too late for a store."""
+    model: Any = tc.convert(nn.ModuleDict({"user": nn.Embedding(9, 4)}))
+    data = tc.write_key_sets(tmp_path / "keys", model["user"].schema, [{"user": np.arange(9)}])
+    words = "table 'user' has a weight", "a cache without a store starts from initializers: use TierCache(path, ...)"
+    with one_sentence(StateError, *words):
+        tc.InMemoryCache(data, model=model)
+    with tc.InMemoryCache(data) as cache, one_sentence(StateError, *words):
+        cache.register(model=model)
+
+
 def test_it_trains_the_bits_of_the_named_class(passes: tc.PassDataset) -> None:
     """It is a TierCache."""
     cache, model = made(passes)

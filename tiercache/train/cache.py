@@ -188,7 +188,7 @@ class TierCache(CacheFacts):
         be stored, DatasetError for a module that was made with features or tables that the dataset does not have.
         """
         self._check_open()
-        refuse_weights(objects.values())
+        refuse_weights(objects.values(), has_store=self.store is not None)
         objects = unwrapped_objects(objects, self.optimizer)
         check_modules(objects, self.dataset)
         self.dense.register(objects)

@@ -115,7 +115,7 @@ class CacheParts:
                 }
                 budgets = None
                 if store is None:
-                    refuse_weights(self.objects.values())
+                    refuse_weights(self.objects.values(), has_store=False)
                     _refuse_unused({
                         **limits, "plan": plan, "shard_dirs": options.shard_dirs, "engine": options.engine,
                         "retention": retention, "at": at, "sharding": None if sharding == "auto" else sharding,

@@ -19,8 +19,8 @@ from tiercache.train.parameter_table import (
     table_parameters,
     warn_of_tables,
 )
-from tiercache.train.plain_keys import table_weight
-from tiercache.train.replaceable import check_replaceable, warn_of_references
+from tiercache.train.plain_keys import refuse_weight, table_weight
+from tiercache.train.replaceable import check_replaceable, overlap, place_of, warn_of_references
 from tiercache.train.table_module import TableModule, refuse_attribute, refuse_tables, table_modules
 from tiercache.train.torch_optimizers import as_list, check_owned_once, check_unused, replace_parameters, step_alike
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
@@ -157,6 +157,11 @@ class SharedLookup(nn.Module):
         refuse_tables(state_dict, [f"{prefix}weight"], args[4])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter as torch does. Raises AttributeError for a new weight."""
+        refuse_weight(name, next(iter(self.lookups.values())).tables[0])  # type: ignore[union-attr,index,arg-type]
+        super().register_parameter(name, param)
+
     def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name
         """Look up one feature of a batch. Raises TypeError and ValueError for anything else."""
         names, lookup = ", ".join(self.lookups), self.plain
@@ -257,8 +262,8 @@ class _Replacer:
         self._schema = schema
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weights: dict[str, torch.Tensor] = {}
-        self._tables_of: dict[int, str] = {}
-        """By the address of a weight."""
+        self._tables_of: dict[Any, list[tuple[torch.Tensor, str]]] = {}
+        """The weights and tables in a storage, by its address."""
 
     def of(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
         """Return the replacement of a module."""
@@ -329,8 +334,9 @@ class _Replacer:
             raise ValueError(f"{name} has {weight.shape[1]} columns, but table {table!r} has {dim}: make them the same")
         kept = None if weight.is_meta else weight.detach()
         if kept is not None:
-            place = kept.untyped_storage().data_ptr()
-            if (other := self._tables_of.setdefault(place, table)) != table:
+            same = self._tables_of.setdefault(place_of(kept), [])
+            same.append((kept, table))
+            if other := next((one for weight, one in same if one != table and overlap(weight, kept)), None):
                 raise ValueError(
                     f"{name} shares its weight with a module of table {other!r} but looks up table {table!r}: use "
                     "one table for their features, because their weights would diverge in training"

@@ -56,11 +56,15 @@ def drop_weights(objects: Iterable[object]) -> None:
         one.weights = {}
 
 
-def refuse_weights(objects: Iterable[object]) -> None:
+def refuse_weights(objects: Iterable[object], *, has_store: bool) -> None:
     """Raise StateError if a converted model still has its weights, because they would become no rows."""
-    if weights_of(objects):
+    if found := weights_of(objects):
         raise StateError(
             "a converted model has rows for the new store: pass it to TierCache(model=...), not to register()"
+            if has_store
+            else f"the converted module of table {next(iter(found))!r} has a weight, which becomes rows of a new "
+            "store, but a cache without a store starts from initializers: use TierCache(path, ...), or create the "
+            'module on "meta" before tc.convert'
         )
 
 

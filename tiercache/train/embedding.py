@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tiercache.train.lookup_ops import Marker, PooledFunction, RowFunction, look_up_bags, look_up_rows
-from tiercache.train.plain_keys import bag_input, row_input, shaped_as, table_weight
+from tiercache.train.plain_keys import bag_input, refuse_weight, row_input, shaped_as, table_weight
 from tiercache.train.row_writes import renormalize
 from tiercache.train.table_lookup import MODES, FeaturePart, RemoteLookup, TableLookup, check_ids_of
 from tiercache.train.table_module import TableModule
@@ -227,7 +227,11 @@ class EmbeddingCollection(TableModule):
         return {name: found[name] for name in self.features}
 
 
-_WEIGHT = property(table_weight, doc="Device, dtype and shape of the table; it has no values.")
+_WEIGHT = property(
+    table_weight,
+    lambda self, _: refuse_weight("weight", self.tables[0]),
+    doc="Device, dtype and shape of the table; it has no values.",
+)
 _EMBEDDING_DIM = property(lambda module: module.dims[0], doc="Numbers in a vector.")
 _PADDING_IDX = property(lambda module: module.padding, doc="The padding key.")
 
@@ -279,6 +283,8 @@ class EmbeddingBag(EmbeddingBagCollection):
         that replaces the weights in the data. A batch has its own offsets. Raises ValueError for another feature,
         TypeError for any other input, and the errors of `PlainKeys.batch`.
         """
+        if per_sample_weights is not None:
+            per_sample_weights = self._as_float32(per_sample_weights)
         if isinstance(input, torch.Tensor):
             found: torch.Tensor = self._of_keys(input, offsets, per_sample_weights)
             return found
@@ -287,6 +293,15 @@ class EmbeddingBag(EmbeddingBagCollection):
             per_sample_weights = self._padded_weights(batch, self.padding, per_sample_weights)
         weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
         return super().forward(batch, weights)
+
+    def _as_float32(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return weights of the module's dtype, as torch requires, as float32. Raises TypeError for another type."""
+        if not isinstance(weights, torch.Tensor):
+            raise TypeError(
+                f"per_sample_weights are a {type(weights).__name__}: expected a tensor of torch.float32, with a "
+                "number for each key"
+            )
+        return weights.float() if weights.dtype == self.anchor.dtype else weights
 
     def _padded_weights(self, batch: Batch, padding: int, weights: torch.Tensor | None) -> torch.Tensor:
         """Return a weight for each id: ``weights`` or the data's, 0 for padding; divided for a mean."""

@@ -227,6 +227,15 @@ def _batch_lacking(current: Pass) -> tuple[int, str, str]:
     )  # fmt: skip
 
 
+def refuse_weight(name: str, table: str) -> None:
+    """Raise AttributeError for a new parameter of a module if it is the weight."""
+    if name == "weight":
+        raise AttributeError(
+            f"the weight of table {table!r} was assigned, but its rows are in the store and on the device: assign it "
+            "before tc.convert, or import the rows into a new store with tc.import_store"
+        )
+
+
 def table_weight(*modules: TableModule) -> TableWeight:
     """Return the replacement of ``weight`` for modules that look up one table."""
     first = modules[0]

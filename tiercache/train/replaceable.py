@@ -49,13 +49,13 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
                 f"the weight of {names[0]} has hooks, which would never run because the new module has no gradient of "
                 "a whole table: remove them, or register hooks on the module's output"
             )
-        shared = weights.setdefault(_place(weight), [])
+        shared = weights.setdefault(place_of(weight), [])
         for other_weight, other, its_name in shared:
-            if _overlap(weight, other_weight):
+            if overlap(weight, other_weight):
                 _check_alike((old, names[0]), (other, its_name))
         shared.append((weight, old, names[0]))
     for name, found in _others(model, modules):
-        module = next((one for weight, _, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
+        module = next((one for weight, _, one in weights.get(place_of(found), ()) if overlap(weight, found)), None)
         if module is not None:
             raise ValueError(
                 f"the weight of {module} is also {name}, which would keep its old values while rows are trained: call "
@@ -120,12 +120,12 @@ def _check_lookup(old: Any, name: str) -> None:
         )
 
 
-def _place(weight: torch.Tensor) -> Any:
+def place_of(weight: torch.Tensor) -> Any:
     """Return a key for the storage of a tensor, which it shares with its views."""
     return id(weight) if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors in one storage share memory. On "meta" they are one tensor."""
     if one.is_meta:
         return True

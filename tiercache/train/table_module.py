@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema
 from tiercache.schema_parts import difference
-from tiercache.values.compiled import number_module
+from tiercache.values.compiled import known_module, number_module
 from tiercache.values.named_rows import both_named
 from tiercache.values.torch_internals import is_in_transform
 
@@ -106,6 +107,8 @@ class TableModule(nn.Module):
         """True once this module, or the one that this is a copy of, was in a cache."""
         self.copied_from = 0
         """The number of the module that this is a copy of; 0: not a copy."""
+        self._original = 0
+        """The same, if it was copied in this process."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "anchor" and (found := self._parameters.get(name)) is not None:  # at each lookup
@@ -205,12 +208,20 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         unbound = dict.fromkeys(("_rows", "_plain", "_optimizer"), _of_no_cache)
-        return self.__dict__ | unbound | {"_group_of": None, "_parts": {}}
+        return self.__dict__ | unbound | {"_group_of": None, "_parts": {}, "_process": _PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        is_copy = self.__dict__.pop("_process", None) == _PROCESS
         self.copied_from = self.number
+        self._original = self.number if is_copy else 0
         self.number = number_module(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter as torch does; a module that has the ``weight`` of a table refuses another one."""
+        if isinstance(own := getattr(type(self), name, None), property) and own.fset is not None:
+            own.fset(self, param)  # raises
+        super().register_parameter(name, param)
 
     def bind(
         self,
@@ -236,7 +247,7 @@ class TableModule(nn.Module):
 
         Raises StateError for an unregistered module, IndexError for keys that a converted module lacks.
         """
-        plain = self._plain()
+        plain = self._plain_or_original()
         if plain is None:
             raise StateError(
                 f"a module that looks up {', '.join(self.features)} got a tensor of keys but belongs to no "
@@ -255,6 +266,13 @@ class TableModule(nn.Module):
         if rows is None:
             return {"memory": optimizer.identity, "steps": steps or 0}
         return rows() if steps is None else rows() | {"steps": steps}
+
+    def _plain_or_original(self) -> Callable[..., Batch] | None:
+        """Return the cache's method that makes batches, or for a copy that is not registered, that of its original."""
+        if (found := self._plain()) is not None or not self._original:
+            return found
+        original = known_module(self._original)
+        return None if original is None else original._plain_or_original()  # type: ignore[no-any-return]
 
     def _check_rows(self) -> None:
         """Raise StateError if the loaded state belongs to other rows."""
@@ -347,6 +365,8 @@ def check_within(keys: NDArray[np.int64], bound: int | None, table: str) -> None
         )
 
 
+_PROCESS = secrets.token_hex(8)
+"""Differs between processes, except for forks: numbers of modules mean something in one process."""
 _ANCHOR = 2.0**-10
 """The value of anchors, exact in every dtype: a penalty on it has a gradient, see `anchors`."""
 UNBOUNDED = (1 << 63) - 1

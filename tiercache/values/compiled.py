@@ -62,5 +62,10 @@ def module_of(number: int) -> Any:
     return _modules[number]
 
 
+def known_module(number: int) -> Any:
+    """Return the module with a number; None if it is gone."""
+    return _modules.get(number)
+
+
 def _number_of(number: torch.Tensor) -> int:
     return int(number.as_strided((1,), (1,)))  # even without samples
