@@ -173,6 +173,8 @@ def test_two_calls_do_not_write_one_folder(tmp_path: Path) -> None:
         os.close(handle)
     made = tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
     assert tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4).digest == made.digest
+    again = tc.repartition(old, tmp_path / "numpy", rows=np.int64(80), batch_multiple=np.int32(4))  # type: ignore[arg-type]
+    assert again.digest == made.digest
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
@@ -193,6 +195,8 @@ def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
             tc.repartition(old, tmp_path / "new", **limits)
     with pytest.raises(ValueError, match="at least 1"):
         tc.repartition(old, tmp_path / "new", rows=5, batch_multiple=0)
+    with pytest.raises(ValueError, match=r"rows is 5\.5 of type float: expected an int"):
+        tc.repartition(old, tmp_path / "new", rows=5.5)  # type: ignore[arg-type]
     with pytest.raises(tc.TierCacheError, match="no dataset found"):
         tc.PassDataset.open(tmp_path / "new")
     with pytest.raises(tc.TierCacheError, match="already holds another dataset: choose another"):
