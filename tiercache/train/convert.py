@@ -130,7 +130,7 @@ def convert(
             within = model.get_submodule(parent)
             if isinstance(old, nn.Parameter):
                 delattr(within, child)
-                within.register_load_state_dict_pre_hook(refuse_parameters)
+                within.register_load_state_dict_pre_hook(refuse_parameters)  # type: ignore[no-untyped-call]
             setattr(within, child, made[id(old)])
     warn_of_tables(model)
     return model
@@ -159,7 +159,7 @@ class SharedLookup(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter as torch does. Raises AttributeError for a new weight."""
-        refuse_weight(name, next(iter(self.lookups.values())).tables[0])  # type: ignore[union-attr,index,arg-type]
+        refuse_weight(name, next(iter(self.lookups.values())).tables[0])  # type: ignore[index,arg-type]
         super().register_parameter(name, param)
 
     def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name

@@ -207,7 +207,7 @@ class TableModule(nn.Module):
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
-        unbound = dict.fromkeys(("_rows", "_plain", "_optimizer"), _of_no_cache)
+        unbound: dict[str, Any] = dict.fromkeys(("_rows", "_plain", "_optimizer"), _of_no_cache)
         return self.__dict__ | unbound | {"_group_of": None, "_parts": {}, "_process": _PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ class TableModule(nn.Module):
         if (found := self._plain()) is not None or not self._original:
             return found
         original = known_module(self._original)
-        return None if original is None else original._plain_or_original()  # type: ignore[no-any-return]
+        return None if original is None else original._plain_or_original()
 
     def _check_rows(self) -> None:
         """Raise StateError if the loaded state belongs to other rows."""
