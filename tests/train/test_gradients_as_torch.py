@@ -320,13 +320,13 @@ def test_a_reentrant_checkpoint_behind_a_lookup_trains_rows(world: World) -> Non
 
 
 def test_a_function_of_dense_parameters_may_be_transformed(world: World) -> None:
-    """21: over vectors that were looked up outside; inside, torch says what is missing."""
+    """21: over vectors that were looked up outside; inside, the error says so."""
     vectors = torch.cat([world.model.bag(world.batches[0]), world.model.rows(world.batches[0])], dim=1).detach()
     weights = dict(world.model.top.named_parameters())
     call: Any = torch.func.functional_call
     found = torch.func.grad(lambda w: call(world.model.top, w, (vectors,)).sum())(weights)
     assert found["weight"].shape == world.model.top.weight.shape
-    with pytest.raises(RuntimeError, match="functorch transforms"):
+    with one_sentence(StateError, "looked up inside a transform of torch.func", "look up keys before it"):
         torch.func.grad(lambda w: call(world.model, w, (world.batches[0],)).sum())(dict(world.model.named_parameters()))
 
 

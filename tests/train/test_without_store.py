@@ -49,6 +49,7 @@ def test_the_weights_of_a_converted_model_need_a_store(tmp_path: Path) -> None:
     words = "table 'user' has a weight", "a cache without a store starts from initializers: use TierCache(path, ...)"
     with one_sentence(StateError, *words):
         tc.InMemoryCache(data, model=model)
+    assert model["user"].weights, "the weights are still there"
     with tc.InMemoryCache(data) as cache, one_sentence(StateError, *words):
         cache.register(model=model)
 
@@ -87,17 +88,6 @@ def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:
     for call in (cache.plan, cache.store_plan):
         with one_sentence(StateError, f"{call.__name__}() needs a store"):
             call()
-
-
-def test_a_converted_model_with_weights_is_refused(tmp_path: Path) -> None:
-    """Its rows would begin as in the schema, and the weights would be lost."""
-    model: Any = nn.ModuleDict({"user": nn.Embedding(20, 4)})
-    tables = [tc.Table(name="user", dim=4)]
-    data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
-    tc.convert(model, data)
-    with one_sentence(StateError, "has rows for the new store"):
-        tc.TierCache(None, data, model=model)
-    assert model["user"].weights, "the weights are still there"
 
 
 def test_the_same_script_runs_with_its_commits_reports_and_checkpoints(tmp_path: Path, passes: tc.PassDataset) -> None:
