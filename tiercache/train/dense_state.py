@@ -147,7 +147,8 @@ class DenseState:
         """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks.
 
         They stay the same in a data-parallel training, except for buffers, which DistributedDataParallel takes from
-        rank 0. Each rank stores other objects, and its random generators. Collective.
+        rank 0. Those with sharded parameters may be the same only now: without state, or all zeros. Each rank stores
+        these and other objects, and its random generators. Collective.
         """
         if ranks.size == 1:
             return
@@ -156,7 +157,7 @@ class DenseState:
             digests = {
                 name: _digest(_state_of(value, anchors))
                 for name, value in self.objects.items()
-                if isinstance(value, _DATA_PARALLEL)
+                if isinstance(value, _DATA_PARALLEL) and not _is_sharded(value)
             }
         first, *others = ranks.all_gather_object(digests)
         same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
@@ -281,6 +282,14 @@ def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
     size = ranks.all_gather_object(len(data))[0]
     sent = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
     return ranks.all_gather(sent, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
+
+
+def _is_sharded(value: Any) -> bool:
+    """Return True for a module with sharded parameters or buffers, or an optimizer of such parameters."""
+    tensors = [one for group in getattr(value, "param_groups", ()) for one in group["params"]]
+    if isinstance(value, nn.Module):
+        tensors += [*value.parameters(), *value.buffers()]
+    return any(hasattr(one, "to_local") for one in tensors)
 
 
 def _digest(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
@@ -74,10 +75,13 @@ class Evaluation:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
         multiple: slices have a multiple of this number of samples, except at the end of a pass. Raises BudgetError if
-        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank.
+        the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, and RankError if ranks differ in the
+        dataset or in ``multiple``.
         """
         check_size(multiple)
         positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
+        if ranks.size > 1:  # rows are asked for by their positions in the key sets
+            check_same(ranks, {"the evaluated dataset": passes.digest, "batch_size": multiple})
         for source in passes.passes:
             with ranks.raise_on_all("beginning a pass of an evaluation"):
                 source.check_samples()

@@ -12,6 +12,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
@@ -93,6 +94,8 @@ class PassLoop:
             rows.check_parameters()
             rows.state.check_optimizers()
             check_clipping(rows.state.dense.objects.values())
+        if ranks.size > 1:
+            check_same(ranks, {"epochs": epochs})
         first, first_sample = self.restore()
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
