@@ -456,3 +456,34 @@ def test_ranks_that_differ_in_what_they_go_through_are_told(ranks_pool: RanksPoo
     for error in ranks_pool.run(2, f"{__name__}:differing", folder=str(tmp_path), what=what):
         assert what in error
         assert "rank 1" in error
+
+
+def commit_within(ranks: AnyCommunicator, folder: str, *, restarts: bool) -> dict[str, Any]:
+    """Look up a quarter of the keys on rank 0 and the rest on rank 1, and commit after the second of four steps."""
+    keys = torch.arange(32).view(4, 8)
+    with tc.TierCache(f"{folder}/uneven.tc", f"{folder}/keys", **OPTIONS) as cache:
+        module = tc.Embedding(cache.schema, "k")
+        cache.register(model=module)
+        for p in cache.passes(epochs=1):
+            begin = p.start_batch, p.start_sample
+            for step in range(p.start_batch, 4):
+                module(keys[step, slice(0, 2) if ranks.rank == 0 else slice(2, 8)]).sum().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+                if step == 1 and not restarts:
+                    cache.commit()
+                    p.stop()
+                    break
+        with torch.no_grad():
+            return {"begin": begin, "rows": module(keys.flatten()).sum(1).tolist()}
+
+
+def test_a_commit_within_a_pass_counts_the_plain_keys_of_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Ranks may have different numbers of samples; a restart begins after those of all."""
+    schema = tc.Schema(tables=(table("k", 4),), features=(tc.Feature(name="k", table="k"),))
+    tc.write_key_sets(tmp_path / "keys", schema, [{"k": np.arange(32)}])
+    for restarts in (False, True):
+        found = ranks_pool.run(2, f"{__name__}:commit_within", folder=str(tmp_path), restarts=restarts)
+        assert [one["begin"] for one in found] == [(2, 16) if restarts else (0, 0)] * 2
+    first, second = found
+    assert first["rows"] == second["rows"]

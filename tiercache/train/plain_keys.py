@@ -175,12 +175,12 @@ class PlainKeys:
             samples = RawSamples(num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
         except Exception as caught:  # raised on all ranks
             error = caught
-        self._check_same(feature, trains=True, error=error)
+        samples_of_all = self._check_same(feature, num_samples, trains=True, error=error)
         assert current is not None
         assert samples is not None
         name = f"a lookup of feature {feature.name!r} in pass {current.index}"
         made, _ = self._raw.exchange.raw(samples, current.rows, name, 1.0, modes={feature.name: None})
-        return replace(made, end=current.count_plain(num_samples))
+        return replace(made, end=current.count_plain(samples_of_all))
 
     def _read(self, feature: Feature, keys: FeatureKeys, num_samples: int, bound: int | None, budget: int) -> Batch:
         error, requested = None, dict[str, Any]()
@@ -193,7 +193,7 @@ class PlainKeys:
             error = caught
         reader = self.committed
         if reader is None:
-            self._check_same(feature, trains=False, error=error)
+            self._check_same(feature, num_samples, trains=False, error=error)
             reader = self._raw.exchange.load(lambda: requested, budget, "initial")
         elif error is not None:
             raise error
@@ -203,16 +203,20 @@ class PlainKeys:
         made = Batch(_NONE, _NONE, ids, rows, num_samples)
         return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
 
-    def _check_same(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
-        """Send this lookup to the other ranks. Raises RankError if theirs differs, and any rank's ``error``."""
+    def _check_same(self, feature: Feature, num_samples: int, *, trains: bool, error: Exception | None) -> int:
+        """Send this lookup to the other ranks, and return the samples of all.
+
+        Raises RankError if theirs differs in more than samples, and any rank's ``error``.
+        """
         own = [crc32(feature.name.encode()), int(trains)]
-        calls = self._raw.exchange.tell(own, "looking up keys", error)
-        if others := [rank for rank, one in enumerate(calls) if one != own]:
+        calls = self._raw.exchange.tell([*own, num_samples], "looking up keys", error)
+        if others := [rank for rank, one in enumerate(calls) if one[:2] != own]:
             how = "with" if trains else "without"
             raise RankError(
                 f"rank {others[0]} made a different lookup while this one looked up feature {feature.name!r} {how} "
                 "gradients: all ranks must make the same lookups in the same order"
             )
+        return sum(one[2] for one in calls)
 
 
 def _batch_lacking(current: Pass) -> tuple[int, str, str]:
