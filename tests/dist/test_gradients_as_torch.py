@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import tiercache as tc
 from tests.dist.trainings import OPTIONS, stored
 from tests.train.cases import SPECS, Case, table
 from tests.train.test_plain_keys import MODELS, PASSES, STEPS, World
-from tiercache.errors import RankError, StateError
+from tiercache.errors import StateError
 
 if TYPE_CHECKING:
     from tests.dist.pool import RanksPool
@@ -402,88 +401,3 @@ def test_rank_0_validates_alone_on_the_rows_of_the_last_commit(ranks_pool: Ranks
     tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}] * 3)
     found = ranks_pool.run(2, f"{__name__}:validate_alone", folder=str(tmp_path))
     assert found == [{"in the pass": True, "after it": True}, {}]
-
-
-def resume_sharded(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Train an epoch with a sharded layer and Adam, and restore it; return the local numbers of both moments."""
-    found = []
-    for restores in (False, True):
-        with opened(folder, "resumed.tc") as cache:
-            torch.manual_seed(1)
-            model = Net(cache.schema)
-            fully_shard(model.top, mesh=init_device_mesh("cpu", (ranks.size,)))
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            cache.register(model=model, optimizer=optimizer)
-            if restores:
-                cache.restore()
-            for p in () if restores else cache.passes(epochs=1):
-                for batch in p.batches(16):
-                    (model(batch).square().mean() * batch.weight).backward()
-                    cache.optimizer.step()
-                    cache.optimizer.zero_grad()
-            weight: Any = model.top.weight
-            states = [weight, *(optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))]
-            found.append([one.detach().to_local().flatten().tolist() for one in states])
-    return {"trained": found[0], "restored": found[1]}
-
-
-def test_each_rank_restores_its_own_shards_of_an_optimizer(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Before the first step an optimizer has no state, and so the same on all ranks."""
-    CASE.cut(tmp_path / "passes")
-    first, second = ranks_pool.run(2, f"{__name__}:resume_sharded", folder=str(tmp_path))
-    assert first["restored"] == first["trained"] != second["trained"] == second["restored"]
-
-
-def differing(ranks: AnyCommunicator, folder: str, what: str) -> str:
-    """Pass another number of epochs, or another dataset to evaluate; return the error."""
-    with opened(folder, f"{what}.tc") as cache:
-        try:
-            if what == "epochs":
-                next(cache.passes(epochs=1 + ranks.rank))
-            else:
-                next(cache.evaluate(tc.PassDataset.open(f"{folder}/passes{ranks.rank}")))
-        except RankError as caught:
-            return str(caught)
-    return "no error"
-
-
-@pytest.mark.parametrize("what", ["epochs", "the evaluated dataset"])
-def test_ranks_that_differ_in_what_they_go_through_are_told(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
-    """They would wait for each other for ever, or read each other's rows."""
-    CASE.cut(tmp_path / "passes")
-    for rank in range(2):
-        replace(CASE, data_seed=10 + rank).cut(tmp_path / f"passes{rank}")
-    for error in ranks_pool.run(2, f"{__name__}:differing", folder=str(tmp_path), what=what):
-        assert what in error
-        assert "rank 1" in error
-
-
-def commit_within(ranks: AnyCommunicator, folder: str, *, restarts: bool) -> dict[str, Any]:
-    """Look up a quarter of the keys on rank 0 and the rest on rank 1, and commit after the second of four steps."""
-    keys = torch.arange(32).view(4, 8)
-    with tc.TierCache(f"{folder}/uneven.tc", f"{folder}/keys", **OPTIONS) as cache:
-        module = tc.Embedding(cache.schema, "k")
-        cache.register(model=module)
-        for p in cache.passes(epochs=1):
-            begin = p.start_batch, p.start_sample
-            for step in range(p.start_batch, 4):
-                module(keys[step, slice(0, 2) if ranks.rank == 0 else slice(2, 8)]).sum().backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
-                if step == 1 and not restarts:
-                    cache.commit()
-                    p.stop()
-                    break
-        with torch.no_grad():
-            return {"begin": begin, "rows": module(keys.flatten()).sum(1).tolist()}
-
-
-def test_a_commit_within_a_pass_counts_the_plain_keys_of_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """Ranks may have different numbers of samples; a restart begins after those of all."""
-    schema = tc.Schema(tables=(table("k", 4),), features=(tc.Feature(name="k", table="k"),))
-    tc.write_key_sets(tmp_path / "keys", schema, [{"k": np.arange(32)}])
-    for restarts in (False, True):
-        found = ranks_pool.run(2, f"{__name__}:commit_within", folder=str(tmp_path), restarts=restarts)
-        assert [one["begin"] for one in found] == [(2, 16) if restarts else (0, 0)] * 2
-    first, second = found
-    assert first["rows"] == second["rows"]

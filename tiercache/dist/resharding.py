@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tiercache.data.repartition import split_cursor, split_source
 from tiercache.dist.reorganize import first_uses, make_first_rows
 from tiercache.dist.shard_writer import ShardWriter
-from tiercache.errors import BudgetError, DatasetError
+from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.reporting.progress import prepare_kernels
@@ -67,7 +67,8 @@ def reshard(
     ``store_budget``, before any row is written.
 
     Raises BudgetError; DatasetError for passes other than those trained, or for a position that split passes do not
-    have; ValueError; and the errors of ``ShardWriter.divide`` and ``Store.open``: on all ranks.
+    have; StateError for another number of ranks if the dense state is sharded; ValueError; and the errors of
+    ``ShardWriter.divide`` and ``Store.open``: on all ranks.
     """
     opened = ShardWriter.divide(path, view.whole.tables, view.sharding, ranks, **options)
     try:
@@ -202,6 +203,7 @@ class _Copy:
 
     def __init__(self, old: Store, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._view = old, store, view
+        _check_sharded(old, view.sharding.num_ranks)
         self.start = _start(old, view, order, reorganized=reorganized)
         schedule = Schedule.of(view, order)
         self._digest = schedule.digest
@@ -216,6 +218,18 @@ class _Copy:
             self._old, self._store, self._view.sharding, self._view.rank,
             uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip
+
+
+def _check_sharded(old: Store, num_ranks: int) -> None:
+    """Raise StateError if each old rank has a part of the dense state, and there are other ranks now."""
+    commit, before = old.commit, len(old.parts)
+    assert commit is not None, "the store has a commit"
+    if num_ranks != before and (names := commit.settings.get("sharded")):
+        raise StateError(
+            f"the state of {', '.join(names)} in {old.label} is sharded over {before} ranks, each of which stored its "
+            f"part, but there are {num_ranks} now: start {before} ranks. To change their number, save the full state "
+            "there (with torch.distributed.checkpoint), and begin with it and an export of the rows"
+        )
 
 
 def place_of(commit: Commit, view: ShardView, order: OrderRule) -> Cursor | None:
@@ -262,7 +276,7 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
     """Run ``work``, and append its error to ``refused``."""
     try:
         work()
-    except (BudgetError, DatasetError) as error:
+    except (BudgetError, DatasetError, StateError) as error:
         refused.append(error)
 
 

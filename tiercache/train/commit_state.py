@@ -155,7 +155,8 @@ class CommitState:
 
     def capture(self, random: RandomStates | None = None) -> StateBytes:
         """Clone the current state, with ``random`` instead of the current random states."""
-        return self.dense.capture(random), self.optimizer.settings()
+        names = self.dense.sharded
+        return self.dense.capture(random), self.optimizer.settings() | ({"sharded": names} if names else {})
 
     def warn_of_schedulers(self) -> None:
         """Warn of optimizers whose schedulers were not registered: a resumed run would restart their rates."""

@@ -163,6 +163,11 @@ class DenseState:
         same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
         self._shared = frozenset(same if ranks.rank else ())
 
+    @property
+    def sharded(self) -> list[str]:
+        """The names of objects of which each rank has a part."""
+        return [name for name, value in self.objects.items() if _is_sharded(value)]
+
     def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
         """Restore all objects and generators from ``data``: this rank's stored bytes, or b"" if no rank stored any.
 
