@@ -37,6 +37,8 @@ CPU_ALONE = {
     "misuse": "the same",
     "gradients_as_torch": "torch's autograd and optimizers, with models on the CPU",
     "torch_idioms": "the same",
+    "parameters_as_torch": "the same",
+    "changed_settings": "settings of torch's optimizers, with models on the CPU",
     "replaceable": "which modules of torch are refused, with models on the CPU",
     "without_store": "loops and messages, with models on the CPU; test_parity trains such a cache on a GPU",
     "plain_keys": "forms of keys of the host, with models on the CPU",

@@ -404,17 +404,19 @@ class Anchors:
         return found
 
     def check_reader(self, module: TableModule) -> bool:
-        """Return True if a module may train rows. Raises StateError if it is neither registered nor a copy of one, or
-        if its parameters were written since a backward.
+        """Return True if a module may train rows. Raises StateError if it is neither registered nor a copy of one.
 
         A copy, such as an average of a model, may look up rows, and is refused when gradients arrive.
         """
-        if (found := self._anchors.get(id(module))) is not None:
-            found.check_parameter()
         is_known = not self.is_closed_to_others or module in self.readers
         if not is_known and all(module.copied_from != one.number for one in self.readers):
             self.refuse_reader(module.tables)
         return is_known
+
+    def check_written(self, module: TableModule) -> None:
+        """Raise StateError if the parameters of a module were written since a backward, or since the last step."""
+        if (found := self._anchors.get(id(module))) is not None:
+            found.check_parameter()
 
     @staticmethod
     def refuse_reader(tables: Sequence[str]) -> NoReturn:

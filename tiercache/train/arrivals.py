@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -88,11 +89,14 @@ class Arrival:
     def is_untouched(self) -> bool:
         """True if one of them is the gradient that arrived, unchanged; on a GPU, by writes that torch counts.
 
-        Zeros that the loop may have written are not: scaling leaves no trace.
+        Zeros and infinities that the loop may have written are not: scaling leaves no trace in them.
         """
         arrived = zip(self.gradients, self._gradients, self._versions, self._sums, strict=True)
         return any(
-            now is not None and now is one and now._version == version and (total is None or _sum_of(now) == total != 0)
+            now is not None
+            and now is one
+            and now._version == version
+            and (total is None or (_sum_of(now) == total != 0 and math.isfinite(total)))
             for now, one, version, total in arrived
         )
 

@@ -132,7 +132,8 @@ class ParameterWrites:
         raise StateError(
             f"parameters were changed between a backward and its optimizer.step(), as in sharpness-aware "
             f"minimization, but the rows of {self._tables} cannot be: leave out the parameters of the modules that "
-            "look up rows, or change parameters in the optimizer"
+            "look up rows, or change parameters in the optimizer; if an optimizer of your own stepped them, "
+            "cache.optimizer was never stepped: pass that optimizer to the cache (optimizer=...)"
         )
 
 

@@ -204,6 +204,8 @@ class TableModule(nn.Module):
         trains = rows.gradients is not None and torch.is_grad_enabled() and self.anchor.requires_grad
         is_known = not trains or rows.gradients.anchors.check_reader(self)
         rows.look_up(batch.end, trains=trains)
+        if trains:
+            rows.gradients.anchors.check_written(self)
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
