@@ -31,6 +31,8 @@ class SettingsCheck:
         self._rows: dict[str, dict[str, Any]] = {}
         """The settings of tables."""
         self._warned = set[str]()
+        self._num_known = -1
+        """The number of settings of all tables if none of them has any that rows lack."""
 
     def follow(self, rows: RowOptimizer) -> None:
         """Check the modules that are newly in an optimizer.
@@ -53,6 +55,15 @@ class SettingsCheck:
 
     def step(self, rows: RowOptimizer) -> None:
         """Compare settings before a step, except for learning rates."""
+        if sum(map(len, rows.param_groups)) != self._num_known:
+            self._check_refused(rows)
+        now = self._now(rows)
+        if now != self._seen:
+            self._compare(rows, with_rates=False)
+            self._seen = now
+
+    def _check_refused(self, rows: RowOptimizer) -> None:
+        """Raise StateError if a table has a setting that rows lack, which the loop must have added."""
         for group in rows.param_groups:
             for name in REFUSED:
                 if group.get(name):
@@ -60,10 +71,8 @@ class SettingsCheck:
                         f"{name} of table {group['table']!r} is {group[name]!r}, but rows have no such setting: leave "
                         "it unset in cache.optimizer.param_groups, and choose an optimizer of rows that needs none"
                     )
-        now = self._now(rows)
-        if now != self._seen:
-            self._compare(rows, with_rates=False)
-            self._seen = now
+        is_without = all(name not in group for group in rows.param_groups for name in REFUSED)
+        self._num_known = sum(map(len, rows.param_groups)) if is_without else -1
 
     @staticmethod
     def _now(rows: RowOptimizer) -> list[list[Any]]:
