@@ -94,6 +94,8 @@ class Trainings:
         """before: the number of ranks of the first training."""
         self._engine = engine
         self._folder, self.kills_left, self._random, self._before = folder, kills, random.Random(seed), before
+        self._more = kills if before is None else 0
+        """More kills if no survivor of all said why it ended: torch's errors may come first, by chance."""
         self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.crash.warm", "tests.dist.warm"])
@@ -156,6 +158,9 @@ class Trainings:
         # an exit code of 0 is not a kill: they were done before
         signals = [0 if process.exitcode == 0 else signal.SIGKILL for process in processes]
         self.kills_left -= any(signals)
+        self._more *= not any(kind == "told why" for kind, _ in said)
+        if not self.kills_left:
+            self.kills_left, self._more = self._more, 0
         return Ended(signals=signals, said=said)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
