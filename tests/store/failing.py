@@ -89,10 +89,10 @@ class FailingEngine(PassingEngine):
             raise KilledError("the process died in the middle of a put")
         self.engine.put(blobs, parts, stable=stable)
 
-    def read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         if self._due("read"):
             raise self.error()
-        self.engine.read(request)
+        self.engine.read(*requests)
 
     def publish(self, head: Head, before: Head | None) -> None:
         if self._due("publish"):
@@ -135,9 +135,9 @@ class HitchingEngine(PassingEngine):
         time.sleep(self.seconds.pop("put", 0.0))
         self.engine.put(blobs, parts, stable=stable)
 
-    def read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         time.sleep(self.seconds.pop("read", 0.0))
-        self.engine.read(request)
+        self.engine.read(*requests)
 
     def publish(self, head: Head, before: Head | None) -> None:
         time.sleep(self.seconds.pop("publish", 0.0))
@@ -168,7 +168,7 @@ class Between(PassingEngine):
         """True once the selected read has happened."""
         return self._before_read is None
 
-    def read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         """Call ``before_read`` if it is due, then read."""
         with self._lock:
             self.reading += 1
@@ -178,7 +178,7 @@ class Between(PassingEngine):
             if call is not None:
                 self._before_read = None
                 call()
-            self.engine.read(request)
+            self.engine.read(*requests)
         finally:
             with self._lock:
                 self.reading -= 1

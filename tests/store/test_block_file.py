@@ -3,7 +3,7 @@
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.store import blobs
 from tests.store.blobs import head_of, plain, publish, some_bytes
 from tiercache.store import LmdbEngine, StoreFullError
+from tiercache.store.engines import read_queue
 from tiercache.store.engines.block_file import BlockFile, ExtentAllocator, Extents, Run
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
@@ -127,7 +128,7 @@ def put(file: BlockFile, data: Sequence[NDArray[np.uint8]], *, stable: bool = Fa
 
 def bytes_of(file: BlockFile, room: Extents) -> bytes:
     out = np.empty(room.size, np.uint8)
-    file.read(room, 0, out)
+    file.read([(room, 0, out)])
     return out.tobytes()
 
 
@@ -160,18 +161,123 @@ def test_blobs_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct
     file.flush()
     file.sync()
     assert split == any(len(room.runs) > 1 for room, _ in blobs)
-    for room, data in blobs:
+    for room, written in blobs:
         assert all(number % PAGE_BYTES == 0 for run in room.runs for number in run)
         low = int(rng.integers(0, room.size + 1))
         for first, last in ((0, room.size), (low, room.size), (0, low)):
             for shift in (0, first % PAGE_BYTES, 4):
                 out = aligned(last - first, shift)
-                file.read(room, first, out)
-                assert out.tobytes() == data[first:last]
+                file.read([(room, first, out)])
+                assert out.tobytes() == written[first:last]
     file.close()
     with closing(BlockFile(tmp_path / "blocks", readonly=True, store_budget=None)) as again:
-        for room, data in blobs:
-            assert bytes_of(again, room) == data
+        for room, written in blobs:
+            assert bytes_of(again, room) == written
+
+
+RANGES = [(first * 50_021 % 3_000_000, 60_000 + first * 997) for first in range(200)]
+
+
+def read_ranges(file: BlockFile, room: Extents) -> list[bytes]:
+    """Read RANGES together, each into memory at the same offset in its page."""
+    outs = [aligned(size, low % PAGE_BYTES) for low, size in RANGES]
+    file.read([(room, low, out) for (low, _), out in zip(RANGES, outs, strict=True)])
+    return [out.tobytes() for out in outs]
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[tuple[BlockFile, Extents, list[bytes]]]:
+    """Return a file with a blob, and the bytes of RANGES of it."""
+    data = aligned(3_300_000)
+    data[:] = np.random.default_rng(3).integers(0, 256, data.size, dtype=np.uint8)
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
+        (room,) = put(file, [data])
+        file.flush()
+        yield file, room, [data[low : low + size].tobytes() for low, size in RANGES]
+
+
+Large = tuple[BlockFile, Extents, list[bytes]]
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_many_ranges_are_read_together(large: Large, monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool) -> None:
+    """By one call for 64 of them; one by one on a system without asynchronous I/O."""
+    file, room, expected = large
+    calls, read = list[int](), read_queue._Kernel.read
+
+    def counted(self: read_queue._Kernel, handle: int, reads: Sequence[read_queue._PagedRange]) -> list[int]:
+        calls.append(len(reads))
+        return read(self, handle, reads)
+
+    monkeypatch.setattr(read_queue._Kernel, "read", counted)
+    if not has_kernel:
+        monkeypatch.setattr(read_queue._Kernel, "open", lambda: None)
+    elif read_queue._Kernel.open() is None:
+        pytest.skip("this system has no asynchronous I/O, or does not allow it")
+    assert read_ranges(file, room) == expected
+    if file._direct is not None:
+        long = sum(size >= 64 << 10 for _, size in RANGES)
+        assert calls == ([min(64, long - first) for first in range(0, long, 64)] if has_kernel else [])
+
+
+@pytest.mark.parametrize("most", [0, 1, 4096, 5000, 70_000, -errno.EINVAL, -errno.EAGAIN])
+def test_ranges_are_whole_however_little_the_kernel_reads(
+    large: Large, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What it did not read comes through the page cache, or by a call of its own."""
+    file, room, expected = large
+    monkeypatch.setattr(read_queue, "_Kernel", Lacking)
+    monkeypatch.setattr(Lacking, "most", most)
+    assert read_ranges(file, room) == expected
+
+
+def test_an_error_of_the_disk_is_raised(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the others have ended."""
+    file, room, expected = large
+    monkeypatch.setattr(read_queue, "_Kernel", Lacking)
+    monkeypatch.setattr(Lacking, "most", -errno.EIO)
+    with pytest.raises(BlockReadError, match=r"cannot be read \(\[Errno 5\]"):
+        read_ranges(file, room)
+    monkeypatch.setattr(Lacking, "most", 1 << 30)
+    assert read_ranges(file, room) == expected
+
+
+def test_an_interruption_waits_for_reads_in_flight(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is the caller's again, and later reads work."""
+    if read_queue._Kernel.open() is None:
+        pytest.skip("this system has no asynchronous I/O, or does not allow it")
+    file, room, expected = large
+    made, calls = read_queue._Kernel._made, list[str]()
+
+    def interrupted(self: read_queue._Kernel, which: int, *numbers: int) -> int:
+        calls.append("io_submit" if which == 2 else "io_getevents")
+        if calls == ["io_submit", "io_getevents"]:
+            raise KeyboardInterrupt
+        return made(self, which, *numbers)
+
+    monkeypatch.setattr(read_queue._Kernel, "_made", interrupted)
+    outs = [aligned(size, low % PAGE_BYTES) for low, size in RANGES]
+    with pytest.raises(KeyboardInterrupt):
+        file.read([(room, low, out) for (low, _), out in zip(RANGES, outs, strict=True)])
+    for out in outs:
+        out[:] = 7
+    assert read_ranges(file, room) == expected
+    assert all((out == 7).all() for out in outs), "a read ended after the call"
+
+
+class Lacking(read_queue._Kernel):
+    """A kernel that reads at most some bytes of each range, or fails."""
+
+    most = 0
+
+    def read(self, handle: int, reads: Sequence[read_queue._PagedRange]) -> list[int]:
+        results = super().read(handle, reads)
+        for one in reads:
+            left = max(self.most, 0)
+            for view in one.views:
+                view[left:] = 99  # not read
+                left = max(0, left - view.size)
+        return [min(result, self.most) for result in results]
 
 
 def test_the_rest_of_a_last_page_is_zeros(tmp_path: Path) -> None:
@@ -273,7 +379,7 @@ def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
     os.truncate(tmp_path / "blocks", 5000)
     for size in (600_000, 10_000):
         with pytest.raises(BlockReadError, match="is truncated: blocks ends at byte 5,000"):
-            file.read(room, 0, aligned(size))
+            file.read([(room, 0, aligned(size))])
     with pytest.raises(CorruptStoreError, match=r"ends at byte 5,000, before .*: restore the store from a copy"):
         file.take([10])
     file.give(room.runs)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -63,8 +64,8 @@ def read_ahead(
 
 _READS = 4
 """Maximum concurrent reads: one is checked while others keep the disk busy."""
-_CHECK_BYTES = 4 << 20
-"""Bytes per checksum computation, while others are read."""
+_READ_BYTES = 32 << 20
+"""Bytes that all threads request together, and check when they are there."""
 
 
 class Pages(NamedTuple):
@@ -150,48 +151,49 @@ class BlockReader:
                 raise ValueError(f"out is {out.size:,} of {out.dtype}: expected {size:,} contiguous bytes")
         at_once = min(_READS if at_once is None else at_once, len(requests))
         if at_once < 2:
-            self._work(iter(requests))
+            self._work(iter(requests), _READ_BYTES)
             return
         queue = _RequestQueue(requests)
         try:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_READS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._work_from, queue) for _ in range(at_once)]
+                jobs = [self._threads.submit(self._work_from, queue, _READ_BYTES // at_once) for _ in range(at_once)]
             wait(jobs)
         finally:
             queue.stop()  # even if interrupted: the caller may reuse the memory once this raises
         for job in jobs:
             job.result()
 
-    def _work_from(self, queue: _RequestQueue) -> None:
+    def _work_from(self, queue: _RequestQueue, most_bytes: int) -> None:
         with queue:
-            self._work(queue)
+            self._work(queue, most_bytes)
 
-    def _work(self, requests: Iterator[Pages]) -> None:
-        """Read and check requests until none are left."""
+    def _work(self, requests: Iterator[Pages], most_bytes: int) -> None:
+        """Read and check requests until none are left, about ``most_bytes`` at a time."""
         spans = chain.from_iterable(map(self._spans, requests))
         try:
-            while read := self._read_some(spans):
+            while read := self._read_some(spans, most_bytes):
                 self._check(read)
         except BaseException:
             for _ in requests:
                 pass  # after an error the others stop early
             raise
 
-    def _read_some(self, spans: Iterator[_Span]) -> list[_Span]:
-        """Read spans until there are enough to check, or none are left; returns them."""
+    def _read_some(self, spans: Iterator[_Span], most_bytes: int) -> list[_Span]:
+        """Read spans of about ``most_bytes`` together, or all that are left; returns them."""
         read, size = list[_Span](), 0
-        with self._uses.using():
-            for span in spans:
-                try:
-                    self._engine.read(span.request)
-                except BlockReadError as error:
-                    raise self._corrupt(span.segment, span.group, span.block, error.seen) from error
-                read.append(span)
-                size += span.request.out.size
-                if size >= _CHECK_BYTES:
-                    break
+        for span in spans:
+            read.append(span)
+            size += span.request.out.size
+            if size >= most_bytes:
+                break
+        if len(read) > 1:
+            with self._uses.using(), suppress(BlockReadError):
+                self._engine.read(*(span.request for span in read))
+                return read
+        for span in read:  # of several, finds the one that failed
+            self._read(span.request, span.segment, span.group, span.block)
         return read
 
     def _spans(self, pages: Pages) -> Iterator[_Span]:

@@ -7,7 +7,6 @@ kernel's large pages) and 0.35 to read, past it 0.05 and 0.1. The measurements a
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 from bisect import bisect_left, bisect_right
@@ -15,6 +14,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from tiercache.store.engines.read_queue import DEPTH, ReadQueue
 from tiercache.store.engines.write_queue import WriteQueue
 from tiercache.store.files import (
     FULL,
@@ -26,7 +26,6 @@ from tiercache.store.files import (
     paged,
     punch_hole,
     read_cached,
-    read_direct,
     writing,
 )
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+
+    from tiercache.store.engines.read_queue import Range
 
 Run = tuple[int, int]
 """The first byte of a run of whole pages, and its bytes."""
@@ -189,7 +190,8 @@ class BlockFile:
         self._queue = WriteQueue(self._write, lambda: self._reads > 0)
         self.flush = self._queue.flush
         """Return when all data that was put is written. Raises StoreFullError and StoreError."""
-        self._ends = threading.local()
+        self._queues = threading.local()
+        """The ReadQueue of each thread."""
 
     def close(self) -> None:
         """Close the file."""
@@ -220,51 +222,49 @@ class BlockFile:
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    def read(self, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
-        """Fill ``out`` with bytes of a blob. Raises BlockReadError.
+    def read(self, ranges: Sequence[tuple[Extents, int, NDArray[np.uint8]]]) -> None:
+        """Fill memory with the bytes of each blob from an offset on. Raises BlockReadError.
 
-        A long range bypasses the page cache if ``out`` has the same offset in its page as the bytes have in theirs.
+        Long ranges bypass the page cache, many at a time, where memory has the same offset in its page as the bytes
+        have in theirs.
         """
-        if offset + out.size > extents.size:
-            raise BlockReadError(f"ends at byte {extents.size:,} of {offset + out.size:,}")
-        if offset < extents.dropped and out.size:
-            raise BlockReadError(f"lacks its first {extents.dropped:,} bytes")
+        short: list[Range] = []
+        long: list[Range] = []
+        for extents, offset, out in ranges:
+            if offset + out.size > extents.size:
+                raise BlockReadError(f"ends at byte {extents.size:,} of {offset + out.size:,}")
+            if offset < extents.dropped and out.size:
+                raise BlockReadError(f"lacks its first {extents.dropped:,} bytes")
+            rest = out
+            for low, count in extents.pieces(offset, out.size):
+                for at in range(0, count, _READ_BYTES):
+                    part = rest[at : min(count, at + _READ_BYTES)]
+                    is_long = part.size >= _DIRECT_BYTES and (_address(part) - low - at) % PAGE_BYTES == 0
+                    (long if is_long and self._direct is not None else short).append((low + at, part))
+                rest = rest[count:]
         with self._count:
             self._reads += 1
         try:
-            for low, count in extents.pieces(offset, out.size):
-                for at in range(0, count, _READ_BYTES):
-                    self._read(low + at, out[at : min(count, at + _READ_BYTES)])
-                out = out[count:]
+            self._read(short, [0] * len(short))
+            for first in range(0, len(long), DEPTH):
+                self._read_direct(long[first : first + DEPTH])
         except OSError as error:
             raise BlockReadError(f"cannot be read ({error})") from error
         finally:
             with self._count:
                 self._reads -= 1
 
-    def _read(self, offset: int, out: NDArray[np.uint8]) -> None:
-        is_long = out.size >= _DIRECT_BYTES and (_address(out) - offset) % PAGE_BYTES == 0
-        direct = self._direct if is_long else None
-        done = 0 if direct is None else self._read_direct(direct, offset, out)
-        if read_cached(self._handle, out.data, offset, done) < out.size:
-            raise BlockReadError(f"is truncated: {self.path.name} ends at byte {self.size:,}")
+    def _read(self, ranges: Sequence[Range], done: Sequence[int]) -> None:
+        """Read the rest of ranges through the page cache."""
+        for (offset, out), num_bytes in zip(ranges, done, strict=True):
+            if num_bytes < out.size and read_cached(self._handle, out.data, offset, num_bytes) < out.size:
+                raise BlockReadError(f"is truncated: {self.path.name} ends at byte {self.size:,}")
 
-    def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
-        """Read whole pages, including those at both ends of ``out``; returns how many bytes of ``out`` were read."""
-        head = -offset % PAGE_BYTES
-        inner = (out.size - head) // PAGE_BYTES * PAGE_BYTES
-        tail = out.size - head - inner
-        if not hasattr(self._ends, "view"):
-            self._ends.view = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
-        first, last = self._ends.view[:PAGE_BYTES], self._ends.view[PAGE_BYTES:]
-        views = [*([first] if head else []), out[head : head + inner].data, *([last] if tail else [])]
-        count = read_direct(handle, views, offset + head - (PAGE_BYTES if head else 0))
-        count -= PAGE_BYTES - head if head else 0
-        if head and count > 0:
-            out[:head].data[:] = first[PAGE_BYTES - head :]
-        if tail and count > head + inner:
-            out[head + inner :].data[:] = last[:tail]
-        return max(0, min(count, out.size))
+    def _read_direct(self, ranges: Sequence[Range]) -> None:
+        if not hasattr(self._queues, "reads"):
+            self._queues.reads = ReadQueue()
+        direct = self._direct
+        self._read(ranges, [0] * len(ranges) if direct is None else self._queues.reads.read(direct, ranges))
 
     # -- writing -----------------------------------------------------------------------------------------
 

@@ -114,8 +114,11 @@ class Engine(Protocol):
         if known by then, StoreError, ValueError for parts that do not fit the blobs, and the iterable's errors.
         """
 
-    def read(self, request: ReadRequest) -> None:
-        """Fill ``request.out``. Raises BlockReadError, whose message follows the blob's name."""
+    def read(self, *requests: ReadRequest) -> None:
+        """Fill ``out`` of each request, many at a time if the engine can.
+
+        Raises BlockReadError for one of them, whose message follows the blob's name.
+        """
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free blobs up to a byte, or whole (None), after the commit that gave them up is durable.
@@ -279,8 +282,12 @@ class MemoryEngine:
         with self._lock:
             self.blobs |= {blob.name: BlobBytes(0, data) for blob, data in zip(blobs, copies, strict=True)}
 
-    def read(self, request: ReadRequest) -> None:
-        """Copy bytes of a blob."""
+    def read(self, *requests: ReadRequest) -> None:
+        """Copy bytes of blobs."""
+        for request in requests:
+            self._read(request)
+
+    def _read(self, request: ReadRequest) -> None:
         (name, *_), offset, out = request
         with self._lock:
             blob = self.blobs.get(name)

@@ -152,17 +152,19 @@ class LmdbEngine:
         added = {blob.name: entry_of(blob.name, room) for blob, room in zip(blobs, rooms, strict=True)}
         self._change({*added}, added)
 
-    def read(self, request: ReadRequest) -> None:
-        """Read from the file where the blob is."""
-        (name, *_), offset, out = request
+    def read(self, *requests: ReadRequest) -> None:
+        """Read from the file where the blobs are."""
+        self._file.read([(extents_of(self._entry(blob.name)), offset, out) for blob, offset, out in requests])
+
+    def _entry(self, name: str) -> bytes:
+        """Return the entry of a blob, which a reader may have to look up. Raises BlockReadError."""
         entry = self._entries.get(name)
         if entry is None:
             if not self._readonly:
                 raise BlockReadError("is missing")
-            found = read_entries(self.path, name)
-            self._entries |= found
+            self._entries |= (found := read_entries(self.path, name))
             entry = found[name]
-        self._file.read(extents_of(entry), offset, out)
+        return entry
 
     def drop(self, blobs: Iterable[tuple[str, int | None]], *, shrink: bool = False) -> None:
         """Free runs of the file; free space may be cut off the end or become holes."""

@@ -141,8 +141,12 @@ class ZarrEngine:
             raise
         self._heads.dirty |= made | small.keys()
 
-    def read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         """Read from each object that has a part of the bytes, or, for rows, from each field's array."""
+        for request in requests:
+            self._read(request)
+
+    def _read(self, request: ReadRequest) -> None:
         blob, offset, out = request
         if offset + out.size > blob.size:
             raise BlockReadError(f"ends at byte {blob.size:,} of {offset + out.size:,}")

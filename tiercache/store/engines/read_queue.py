@@ -1,0 +1,159 @@
+"""ReadQueue: ranges of a file read past the page cache, many of them in flight.
+
+A read that waits for the disk alone gives its core away, and while a training keeps all cores busy it gets one back
+only after milliseconds. Linux's asynchronous I/O (io_submit, io_getevents) takes many reads by one call and waits once
+for all. It needs no library; where it is missing or not allowed, ranges are read one by one. The measurements are in
+docs/design.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import platform
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.files import PAGE_BYTES, read_direct
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Range = tuple[int, NDArray[np.uint8]]
+    """An offset in the file, and memory at the same offset in its page."""
+
+DEPTH = 64
+"""Maximum reads in flight."""
+_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+"""The numbers of io_setup, io_destroy, io_submit, and io_getevents."""
+_REQUEST = np.dtype(
+    [("data", "u8"), ("key", "u8"), ("opcode", "u2"), ("priority", "i2"), ("file", "u4"), ("views", "u8"),
+     ("num_views", "u8"), ("offset", "i8"), ("reserved", "u8"), ("flags", "u8")]
+)  # fmt: skip
+"""struct iocb of <linux/aio_abi.h>."""
+_READ_VIEWS = 7  # IOCB_CMD_PREADV
+_VIEW = np.dtype([("address", "u8"), ("size", "u8")])
+_EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("more", "i8")])
+_TRY_AGAIN = -errno.EAGAIN
+
+
+class ReadQueue:
+    """Reads of one thread. Memory is the caller's again when a call returns or raises."""
+
+    def __init__(self) -> None:
+        self._ends = np.frombuffer(mmap.mmap(-1, 2 * DEPTH * PAGE_BYTES), np.uint8).reshape(DEPTH, 2, PAGE_BYTES)
+        """The pages at both ends of each range."""
+        self._kernel = _Kernel.open()
+
+    def read(self, handle: int, ranges: Sequence[Range]) -> list[int]:
+        """Read up to DEPTH ranges of a file that is open past the page cache, each of a page at least.
+
+        Returns the bytes read of each: all, less at the file's end, or 0 if the file system cannot. Raises OSError.
+        """
+        reads = [_PagedRange(*one, *ends) for one, ends in zip(ranges, self._ends, strict=False)]
+        results = [_TRY_AGAIN] * len(reads)
+        if self._kernel is not None and len(reads) > 1:
+            try:
+                results = self._kernel.read(handle, reads)
+            except BaseException:
+                self._kernel.close()  # waits for the reads in flight
+                self._kernel = _Kernel.open()
+                raise
+        return [one.finish(handle, result) for one, result in zip(reads, results, strict=True)]
+
+
+class _PagedRange:
+    """A range read by whole pages: those at its ends into memory of their own."""
+
+    def __init__(self, offset: int, out: NDArray[np.uint8], first: NDArray[np.uint8], last: NDArray[np.uint8]) -> None:
+        self._out, self._first, self._last = out, first, last
+        self._head = -offset % PAGE_BYTES
+        self._inner = (out.size - self._head) // PAGE_BYTES * PAGE_BYTES
+        self._tail = out.size - self._head - self._inner
+        self.offset = offset - (PAGE_BYTES - self._head if self._head else 0)
+        """The first byte to read."""
+        inner = out[self._head : self._head + self._inner]
+        self.views = [*([first] if self._head else []), inner, *([last] if self._tail else [])]
+        """Whole pages to fill in turn."""
+
+    def finish(self, handle: int, result: int) -> int:
+        """Return the bytes read of the range, if ``result`` bytes or an error came of its pages. Raises OSError."""
+        if result == _TRY_AGAIN:
+            result = read_direct(handle, [view.data for view in self.views], self.offset)
+        if result < 0 and result != -errno.EINVAL:
+            raise OSError(-result, "a read failed")
+        before = PAGE_BYTES - self._head if self._head else 0
+        count = result - before
+        if self._head and count > 0:
+            self._out[: self._head] = self._first[before:]
+        if self._tail and count > self._head + self._inner:
+            self._out[self._head + self._inner :] = self._last[: self._tail]
+        return max(0, min(count, self._out.size))
+
+
+class _Kernel:
+    """A queue of the kernel, for one thread."""
+
+    def __init__(self, call: ctypes._NamedFuncPointer, queue: ctypes.c_ulong, numbers: tuple[int, ...]) -> None:
+        self._call, self._queue, self._numbers = call, queue, numbers
+        self._requests, self._events = np.zeros(DEPTH, _REQUEST), np.zeros(DEPTH, _EVENT)
+        self._views = np.zeros((DEPTH, 3), _VIEW)
+        self._requests["data"], self._requests["opcode"] = np.arange(DEPTH), _READ_VIEWS
+        self._requests["views"] = _address(self._views) + np.arange(DEPTH) * 3 * _VIEW.itemsize
+        self._pointers = _address(self._requests) + np.arange(DEPTH) * _REQUEST.itemsize
+
+    @classmethod
+    def open(cls) -> _Kernel | None:
+        """Return a new queue; None if the system has none for us."""
+        if (numbers := _CALLS.get(platform.machine())) is None or platform.system() != "Linux":
+            return None
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        call.restype = ctypes.c_long
+        queue = ctypes.c_ulong(0)
+        failed = call(ctypes.c_long(numbers[0]), ctypes.c_uint(DEPTH), ctypes.byref(queue))
+        return None if failed else cls(call, queue, numbers)
+
+    def close(self) -> None:
+        """Return when no read is in flight; none can be made after it."""
+        if self._queue.value:
+            self._call(ctypes.c_long(self._numbers[1]), self._queue)
+            self._queue.value = 0
+
+    __del__ = close
+
+    def read(self, handle: int, reads: Sequence[_PagedRange]) -> list[int]:
+        """Return what the kernel says of each read: bytes, or an error's negative number."""
+        requests = self._requests[: len(reads)]
+        requests["file"] = handle
+        requests["offset"] = [one.offset for one in reads]
+        requests["num_views"] = [len(one.views) for one in reads]
+        for number, one in enumerate(reads):
+            self._views[number, : len(one.views)] = [(_address(view), view.size) for view in one.views]
+        results, begun, ended = [_TRY_AGAIN] * len(reads), 0, 0
+        while begun < len(reads):
+            count = self._made(2, len(reads) - begun, _address(self._pointers) + 8 * begun)
+            if count <= 0:
+                break  # the others are read one by one
+            begun += count
+        while ended < begun:
+            count = self._made(3, begun - ended, begun - ended, _address(self._events), 0)
+            if count < 0 and count != -errno.EINTR:
+                raise OSError(-count, "reads were not ended")
+            for event in self._events[: max(0, count)]:
+                results[event["data"]] = int(event["result"])
+            ended += max(0, count)
+        return results
+
+    def _made(self, which: int, *numbers: int) -> int:
+        """Return what a call returns, or its error's negative number."""
+        number = ctypes.c_long(self._numbers[which])
+        found: int = self._call(number, self._queue, *(ctypes.c_long(one) for one in numbers))
+        return -ctypes.get_errno() if found < 0 else found
+
+
+def _address(array: NDArray[np.generic]) -> int:
+    return int(array.__array_interface__["data"][0])  # takes a third of the time of array.ctypes
