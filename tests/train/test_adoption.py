@@ -13,7 +13,7 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -453,8 +453,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("name", "optimizer"), [*zip(LOOPS, cycle(ROW_OPTIMIZERS), strict=False)])
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
     """Every loss, the dense weights and every row, through a kill and a resume in the middle."""
     data, gan = samples(), name == "two optimizers"
@@ -465,8 +464,11 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
     compare(side.losses, side.model.dense_parameters(), side.rows, reference)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-@pytest.mark.parametrize("name", ["plain", "GradScaler", "clip_grad_norm", "both", "OneCycleLR", "accumulation"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("plain", "Adagrad"), ("GradScaler", "SGD"), ("clip_grad_norm", "SGD"), ("both", "Adagrad"),
+     ("OneCycleLR", "Adagrad"), ("accumulation", "SGD")],
+)  # fmt: skip
 def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str) -> None:
     """With DistributedDataParallel and uneven last batches; if one rank overflows all skip."""
     data = samples()
