@@ -7,8 +7,7 @@ million_tokens_per_second = tokens / seconds of `record_ngrams`, from tokens in 
 keyset_speed_vs_duckdb = DuckDB's seconds to group the same keys, passed as a column, and to count each / ours.
 
 The same model is trained on the same batches with its table in memory and out of core, in turns of some passes, after
-one epoch of each. That epoch leaves the hidden layer out, which only costs time; with it lookups and updates are about
-a third of a step.
+one epoch of each. Lookups and updates are about a third of its step.
 table_over_host_budget = bytes of all rows / the smallest host budget that holds the training
 throughput_ratio = tokens/s out of core / in memory; wait_fraction = waits of the training thread / its wall seconds
 rows_share = share of an in-memory step that lookups and updates take, from the same steps without them
@@ -77,7 +76,7 @@ class Size:
 
 
 FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=8 << 20, passes=576, rows_per_head=1_500_000,
-            rows_of_others=300_000, dim=160, length=512, batch=8, hidden=128, turns=8, turn_passes=8)  # fmt: skip
+            rows_of_others=300_000, dim=160, length=512, batch=8, hidden=256, turns=8, turn_passes=8)  # fmt: skip
 QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=256 << 10, passes=32, rows_per_head=60_000,
              rows_of_others=60_000, dim=32, length=256, batch=8, hidden=192, turns=4, turn_passes=2)  # fmt: skip
 GPU = Size(keyset_tokens=0, repeats=0, tokens=4 << 20, passes=64, rows_per_head=1_500_000, rows_of_others=0, dim=160,
@@ -141,17 +140,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.memory, self.grams, self.head = memory, grams, nn.Linear(size.dim, size.dim)
-        self.hidden = nn.Sequential(
-            nn.Linear(grams.num_heads * size.dim, size.hidden), nn.ReLU(), nn.Linear(size.hidden, size.dim)
-        )
-        self.is_whole = True
-        """False: without the hidden layer."""
+        self.hidden = nn.Sequential(nn.Linear(size.dim, size.hidden), nn.ReLU(), nn.Linear(size.hidden, size.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.memory(self.grams(x))
-        total = found.sum(-2)
-        guess = self.head(total) + (self.hidden(found.flatten(-2)) if self.is_whole else 0)
-        return (guess - total.roll(1, 1)).square().mean()  # type: ignore[no-any-return]
+        total = self.memory(self.grams(x)).sum(-2)
+        return (self.head(total) + self.hidden(total) - total.roll(1, 1)).square().mean()  # type: ignore[no-any-return]
 
 
 class Training:
@@ -161,9 +154,9 @@ class Training:
         self.cache, self._model, self._tokens, self._batch, self._device = cache, model, tokens, batch, device
         self._passes: Generator[tc.Pass, None, None] = cache.passes(epochs=1 << 20)
 
-    def turn(self, passes: int, *, is_whole: bool = True) -> float:
+    def turn(self, passes: int) -> float:
         """Train some passes and return their seconds."""
-        begun, self._model.is_whole = time.perf_counter(), is_whole
+        begun = time.perf_counter()
         for _ in range(passes):
             p = next(self._passes)
             for x in p.loader(self._tokens, batch_size=self._batch):
@@ -193,8 +186,9 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
         torch.from_numpy(tokens.read(at, at + size.batch)).to(device.torch_name)
         for at in range(0, 8 * size.batch, size.batch)
     ]
+    dense = _dense(size, grams, device)
     with PeakMemory(anonymous=True) as steps:
-        seconds_of(_dense(size, grams, device, is_whole=False), batches, device)
+        seconds_of(dense, batches, device)
     memory = tc.InMemoryCache(
         data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device.open()
     )
@@ -205,12 +199,13 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
             progress=False,
         )  # fmt: skip
         second = Training(tiered, other, tokens, size.batch, device)
-        second.turn(len(data), is_whole=False)
+        second.turn(len(data))
     first = Training(memory, model, tokens, size.batch, device)
-    first.turn(len(data), is_whole=False)
+    first.turn(len(data))
     passes = size.turn_passes
-    seconds: dict[str, list[float]] = {"memory": [], "tiered": []}
+    seconds: dict[str, list[float]] = {"memory": [], "tiered": [], "dense": []}
     for turn in range(size.turns):
+        seconds["dense"].append(seconds_of(dense, batches, device))
         both = [("memory", first), ("tiered", second)]
         for name, training in both if turn % 2 == 0 else both[::-1]:
             seconds[name].append(training.turn(passes))
@@ -231,7 +226,7 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     tiered.close()
     memory.close()
     step = sum(seconds["memory"]) / (passes * size.turns * len(tokens) / len(data) / size.batch)
-    figures["rows_share"] = 1 - seconds_of(_dense(size, grams, device), batches, device) / step
+    figures["rows_share"] = 1 - middle(seconds["dense"]) / step
     if device is not CPU:
         return figures
     figures["mib_of_steps"] = steps.growth_bytes / (1 << 20)
@@ -269,9 +264,7 @@ def _step_of(model: Net, *more: torch.optim.Optimizer) -> Callable[[torch.Tensor
     return step
 
 
-def _dense(
-    size: Size, grams: tc.NGrams, device: TrainingDevice, *, is_whole: bool = True
-) -> Callable[[torch.Tensor], None]:
+def _dense(size: Size, grams: tc.NGrams, device: TrainingDevice) -> Callable[[torch.Tensor], None]:
     """Return a step with the same dense part, and with vectors that are not looked up."""
     shape = size.batch, size.length, grams.num_heads, size.dim
 
@@ -284,9 +277,7 @@ def _dense(
             self.vectors.grad = None  # a lookup does not add to what it had
             return self.vectors
 
-    model = Net(Given(), grams, size).to(device.torch_name)
-    model.is_whole = is_whole
-    return _step_of(model)
+    return _step_of(Net(Given(), grams, size).to(device.torch_name))
 
 
 def _memmap(size: Size, grams: tc.NGrams, folder: Path) -> Callable[[torch.Tensor], None]:
