@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tiercache.sizes import distinct_sizes, format_bytes, option_bytes, parse_bytes
@@ -17,6 +18,7 @@ from tiercache.sizes import distinct_sizes, format_bytes, option_bytes, parse_by
         ("2k", 2000),
         ("1 gib", 1 << 30),
         (7, 7),
+        (np.int64(7), 7),
     ],
 )
 def test_sizes_are_read_as_people_mean_them(text: str | int, num_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from tiercache.errors import BudgetError
@@ -16,10 +17,10 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
     KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB, and K, M, G and T alone, are powers of 1000.
     Raises BudgetError for anything else, for fractions of a byte and for less than ``least`` bytes.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB'")
-    if isinstance(size, int):
-        num_bytes: float = size
+    if not isinstance(size, str):
+        num_bytes: float = operator.index(size)
     else:
         match = _SIZE.fullmatch(size)
         if match is None or (match[3] and not match[2]):

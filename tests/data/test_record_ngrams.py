@@ -190,6 +190,24 @@ def test_tokens_come_from_files_of_every_kind(tmp_path: Path) -> None:
         tokens[17]
 
 
+def test_integers_of_numpy_are_taken_as_those_of_python(tmp_path: Path) -> None:
+    """The datasets and tables are the same. A bool is refused."""
+    made = []
+    for name, of_int in (("python", int), ("numpy", np.int32)):
+        tokens = tc.TokenFiles(np.arange(90) % 11, of_int(8))
+        grams = tc.ngrams("engram", vocab_size=of_int(11), rows_per_head=of_int(29), padding=of_int(0), heads=of_int(2))
+        table = tc.Table(name="grams", dim=of_int(4), seed=of_int(3))
+        data = tc.record_ngrams(
+            tokens, grams, tmp_path / name, tables=table, device_budget=of_int(1 << 20), batch_multiple=of_int(2),
+            min_count=of_int(1), devices=of_int(1),
+        )  # fmt: skip
+        made.append((data.digest, data.tables, tokens.facts, type(grams.num_embeddings), type(data.tables[0].dim)))
+    assert made[0] == made[1]
+    for wrong in (True, np.True_, 8.0, "8"):
+        with pytest.raises(ValueError, match=f"sequence_length is {wrong!r}: expected the tokens per sequence"):
+            tc.TokenFiles(np.arange(90), wrong)
+
+
 def test_texts_become_one_file(tmp_path: Path) -> None:
     """From Parquet, Arrow and any iterable, with a separator after each; the file is written atomically."""
     texts = [[1, 2, 3], [], [4, 5]]

@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
     "a sampler": (lambda p: p.loader(Clicks(), sampler=[1]), ValueError, ["takes no sampler", "p.sampler()"]),
     "a generator": (lambda p: p.loader(Clicks(), generator=torch.Generator()), ValueError, ["takes no generator"]),
     "drop_last": (lambda p: p.loader(Clicks(), drop_last=True), ValueError, ["trains all its samples"]),
-    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["invalid batch_size 0"]),
+    "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["invalid batch size 0"]),
     "another order": (again, StateError, ["is after 20 samples in the order", "request the same order"]),
     "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
     "a loader after a sampler": (both, StateError, ["already uses p.sampler()"]),

@@ -244,7 +244,7 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
         ]
         with one_sentence(ValueError, *words):
             cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=2)
-        with one_sentence(ValueError, "invalid batches_per_step 0"):
+        with one_sentence(ValueError, "batches_per_step is 0"):
             cache.batches(BATCH, epochs=1, dataset=Clicks(), batches_per_step=0)
     last = record(tmp_path / "last", loader(Clicks(SAMPLES - BATCH)))
     cache, _ = opened(tmp_path / "other", last)

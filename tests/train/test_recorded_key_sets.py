@@ -457,7 +457,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "rare keys of a table with a row for each key": (
         {"min_count": 2}, ValueError, ["module 'user' has a weight for each key", 'on "meta"'],
     ),
-    "a min_count of 0": ({"min_count": 0}, ValueError, ["invalid min_count 0"]),
+    "a min_count of 0": ({"min_count": 0}, ValueError, ["min_count is 0"]),
     "same draws of a function": ({"loader_": loader, "same_draws": True}, ValueError, ["same_draws was given with"]),
 }  # fmt: skip
 

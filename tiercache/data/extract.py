@@ -30,6 +30,7 @@ from tiercache.errors import ExtractionError
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import is_url, local_path
+from tiercache.store.records import as_integer
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ def extract(
     numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}
     numbers |= {} if workers is None else {"workers": workers}
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
+        if not 1 <= (as_integer(number) or 0) < 1 << 31:
             raise ExtractionError(f"{name} is {number!r}: expected a whole number from 1 to 2^31 - 1")
+    batch_multiple, min_count, devices = int(batch_multiple), int(min_count), int(devices)
     cut = Cut.parse(split_by, batch_multiple)
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:

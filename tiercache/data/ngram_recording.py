@@ -19,6 +19,7 @@ from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import local_path
+from tiercache.store.records import positive
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -81,9 +82,8 @@ def record_ngrams(
             f"n-grams were given for {', '.join(by_table) or 'no table'}, but the tables are {', '.join(of_table)}: "
             "pass a dict with the NGrams of each table"
         )
-    for name, number in {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} is {number!r}: expected a whole number, at least 1")
+    batch_multiple, min_count = positive(batch_multiple, "batch_multiple"), positive(min_count, "min_count")
+    devices = positive(devices, "devices")
     features = tuple(Feature(name=name, table=name, hotness="ragged") for name in of_table)
     schema = Schema(label=None, dense=(), features=features, tables=tuple(of_table.values()))
     budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))

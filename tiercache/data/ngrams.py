@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from tiercache.kernels.cpu.ngram_numbers import mix_ngrams, spread_ngrams
+from tiercache.store.records import as_integer, positive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -205,12 +206,10 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
     makers = {"exact": _exact, "qwen4_exp": _qwen4_exp, "engram": _engram}
     if recipe not in makers:
         raise ValueError(f"unknown recipe {recipe!r}: expected {', '.join(map(repr, makers))}; or create an NGrams")
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ValueError(f"vocab_size is {vocab_size!r}: expected the number of tokens, at least 1")
-    orders = _orders(orders)
-    heads = options.get("heads", 1)
-    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"heads is {heads!r}: expected the number of keys of each n-gram, at least 1")
+    vocab_size, orders = positive(vocab_size, "vocab_size", "the number of tokens"), _orders(orders)
+    options = {name: value if (number := as_integer(value)) is None else number for name, value in options.items()}
+    if "heads" in options:
+        positive(options["heads"], "heads", "the number of keys of each n-gram")
     if recipe != "exact" and orders != tuple(range(2, len(orders) + 2)):
         raise ValueError(f"orders of {recipe!r} are {orders}: it has all from 2 on, such as (2, 3)")
     make: Any = makers[recipe]
@@ -313,7 +312,7 @@ def _splitmix(value: int) -> int:
 
 def _primes(first: int, count: int) -> list[int]:
     """Return primes from ``first`` on, ascending."""
-    if isinstance(first, bool) or not isinstance(first, int) or not 2 <= first <= 1 << 40:
+    if as_integer(first) is None or not 2 <= first <= 1 << 40:
         raise ValueError(f"rows_per_head is {first!r}: expected the rows of a head, from 2 to 2^40")
     found, size = list[int](), 1 << 12
     while len(found) < count:  # a sieve of one segment after another

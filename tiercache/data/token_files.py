@@ -17,6 +17,7 @@ import numpy as np
 from tiercache.data.columns import is_list
 from tiercache.errors import DatasetError
 from tiercache.store.files import local_path, open_file, reason, sync
+from tiercache.store.records import positive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -62,20 +63,19 @@ class TokenFiles:
             DatasetError: a file cannot be read, does not have integers with one axis, is shorter than a sequence, or
                 seems to have another dtype: every other token is 0, or, if ``dtype`` is None, a token is 2^20 or more.
         """
-        if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 1:
-            raise ValueError(f"sequence_length is {sequence_length!r}: expected the tokens per sequence, at least 1")
+        length = positive(sequence_length, "sequence_length", "the tokens per sequence")
         kind = _integer_dtype(np.uint32 if dtype is None else dtype)
         given: Any = [files] if isinstance(files, str | os.PathLike) or hasattr(files, "dtype") else files
         if not hasattr(given, "__iter__"):
             raise ValueError(f"files is {files!r}: expected paths or arrays of tokens")
         given = [*given]
-        self.sequence_length = sequence_length
+        self.sequence_length = length
         self._arrays = [_open(one, kind, is_default=dtype is None) for one in given]
-        self._ends = [*accumulate(one.size // sequence_length for one in self._arrays)]
+        self._ends = [*accumulate(one.size // length for one in self._arrays)]
         if not len(self):
             raise DatasetError(
                 f"{len(given)} files with {sum(one.size for one in self._arrays):,} tokens have no sequence of "
-                f"{sequence_length:,}: use more tokens, or a smaller sequence_length"
+                f"{length:,}: use more tokens, or a smaller sequence_length"
             )
 
     def __len__(self) -> int:

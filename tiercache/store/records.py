@@ -101,10 +101,26 @@ def whole(value: Any, name: str) -> int:
 
 def integer(value: Any, name: str) -> int:
     """Return an argument that a record will contain as an int. Raises ValueError for a bool and for other types."""
+    found = as_integer(value)
+    if found is None:
+        raise ValueError(f"{name} is {repr(value)[:60]} of type {type(value).__name__}: expected an int")
+    return found
+
+
+def as_integer(value: Any) -> int | None:
+    """Return an argument as an int; None for a bool, and for other types without ``__index__``."""
     if not isinstance(value, bool | np.bool_):
         with suppress(TypeError):
             return operator.index(value)
-    raise ValueError(f"{name} is {repr(value)[:60]} of type {type(value).__name__}: expected an int")
+    return None
+
+
+def positive(value: Any, name: str, what: str = "a whole number") -> int:
+    """Return an argument of at least 1 as an int. Raises ValueError for others; ``what`` is expected."""
+    found = as_integer(value)
+    if found is None or found < 1:
+        raise ValueError(f"{name} is {value!r}: expected {what}, at least 1")
+    return found
 
 
 def checked_retention(value: Any) -> int:

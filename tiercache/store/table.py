@@ -31,6 +31,7 @@ from tiercache.store.optimizer import (
     optimizer_from_record,
     optimizer_to_record,
 )
+from tiercache.store.records import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,7 +97,10 @@ class Table:
             raise ValueError(f"a table is named {self.name!r}: expected a non-empty string")
         if not self.name.isprintable():
             raise ValueError(f"table name {self.name!r} has unprintable characters: remove them")
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
+        for name in ("dim", "seed"):
+            if (number := as_integer(getattr(self, name))) is not None:
+                object.__setattr__(self, name, number)
+        if as_integer(self.dim) is None or self.dim < 1:
             raise ValueError(f"dim of table {self.name!r} is {self.dim!r}: it must be a whole number >= 1")
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
@@ -108,7 +112,7 @@ class Table:
                 f"initializer of table {self.name!r} is {self.initializer!r}: "
                 "it must be Uniform, Normal, Zeros, Constant or Checkpoint"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+        if as_integer(self.seed) is None or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be {_DTYPES}")

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler, default_collate, default_convert
 
 from tiercache.errors import DatasetError, StateError
-from tiercache.train.batches import cut_batches, sample_order
+from tiercache.train.batches import check_size, cut_batches, sample_order
 from tiercache.train.loaded_batches import LoadedBatch, LoadedBatches
 from tiercache.train.loader_batches import BatchIndices, SeededDataset, as_is, made_batches, own_generator
 from tiercache.train.negatives import NegativeSampler
@@ -40,9 +40,7 @@ class LoaderPlan:
         """batch_size: None: batches as they were recorded."""
         self._pass, self._shuffle = taken, shuffle
         self._recorded: RecordedBatches = taken.source.whole.recorded
-        self._size = self._recorded.recording.batch_size if batch_size is None else batch_size
-        if self._size is not None and (not isinstance(self._size, int) or self._size < 1):
-            raise ValueError(f"invalid batch_size {batch_size!r}: expected at least 1 sample")
+        self._size = self._recorded.recording.batch_size if batch_size is None else check_size(batch_size)
         self.order = {"batches": "as recorded"} if self._size is None else {}
         """Settings of the order, besides seed and shuffling."""
 

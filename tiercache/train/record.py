@@ -13,6 +13,7 @@ from tiercache.data.recording import RecordingPlan, write_recording
 from tiercache.errors import DatasetError
 from tiercache.sizes import parse_bytes
 from tiercache.store.files import local_path
+from tiercache.store.records import integer, positive
 from tiercache.store.table import group_tables
 from tiercache.train.batches import in_order, sample_order
 from tiercache.train.key_recorder import KeyRecorder, schema_of
@@ -99,9 +100,8 @@ def record_key_sets(
         ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
     """
     schema = schema_of(model)
-    for name, number in {"min_count": min_count, "devices": devices}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"invalid {name} {number!r}: expected a whole number, at least 1")
+    min_count, devices = positive(min_count, "min_count"), positive(devices, "devices")
+    seed = integer(seed, "seed")
     if call is not None and keys is not None:
         raise ValueError("call= and keys= exclude each other: pass keys=, which needs no forward, or call=")
     if min_count > 1 and (weighted := [name for name, one in named_table_modules(model) if one.weights]):

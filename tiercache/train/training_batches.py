@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import StateError
+from tiercache.store.records import positive
 from tiercache.train.batches import check_epochs, check_size
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class TrainingBatches:
     ) -> None:
         """options: the arguments of ``Pass.batches``, or of ``Pass.loader`` if there is a ``dataset``."""
         check_epochs(epochs)
-        size = check_size(size)
+        size, per_step = check_size(size), positive(per_step, "batches_per_step")
         last = loop.last_sub_dataset(epochs) if epochs == 1 else None
         _check_steps([one.samples for one in cache.dataset.passes], size, per_step, last)
         for one in cache.dataset.passes:  # a trainer would treat a loader of length 0 as finished
@@ -136,8 +137,6 @@ def _check_steps(samples: Sequence[int], size: int, per_step: int, last: int | N
 
     All sub-datasets must have whole steps but ``last``, which is trained last and once.
     """
-    if isinstance(per_step, bool) or not isinstance(per_step, int) or per_step < 1:
-        raise ValueError(f"invalid batches_per_step {per_step!r}: expected a whole number, at least 1")
     for index, count in enumerate(samples):
         if index != last and (rest := -(-count // size) % per_step):
             remedy = (
