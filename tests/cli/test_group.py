@@ -108,6 +108,36 @@ def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: 
     assert invoke(command).exit_code == 2
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup", "estimate"}))
+def test_a_path_with_a_tilde_is_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """A shell leaves the tilde in quotes, and after an equals sign. No folder of that name is created."""
+    tc.export_store("s.tc", "numpy", format="numpy")
+    paths = {path.name for path in folder.iterdir()} | {"new", "new.tc", "out", "planned.tc"}
+    paths -= {"numpy"} if command == "export" else set()  # its format
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(folder / "numpy")
+    files = {path.name for path in Path().iterdir()}
+    run(command, *(f"~/{one}" if one in paths else one for one in COMMANDS[command]))
+    assert {path.name for path in Path().iterdir()} == files
+
+
+def test_options_expand_a_tilde_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, plots, other stores, and the files of several earlier datasets."""
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    (folder / "keys.txt").write_text("1\n2\n")
+    assert [row["key"] for row in told("lookup", "~/s.tc", "a", "--keys", "~/keys.txt")] == [1, 2]
+    run("diff", "~/s.tc", "~/s.tc")
+    run("plan", "~/passes", "--store=~/planned.tc", "--samples-per-second", "1e5", "--out=~/plan.toml")
+    run("estimate", "--rows", "1e6", "--dim", "8", "--samples", "1e9", "--store=~/s.tc")
+    for prior in ((), ("--prior-counts=~/one", "--prior-counts=~/one")):
+        run("extract", "~/part-*.parquet", "--schema=~/schema.toml", f"--out=~/{'two' if prior else 'one'}",
+            "--device-budget", "1MiB", "--min-count", "2", *prior)  # fmt: skip
+    assert {"one", "two", "plan.toml"} <= {path.name for path in folder.iterdir()}
+    assert not [*Path().iterdir()]
+
+
 def test_alter_says_what_changed_and_how_many_bytes_wait(folder: Path) -> None:
     """A larger dim and a new table; then the table is dropped; a schema that the store has makes no commit."""
     wider = SCHEMA.replace("dim = 4", "dim = 6") + "[tables.b]\ndim = 2\n[features.b]\n"

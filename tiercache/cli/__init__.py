@@ -20,7 +20,7 @@ from tiercache.cli import (
     store_commands,
     transfer,
 )
-from tiercache.cli.output import printable
+from tiercache.cli.output import expanding_home, printable
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
 
@@ -78,7 +78,7 @@ for name, command in (
     ("report", extract_command.report),
     ("warmup", extract_command.warmup),
 ):
-    app.command(name)(command)
+    app.command(name)(expanding_home(command))
 
 
 def _show_version(requested: bool) -> None:

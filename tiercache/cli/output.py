@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,6 +32,21 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 def printable(text: str) -> str:
     """Return text with all control characters but line breaks as Python's escapes."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def expanding_home(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that expands ``~`` in its paths: a shell leaves it in quotes, and after an equals sign."""
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expanded(one) for one in value]
+        return Path(os.path.expanduser(value)) if isinstance(value, Path) else value  # noqa: PTH111 - as `local_path`
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        command(**{name: expanded(value) for name, value in arguments.items()})
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
