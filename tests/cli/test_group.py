@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +217,19 @@ def test_keys_of_files_are_taken_as_they_are_written(folder: Path) -> None:
     assert told("info", "s.tc")["rows"] == 700
     for text in ("1_2", "\uff11"):
         assert f"{text!r} is not an integer key" in error_of("lookup", "s.tc", "a", text)
+
+
+@pytest.mark.parametrize("command", ["lookup", "forget"])
+def test_keys_of_a_fifo_are_refused_at_once_and_those_of_a_shell_are_read(folder: Path, command: str) -> None:
+    """A FIFO without a writer would wait forever. What a shell opens for the command, as <(...), has one."""
+    for name in ("pipe", "pipe.npy"):
+        os.mkfifo(name)
+        assert "is a FIFO: pass a file of keys" in error_of(command, "s.tc", "a", "--keys", name)
+    reader, writer = os.pipe()
+    os.write(writer, b"1\n2\n")
+    os.close(writer)
+    run(command, "s.tc", "a", "--keys", f"/dev/fd/{reader}")
+    os.close(reader)
 
 
 def test_info_and_verify_take_a_dataset(folder: Path) -> None:

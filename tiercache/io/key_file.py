@@ -25,8 +25,11 @@ def integer_of(text: str) -> int | None:
 def read_keys(path: Path) -> NDArray[np.int64]:
     """Return the keys of a file. Raises ValueError for other content, and ImportExportError for a damaged ``.npy``.
 
-    A ``.npy`` file may be of any integer type whose values fit in int64.
+    A ``.npy`` file may be of any integer type whose values fit in int64. A FIFO is refused, since opening one without a
+    writer waits forever; a pipe that the shell opened, as ``<(...)``, has no path of its own and is read.
     """
+    if path.is_fifo() and path.resolve().exists():
+        raise ValueError(f"{path} is a FIFO: pass a file of keys, or <(...) to read those of a command")
     with path.open("rb") as file:
         data = file.read(8)
         if data.startswith(b"PK\x03\x04"):
