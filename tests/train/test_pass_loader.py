@@ -331,6 +331,27 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
     assert resumed == [tuple(users[list(one)].tolist()) for one in seen]
 
 
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"batch_size": 1}, {"batch_size": 1, "sampler": range(8)}, {"batch_sampler": [[i] for i in range(8)]},
+        {"batch_size": None}, {"batch_size": None, "sampler": range(8)},
+    ],
+)  # fmt: skip
+def test_batches_have_the_shapes_that_torch_gives_them(
+    tmp_path: Path, sampling: dict[str, Any], size: int | None
+) -> None:
+    """Batches of one sample have one, and samples that were not batched have none, unless a batch size is passed."""
+    clicks: Any = [(torch.tensor(i), torch.full((2,), i)) for i in range(8)]
+    data = record(tmp_path / "keys", DataLoader(clicks, **sampling), keys=lambda batch: {"item": batch[1]})
+    batches = [batch for some in taken(tmp_path / "store", data, clicks, batch_size=size) for batch in some]
+    torch_sampling = sampling if size is None else {"batch_size": size}
+    for batch, theirs in zip(batches, DataLoader(clicks, **torch_sampling), strict=True):
+        assert type(batch) is type(theirs)
+        assert all(torch.equal(one, other) for one, other in zip(batch, theirs, strict=True))
+
+
 def test_a_collation_and_workers_of_the_users_are_used(tmp_path: Path, data: tc.PassDataset) -> None:
     """They see the same as in a plain DataLoader."""
 

@@ -103,6 +103,9 @@ class Recording(BaseModel):
     """Seed of the recording."""
     same_draws: bool
     """True if samples draw the random numbers of the recording in every epoch."""
+    unbatched: bool | None = None
+    """True if the loader yielded samples as they are (``batch_size=None``); None: it had a batch size, or the dataset
+    is of a version that did not keep this."""
 
 
 class SubDatasetRecord(BaseModel):
@@ -126,6 +129,8 @@ class SubDatasetRecord(BaseModel):
         values = self.model_dump()
         if self.recorded is None:
             del values["recorded"]
+        elif self.recorded.unbatched is None:
+            del values["recorded"]["unbatched"]
         return values
 
 

@@ -41,7 +41,9 @@ class LoaderPlan:
         self._pass, self._shuffle = taken, shuffle
         self._recorded: RecordedBatches = taken.source.whole.recorded
         self._size = self._recorded.recording.batch_size if batch_size is None else check_size(batch_size)
-        self.order = {"batches": "as recorded"} if self._size is None else {}
+        self.is_as_recorded = self._size is None
+        """True if it yields whole recorded batches."""
+        self.order = {"batches": "as recorded"} if self.is_as_recorded else {}
         """Settings of the order, besides seed and shuffling."""
 
     def batches(self) -> Iterator[LoadedBatch]:
@@ -125,8 +127,9 @@ class PassLoader(DataLoader[Any]):
                 "the same dataset, or record key sets of this one"
             )
         collate = arguments.pop("collate_fn", None)
-        is_single = recording.batch_size is None and recorded.ends.size == taken.num_samples
-        single = is_single and collate is not default_collate  # that of batches, which may have one sample each
+        single = plan.is_as_recorded and recording.unbatched
+        if single is None:  # an older version did not keep this, and the collation of batches is the only hint
+            single = recorded.ends.size == taken.num_samples and collate is not default_collate
         collate = collate or (default_convert if single else default_collate)
         seeded: Any = SeededDataset(
             dataset, collate, is_batched=not single, sample_seed=recording.seed if recording.same_draws else None

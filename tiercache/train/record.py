@@ -113,7 +113,7 @@ def record_key_sets(
     batches = _source(loader, seed, same_draws=same_draws)
     recording = Recording(
         batches=0, lookups=0, batch_size=batches.batch_size, first_batch=0, dataset_length=batches.length,
-        seed=seed, same_draws=same_draws,
+        seed=seed, same_draws=same_draws, unbatched=batches.unbatched,
     )  # fmt: skip
     device_memory = parse_bytes(device_budget)
     options = {
@@ -179,6 +179,7 @@ class _Samples:
             ) from error
         self.batch_size = self._sampling.batch_size if self._order() is not None else None
         """None: batches vary in size."""
+        self.unbatched = None if self.batch_size is not None else not self._is_batched
         self.facts = {
             "dataset_length": self.length,
             "batch_size": self._sampling.batch_size,
@@ -281,7 +282,7 @@ class _Once:
 class _Iterable:
     """The batches of an iterable that a function makes."""
 
-    batch_size = length = None
+    batch_size = length = unbatched = None
 
     def __init__(self, make: Callable[[], Iterable[Any]], seed: int) -> None:
         self._make, self._seed = make, seed
