@@ -92,6 +92,10 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
         ([one("t"), one("u", dim=3)], "table 'u' of .* has dim 2, but 3 was given"),
         ([one("t", seed=1), one("u")], "table 't' of .* has seed 0, but 1 was given"),
         ([one("t", optimizer=SGD(learning_rate=0.2)), one("u")], "table 't' of .* has optimizer"),
+        (
+            [one("t", optimizer=SGD(learning_rate=0.1, momentum=0.5)), one("u")],
+            r"has optimizer {'momentum': 0.0}, but {'momentum': 0.5} was given",
+        ),
     ],
 )
 def test_other_tables_are_refused(home: Home, given: list[Table], words: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from torch import nn
 import tiercache as tc
 from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
-from tiercache.errors import StateError
+from tiercache.errors import DatasetError, StateError, TableMismatchError
+from tiercache.store import alter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +73,34 @@ def changed(optimizer: Any, name: str, value: Any) -> None:
     """Change a setting of all groups, or load it in a state."""
     state = optimizer.state_dict()
     optimizer.load_state_dict(state | {"param_groups": [group | {name: value} for group in state["param_groups"]]})
+
+
+@pytest.mark.parametrize("is_recorded_again", [False, True])
+def test_rows_that_an_older_version_stepped_by_another_rule_are_refused(
+    tmp_path: Path, *, is_recorded_again: bool
+) -> None:
+    """A conversion from Adam had no corrected_eps. The store trains on once it is altered."""
+    model, optimizer = converted(torch.optim.Adam)
+    schema: Any = model.emb.schema  # type: ignore[union-attr]
+    table = schema.tables[0]
+    older = replace(table, optimizer=replace(table.optimizer, corrected_eps=False))
+    with opened(tmp_path, tc.convert(Net(), replace(schema, tables=(older,))), None) as cache:
+        assert cache._rows.state.optimizer.optimizer(0) == older.optimizer
+        for p in cache.passes(epochs=1):
+            p.skip()
+    kind: type[Exception] = DatasetError
+    words = ["corrected_eps=True", "but the dataset", "corrected_eps=False", "create the module with"]
+    if is_recorded_again:
+        shutil.rmtree(tmp_path / "keys")
+        kind = TableMismatchError
+        words = ["has optimizer {'corrected_eps': False}, but {'corrected_eps': True} was given", "alter the store"]
+    with one_sentence(kind, *words):
+        opened(tmp_path, model, optimizer)
+    if is_recorded_again:
+        with tc.Store.open(tmp_path / "m.tc") as store:
+            alter(store, [table])
+        with opened(tmp_path, model, optimizer) as cache:
+            assert cache._rows.state.optimizer.optimizer(0) == table.optimizer
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])

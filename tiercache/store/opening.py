@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -345,12 +345,17 @@ def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: s
             raise TableMismatchError(f"{store} has a table {name!r} that was not given: {advice}")
         if name not in stored_by_name:
             raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
-        one, other = stored_by_name[name].to_record(), requested_by_name[name].to_record()
-        if stored_by_name[name].initializer == requested_by_name[name].initializer:
+        kept, given = stored_by_name[name], requested_by_name[name]
+        one, other = kept.to_record(), given.to_record()
+        if kept.initializer == given.initializer:
             other["initializer"] = one["initializer"]  # files may have moved
         # compression that was not requested is not in the record: the store's setting stays
         part = next((key for key in other if one.get(key) != other[key]), None)
-        if part is not None:
-            raise TableMismatchError(
-                f"table {name!r} of {store} has {part} {one.get(part)!r}, but {other[part]!r} was given: {advice}"
-            )
+        if part is None:
+            continue
+        before, after = one.get(part), other[part]
+        if part == "optimizer" and type(kept.optimizer) is type(given.optimizer):  # records leave out some settings
+            settings = [one.name for one in fields(kept.optimizer)]  # type: ignore[arg-type]
+            changed = [one for one in settings if getattr(kept.optimizer, one) != getattr(given.optimizer, one)]
+            before, after = ({one: getattr(each.optimizer, one) for one in changed} for each in (kept, given))
+        raise TableMismatchError(f"table {name!r} of {store} has {part} {before!r}, but {after!r} was given: {advice}")
