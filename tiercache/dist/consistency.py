@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
 
 _COMPARING = "comparing what must be the same"
+_RESTART = "pass the same values on all ranks and restart them"
 MOST_LETTERS = 48
 """Longer values are sent as digests: tables and sharding plans of a thousand ranks would be many megabytes."""
 
 
-def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
+def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any], remedy: str = _RESTART) -> None:
     """Check that every fact (a name shown to users: a JSON serializable value) is the same on all ranks. Collective.
 
-    The version of tiercache is always checked too. A fact that only some ranks pass differs.
+    The version of tiercache is always checked too. A fact that only some ranks pass differs. ``remedy`` ends the error.
 
     Raises:
         RankError: on every rank; its message names each difference, the values, and the ranks.
@@ -33,7 +34,7 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
     own = {"the version of tiercache": __version__, **facts}
     facts_W = ranks.all_gather_object({name: _short(value) for name, value in own.items()}, _COMPARING)
     names = dict.fromkeys(name for each in facts_W for name in each)
-    _refuse({name: _difference([each.get(name, "nothing") for each in facts_W]) for name in names})
+    _refuse({name: _difference([each.get(name, "nothing") for each in facts_W]) for name in names}, remedy)
 
 
 def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> None:
@@ -66,9 +67,9 @@ def _identity(path: Path) -> list[str | int]:
     return [str(path)]
 
 
-def _refuse(differences: Mapping[str, str | None]) -> None:
+def _refuse(differences: Mapping[str, str | None], remedy: str = _RESTART) -> None:
     if differing := "; ".join(f"{name} ({words})" for name, words in differences.items() if words):
-        raise RankError(f"ranks differ in {differing}: pass the same values on all ranks and restart them")
+        raise RankError(f"ranks differ in {differing}: {remedy}")
 
 
 def _difference(values: list[str]) -> str | None:

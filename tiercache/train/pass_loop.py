@@ -22,6 +22,7 @@ from tiercache.train.commit_state import FiniteCheck
 from tiercache.train.joint_optimizer import ScheduleCheck
 from tiercache.train.passes import Pass
 from tiercache.train.row_view import RowView
+from tiercache.train.settings_check import check_same_settings
 from tiercache.train.trainers import check_clipping
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class PassLoop:
         if ranks.size > 1:
             check_same(ranks, {"epochs": epochs})
         first, first_sample = self.restore()
+        check_same_settings(rows.state.optimizer, ranks)
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
         if first >= end:
@@ -414,7 +416,7 @@ class PassLoop:
         """Check that a commit may be captured; publish the previous commit of a sharded store first.
 
         Gradients left by another optimizer's step expire with ``scope``. Raises StateError, ``unstepped``, between a
-        backward and its step.
+        backward and its step, and RankError if rows step by other settings on other ranks.
         """
         self._exchange.rest()
         with self._ranks.raise_on_all("writing the rows of the previous pass"):
@@ -427,6 +429,7 @@ class PassLoop:
             if self._training_store.is_sharded:
                 self._rows.drain()
         self._training_store.publish()
+        check_same_settings(self._rows.state.optimizer, self._ranks)
 
     def _check_made(self, current: Pass) -> None:
         """Raise StateError if the loop did not take all batches of a pass."""

@@ -49,6 +49,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.anchors, self.hooks = Anchors(), RowHooks()
         self.gradients = RowGradients(len(groups), self.anchors)
         self.num_ranks = 1
+        self.max_norm: float | None = None
+        """The norm that gradients were last clipped to."""
         self.steps = 0
         """Steps applied so far."""
         self._names = [tuple(group.optimizer.settings()) for group in groups]
@@ -312,6 +314,7 @@ class RowOptimizer(torch.optim.Optimizer):
         before, float32 0-dim, as `torch.nn.utils.clip_grad_norm_` does. Raises RuntimeError if it is not finite and
         ``error_if_nonfinite``.
         """
+        self.max_norm = max_norm
         anchors = {id(anchor.parameter) for anchor in self.anchors}
         optimizers = self.dense if dense is None else [dense]
         parameters = [one for each in optimizers for group in each.param_groups for one in group["params"]]
@@ -400,6 +403,17 @@ class RowOptimizer(torch.optim.Optimizer):
             or group.optimizer.with_settings(now) != group.optimizer
         }
         return kept | ({"tables": changed} if changed else {})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The settings that decide a step, by names for users: the ranks compare them."""
+        found: dict[str, Any] = {"max_norm of clip_grad_norm_": None if self.max_norm is None else float(self.max_norm)}
+        for group, names in zip(self._groups, self._names, strict=True):
+            for table in group.tables:
+                for name in names:
+                    value = self._of[table.name][name]
+                    found[f"{name} of table {table.name!r}"] = np.array(value, np.float64).tolist()
+        return found
 
     def restore(self, settings: dict[str, Any]) -> None:
         """Restore settings from a commit; with imported rows, it may have only the steps, or nothing."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
+from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
 from tiercache.train.torch_optimizers import REFUSED, SETTINGS, check_defaults, check_owned_once, settings_of
 
@@ -13,7 +15,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.train.row_optimizer import RowOptimizer
+
+
+_REMEDY = (
+    "set the same value on all ranks, as by a scheduler that gets the mean loss of all ranks, and resume from the last "
+    "commit"
+)
 
 
 class SettingsCheck:
@@ -120,6 +129,23 @@ class SettingsCheck:
             f"{rows[name]!r}: change it in all groups of cache.optimizer.param_groups, or before tc.convert",
             stacklevel=5,
         )
+
+
+def check_same_settings(rows: RowOptimizer, ranks: AnyCommunicator) -> None:
+    """Raise RankError on all ranks if their rows step by other settings. Collective: one exchange of two numbers.
+
+    Raises StateError if a module has got a ``max_norm`` since it was registered.
+    """
+    if ranks.size == 1:
+        return
+    limits = {f"max_norm of {one.features}": one.max_norm for one in rows.anchors.readers if one.max_norm is not None}
+    facts = rows.facts | dict(sorted(limits.items()))
+    digest = crc32(repr(facts).encode())
+    low, high = ranks.all_reduce_min([digest, -digest], "comparing the settings of rows")
+    if low != -high:
+        check_same(ranks, facts, _REMEDY)
+    if limits:
+        rows.check_one_rank("max_norm")
 
 
 def _owned(rows: RowOptimizer) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
