@@ -202,6 +202,19 @@ def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_another_model_with_the_same_header_is_refused(tmp_path: Path, *, merge: bool) -> None:
+    """As a base, and in place of the checkpoint: its other rows would come out."""
+    store, out = trained(tmp_path), tmp_path / "out.safetensors"
+    other = save(tmp_path / "other.safetensors", model__embed__weight=weights() + 1)
+    with pytest.raises(CheckpointError, match=r"has different bytes at \d+ than when the store first read it"):
+        tc.export_overlay(store, out, base=other, merge=merge)
+    other.replace(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has different bytes at \d+ than when the store first read it"):
+        tc.export_overlay(store, out, merge=merge)
+    assert not out.exists()
+
+
 def test_a_row_beyond_the_tensor_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     table = tc.Table(name="gram", dim=DIM)
     with tc.Store.open(tmp_path / "store", tables=[table]) as store:

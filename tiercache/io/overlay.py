@@ -198,10 +198,13 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
         )
     for part in store.parts:
         record = part.checkpoints.get(table.name)
-        if record is not None and record.identities and record.identities != found.identities:
+        if record is None or not record.identities:
+            continue
+        if record.identities != found.identities:
             raise CheckpointError(
                 f"{found.label} is not what table {table.name!r} started from: pass that file as base"
             )
+        record.check(found)  # another model of the same shape has the same header
     return found
 
 

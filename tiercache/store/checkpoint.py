@@ -236,9 +236,8 @@ class CheckpointRecord:
         with _LOCK:
             _RECORDS[self.start.path, self.start].discard(self)
 
-    def check(self, table: Table) -> None:
-        """Compare a sample of the chunks that were read with the files. Raises CheckpointError."""
-        tensor = checkpoint_tensor(table)
+    def check(self, tensor: CheckpointTensor) -> None:
+        """Compare a sample of the chunks that were read with the files of a tensor. Raises CheckpointError."""
         for file, sums in zip(tensor.files, self.sums, strict=True):
             file.sample(sums, _SAMPLED_CHUNKS)
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.store.checkpoint import checkpoint_records
+from tiercache.store.checkpoint import checkpoint_records, checkpoint_tensor
 from tiercache.store.commit import Cursor, between_passes
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter
@@ -217,7 +217,7 @@ class Store(StoreReads):
         for part in self.parts:
             for table in part.tables:
                 if table.name in part.checkpoints:
-                    part.checkpoints[table.name].check(table)
+                    part.checkpoints[table.name].check(checkpoint_tensor(table))
 
     def write_within(self, memory_bytes: int) -> None:
         """Limit the copies of parts being written to ``memory_bytes``, or one part if that is larger."""
