@@ -129,6 +129,24 @@ def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
         warnings.warn(found[0], stacklevel=1)
 
 
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.01), ("momentum", 0.25), ("weight_decay", 0.125)])
+def test_settings_before_the_loop_are_those_of_the_first_step(tmp_path: Path, name: str, value: float) -> None:
+    """As of a warm-up, which sets the rate when it is made. The commit of the model's weights has no settings."""
+    torch.manual_seed(0)
+    model, optimizer = converted()
+    theirs = Net()
+    theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})  # type: ignore[union-attr,index,call-overload,dict-item]
+    reference = momentum(theirs.parameters())
+    with opened(tmp_path, model, optimizer) as cache:
+        for group in (*cache.optimizer.param_groups, *reference.param_groups):
+            group[name] = value
+        for _ in cache.passes(epochs=1):
+            step(model, cache.optimizer)
+            step(theirs, reference)
+        with torch.no_grad():
+            torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS))  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
 def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, name: str, value: float) -> None:
     """There is no warning, also after a restart with the state of the last commit."""

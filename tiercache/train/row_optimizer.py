@@ -416,11 +416,14 @@ class RowOptimizer(torch.optim.Optimizer):
         return found
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Restore settings from a commit; with imported rows, it may have only the steps, or nothing."""
-        rates, self.is_restored = settings.get("learning_rates", {}), True
+        """Restore settings from a commit; one of imported rows has only the steps, or nothing, and changes no others."""
+        rates, self.is_restored = settings.get("learning_rates"), True
         self.steps = int(settings.get("steps", 0))
         for group in self._groups:
             for table in group.tables:
+                if rates is None:  # a scheduler may have set the rate of the first step
+                    self._of[table.name]["step"] = self.steps
+                    continue
                 rate = float(rates.get(table.name, group.optimizer.learning_rate))
                 changed = dict(settings.get("tables", {}).get(table.name, {}))
                 if "betas" in changed:
