@@ -296,7 +296,9 @@ def test_what_may_be_expected_is_a_sentence_and_no_traceback(
 ) -> None:
     """For any error of the system, and Ctrl-C; a defect keeps its traceback."""
     monkeypatch.setattr("tiercache.store.info", failing(error))
-    assert words in error_of("info", "s.tc")
+    told = invoke("info", "s.tc")
+    assert told.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert told.stderr.startswith(f"error: {words}")
     monkeypatch.setattr("tiercache.store.info", failing(KeyError("defect")))
     assert isinstance(invoke("info", "s.tc").exception, KeyError)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -57,6 +58,20 @@ def said(problem: str) -> list[int]:
     words = re.match(r"in commits? ([\d, and]+), (block|part|commits/|ranks/|the description)", problem)
     assert words is not None, problem
     return [int(id_) for id_ in re.findall(r"\d+", words[1])]
+
+
+def test_an_interruption_ends_the_reading_process(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At once and without a word: Ctrl-C in a terminal reaches the process that asked alone."""
+
+    def interrupted(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(path, progress=interrupted)
+    assert capfd.readouterr().err == ""
+    reading = [one for one in psutil.Process().children() if "tiercache.store.verification" in one.cmdline()]
+    assert reading == []
+    assert verify(path)["problems"] == []
 
 
 def test_every_block_of_every_commit_is_read_once(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command ``tiercache``: exit code 0 for success, 1 for an error or damage, 2 for wrong usage.
+"""The command ``tiercache``: exit code 0 for success, 1 for an error or damage, 2 for wrong usage, 130 for Ctrl-C.
 
 An expected failure is one line on standard error. Every command takes ``--json``, which prints one JSON value and
 nothing else, and ``--quiet``, which prints nothing but errors.
@@ -25,7 +25,7 @@ from tiercache.errors import CudaError, StoreError, TierCacheError
 
 
 class _Commands(TyperGroup):
-    """Turns an expected failure of a command into one line and exit code 1."""
+    """Turns an expected failure of a command into one line and exit code 1, or 130 for Ctrl-C."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the whole first sentence of each command, on as many lines as it needs."""
@@ -33,6 +33,7 @@ class _Commands(TyperGroup):
             formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in self.commands.items()])
 
     def invoke(self, ctx: Any) -> Any:
+        code = 1
         try:
             return super().invoke(ctx)
         except (TierCacheError, StoreError, CudaError, ValueError) as error:
@@ -43,9 +44,9 @@ class _Commands(TyperGroup):
         except MemoryError:
             message = "out of memory: free some memory, or lower the command's memory options"
         except KeyboardInterrupt:
-            message = "interrupted: you can run the same command again"
+            message, code = "interrupted: you can run the same command again", 130
         typer.echo(printable(f"error: {message.strip()}".replace("\n", " ")), err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(code)
 
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store import store_errors
@@ -151,7 +151,11 @@ def verify(
     command = [sys.executable, "-m", "tiercache.store.verification", str(path), "--deep" if deep else "--no-deep"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     report: dict[str, Any] = {"path": str(path), "problems": []}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as child:
+    # in a session of its own, Ctrl-C ends this process, which ends the other
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+    ) as child, ExitStack() as on_error:  # fmt: skip
+        on_error.callback(child.kill)
         assert child.stdout is not None
         for line in child.stdout:
             message = json.loads(line)
@@ -163,6 +167,7 @@ def verify(
                     report |= message["report"]
                 case "error":
                     raise getattr(store_errors, message["type"], store_errors.StoreError)(message["text"])
+        on_error.pop_all()
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         report["problems"].append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -352,6 +353,8 @@ def main(path: str, deep: bool) -> None:
         _say(kind="report", report=report)
     except StoreError as error:
         _say(kind="error", type=type(error).__name__, text=str(error))
+    except BrokenPipeError:  # the process that asked has ended
+        os._exit(1)
 
 
 if __name__ == "__main__":

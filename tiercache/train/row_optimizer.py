@@ -416,7 +416,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return found
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Restore settings from a commit; one of imported rows has only the steps, or nothing, and changes no others."""
+        """Restore settings from a commit; one of imported rows has only the steps, or nothing, and changes no other."""
         rates, self.is_restored = settings.get("learning_rates"), True
         self.steps = int(settings.get("steps", 0))
         for group in self._groups:
