@@ -84,6 +84,45 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(
         assert all(np.isfinite(field).all() for field in fields)
 
 
+def overflow_alone(ranks: AnyCommunicator, folder: str, *, last: int, then: str) -> dict[str, Any]:
+    """Train under a scaler that was not registered, on models that nothing averages; rank 1 skips a step."""
+    cache = opened(folder, f"{last}{then}.tc")
+    model: Any = Net(cache.schema)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    error, skipped = "", 0
+    try:
+        for p in cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(16)):
+                loss = model(batch).square().mean() * (torch.inf if i == last and ranks.rank else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(cache.optimizer)
+                scaler.update()
+                cache.optimizer.zero_grad()
+                skipped += scaler.get_scale() < 2.0**10
+                if then == "commits" and i == last:
+                    cache.commit()
+    except tc.errors.RankError as caught:
+        error = str(caught)
+        cache._close(failed=True)
+    return {"error": error, "skipped": skipped}
+
+
+@pytest.mark.parametrize(("last", "then"), [(2, "goes on"), (2, "commits"), (5, "goes on"), (5, "commits")])
+def test_a_step_that_one_rank_skips_alone_is_an_error_of_all_at_once(
+    ranks_pool: RanksPool, tmp_path: Path, last: int, then: str
+) -> None:
+    """In a pass, at its end and at a commit. The error says to register the scaler, and nothing is committed."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:overflow_alone", folder=str(tmp_path), last=last, then=then)
+    assert [one["skipped"] for one in found] == [0, 1]
+    for one in found:
+        assert "did something else" in one["error"], one
+        assert "a GradScaler must be registered: cache.register(scaler=scaler)" in one["error"]
+        assert "Timed out" not in one["error"]
+    assert tc.Store.open(tmp_path / f"{last}{then}.tc", mode="r").commit.cursor == (0, 0)  # type: ignore[union-attr]
+
+
 def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:
     """Train with a wrapper."""
     with opened(folder, f"{how}.tc") as cache:

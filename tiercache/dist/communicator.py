@@ -181,7 +181,8 @@ class Communicator:
         if others := np.nonzero(received[:, 0] != mark)[0].tolist():
             raise RankError(
                 f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks must make the "
-                "same batches, and step, discard, commit and evaluate after the same ones"
+                "same batches, and step, discard, commit and evaluate after the same ones. To skip a step on all, "
+                "a GradScaler must be registered: cache.register(scaler=scaler)"
             )
 
     # -- data ---------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ class PassLedger:
         self._has_trainable = self._has_gradients = self._is_stepped = self._is_dropped = False
         self._has_pending = False
         """True if gradients arrived since the last step, and no known optimizer dropped them."""
+        self.is_step_due = False
+        """True if a batch was looked up with gradients since the last step, the same on all ranks."""
 
     # -- during the pass -----------------------------------------------------------------------------------
 
@@ -62,6 +64,7 @@ class PassLedger:
         """Record a lookup of a batch. trains: True if its gradients would move rows."""
         (self._trained if gradients else self._read).add(end)
         self._newest = end if gradients else self._newest
+        self.is_step_due |= gradients
         self._has_trainable |= trains
 
     def arrive(self) -> None:
@@ -70,6 +73,7 @@ class PassLedger:
 
     def step(self, *, applied: bool) -> None:
         """Record a step of a known optimizer. It does not count if another optimizer dropped the gradients before."""
+        self.is_step_due = False
         if applied or not self._has_pending:
             self._is_stepped, self._has_pending = True, False
 

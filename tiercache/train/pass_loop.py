@@ -419,6 +419,7 @@ class PassLoop:
         backward and its step, and RankError if rows step by other settings on other ranks.
         """
         self._exchange.rest()
+        self._check_stepped()
         with self._ranks.raise_on_all("writing the rows of the previous pass"):
             if self._exchange.pending:
                 raise StateError(unstepped)
@@ -431,6 +432,14 @@ class PassLoop:
         self._training_store.publish()
         check_same_settings(self._rows.state.optimizer, self._ranks)
 
+    def _check_stepped(self) -> None:
+        """Raise RankError if other ranks are in a step that this one left out, as a GradScaler of one rank does.
+
+        They would wait for torch's timeout, and this one for longer.
+        """
+        if self._next is None and self.current is not None and self.current.ledger.is_step_due:
+            self._exchange.tell([], "leaving out a step", None)
+
     def _check_made(self, current: Pass) -> None:
         """Raise StateError if the loop did not take all batches of a pass."""
         try:
@@ -442,6 +451,7 @@ class PassLoop:
 
     def _is_stopped(self, current: Pass) -> bool:
         """Return True if ``current`` or the previous pass was stopped; that is committed if it is trained."""
+        self._check_stepped()
         previous = self.current
         is_stopped = current.ledger.is_stopped or (previous is not None and previous.ledger.is_stopped)
         on_none, on_all = self._ranks.all_reduce_min([not is_stopped, is_stopped])
