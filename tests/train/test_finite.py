@@ -6,8 +6,10 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Net, Spec, table, tiered
@@ -18,6 +20,7 @@ from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1),
@@ -198,6 +201,29 @@ def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> N
             scaler.update()
             training.optimizer.zero_grad()
     assert training.committed == 3
+
+
+@pytest.mark.parametrize("drops_first", [True, False])
+def test_a_pass_whose_only_step_a_scaler_skips_is_trained(tmp_path: Path, *, drops_first: bool) -> None:
+    """Wherever the loop calls zero_grad()."""
+    table = tc.Table(name="a", dim=4, optimizer=tc.optim.SGD(learning_rate=1.0))
+    data = tc.write_key_sets(tmp_path / "keys", [table], [{"a": np.arange(4)}] * 3)
+    model = nn.Sequential(tc.EmbeddingBagCollection(data.schema), nn.Linear(4, 1))
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=4.0), list[int]()
+    with tc.InMemoryCache(data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)) as cache:
+        cache.register(scaler=scaler)
+        for p in cache.passes(epochs=1):
+            if drops_first:
+                cache.optimizer.zero_grad()
+            loss = model(p.batch({"a": np.arange(4)})).sum() * (math.inf if p.index == 1 else 0.01)
+            scaler.scale(loss).backward()
+            scaler.step(cache.optimizer)
+            scaler.update()
+            if not drops_first:
+                cache.optimizer.zero_grad()
+            seen.append(p.index)
+        assert all(torch.isfinite(one).all() for one in model.parameters())
+    assert seen == [0, 1, 2]
 
 
 def test_an_unknown_mode_is_refused(passes: tc.PassDataset) -> None:

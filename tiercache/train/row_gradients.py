@@ -64,7 +64,12 @@ class RowGradients:
         return any(self.collected) or any(map(is_unstepped, self.arrivals))
 
     def expire(self, where: str) -> None:
-        """Expire gradients left by another optimizer's step: ``where`` ends, and they must be dropped later."""
+        """Expire gradients left by another optimizer's step: ``where`` ends, and they must be dropped later.
+
+        Gradients that a GradScaler skipped count as dropped.
+        """
+        if self.anchors.ledger is not None and any(one.is_pending and not one.is_passed_over for one in self.arrivals):
+            self.anchors.ledger.drop()
         for anchor in {one.anchor for one in self.arrivals}:
             anchor.expire(where)
         self._deferred.clear()
