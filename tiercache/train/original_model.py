@@ -34,7 +34,7 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
         raise ValueError(f"{store.label} has no table {unknown[0]!r}: it has {', '.join(tables)}")
     own = like.state_dict()
     inside = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, SharedLookup))
-    dense = {name: value for name, value in model.state_dict().items() if not name.startswith(inside)}
+    dense = {_plain(name): value for name, value in model.state_dict().items() if not name.startswith(inside)}
     if missing := [name for name in own if name not in dense and name not in weights]:
         raise ValueError(f"like= has {missing[0]}, which the model does not have: pass a model of the original class")
     if unknown := [name for name in dense if name not in own]:
@@ -69,6 +69,7 @@ def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Par
             raise ValueError(  # noqa: TRY004 - the model is what it should not have
                 f"{name} is a {type(one).__name__}, which has no counterpart in torch: leave out like="
             )
+        name = _plain(name)  # noqa: PLW2901 - in ``like``
         parent, _, child = name.rpartition(".")
         try:
             parameter = like.get_submodule(parent)._parameters.get(child) if name else None
@@ -82,6 +83,11 @@ def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Par
     if not found:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
     return found
+
+
+def _plain(name: str) -> str:
+    """Return a name without the parts that torch.compile adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _padding(like: nn.Module, weight: str) -> int | None:

@@ -62,6 +62,7 @@ def to_torch(
     of one module like ``model``, and the errors of ``Store.scan``.
     """
     check_unseen(unseen)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if at is not None:
         with store.at(at) as there:
             assert there.commit is not None, "the store has a commit"
