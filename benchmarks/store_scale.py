@@ -162,8 +162,12 @@ class MadeUpEngine(MemoryEngine):
         """Return the keys of rows [low, high)."""
         return keys_of(self.hashes(low, high), LARGE.table_id)
 
-    def read(self, request: ReadRequest) -> None:
+    def read(self, *requests: ReadRequest) -> None:
         """Fill with stored bytes, or with generated ones."""
+        for request in requests:
+            self._read(request)
+
+    def _read(self, request: ReadRequest) -> None:
         kind = request.blob.name.rsplit("/", 1)[1]
         if kind == "rows":
             request.out[:] = 0
