@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,3 +115,67 @@ def test_an_epoch_that_is_left_early_is_an_error_at_the_next(tmp_path: Path) -> 
             break
         with pytest.raises(StateError, match="pass 0 "):
             next(iter(batches))
+
+
+@pytest.mark.parametrize("stops_at", [(0, 0), (0, 5), (1, 0), (2, 0), (2, 3), (2, 7), (3, 1)])
+def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
+    tmp_path: Path, stops_at: tuple[int, int]
+) -> None:
+    """Epochs that a script skips step it too, and only the step after the last commit counts."""
+
+    def run(store: Path, stop: tuple[int, int] | None) -> dict[int, list[float]]:
+        model, optimizer, loader, data = made(tmp_path)
+        rates: dict[int, list[float]] = {}
+        with tiered(store, data, model=model, optimizer=optimizer) as cache:
+            batches = cache.loader(loader, 4)
+            scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, 1, 0.5)
+            cache.register(scheduler=scheduler)
+            for epoch in range(4):
+                for number, batch in enumerate(batches):
+                    if (epoch, number) == stop:
+                        return rates
+                    train(model, cache.optimizer, batch)
+                    rates[epoch] = [group["lr"] for group in cache.optimizer.param_groups]
+                scheduler.step()
+        return rates
+
+    whole = run(tmp_path / "whole.tc", None)
+    assert whole == {epoch: [0.1 * 0.5**epoch] * 2 for epoch in range(4)}
+    run(tmp_path / "m.tc", stops_at)
+    again = run(tmp_path / "m.tc", None)
+    assert again == {epoch: rates for epoch, rates in whole.items() if epoch >= min(again)}
+    assert min(again) in {stops_at[0], stops_at[0] - 1}
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "by hand"])
+def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(tmp_path: Path, kind: str) -> None:
+    """Rates and dense weights: the loop goes on from the end of an epoch, and loads no commit. Also after a restart."""
+
+    def run(epochs: range) -> list[float]:
+        model, optimizer, loader, data = made(tmp_path)
+        rates, halved = list[float](), None
+        with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+            scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, 1, 0.5)
+            cache.register(scheduler=scheduler)
+            for epoch in epochs:
+                for p in cache.passes(epochs=epoch + 1):
+                    if halved is not None:
+                        torch.testing.assert_close(model["top"].weight, halved, rtol=0, atol=0)
+                        halved = None
+                    for batch in p.loader(loader.dataset, batch_size=BATCH):
+                        train(model, cache.optimizer, batch)
+                    if p.sub_dataset == 0:
+                        rates.append(cache.optimizer.param_groups[-1]["lr"])
+                if kind == "scheduler":
+                    scheduler.step()
+                    continue
+                for group in cache.optimizer.param_groups:
+                    group["lr"] *= 0.5
+                with torch.no_grad():
+                    halved = model["top"].weight.mul_(0.5).clone()
+        return rates
+
+    assert run(range(2)) == [0.1, 0.05]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing is left to train")
+        assert run(range(4)) == [0.025, 0.0125]

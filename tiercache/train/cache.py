@@ -234,12 +234,12 @@ class TierCache(CacheFacts):
     def passes(self, epochs: int) -> SizedIterator[Pass]:
         """Return an iterator over the passes from the last commit to the end of epoch ``epochs``, with a length.
 
-        First restores rows and registered state from the last commit; a store without a commit gets one of the current
-        state. Without a store, training continues with the first pass that was not trained to its end. A pass ends when
-        the next one is requested, so work that your loop does after the last batch belongs to the pass. Every
-        ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by the
-        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing more
-        is committed. With several ranks a commit is made on all ranks or on none.
+        First restores rows and registered state from the last commit, unless a loop of this cache ended with an epoch:
+        rates that you change then are kept. A store without a commit gets one of the current state; without a store,
+        training goes on. A pass ends when the next one is requested, so work that your loop does after the last batch
+        belongs to the pass. Every ``commit_every``-th pass and the last one are committed when they end. The commit of
+        pass t is durable by the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the
+        loop early, nothing more is committed. With several ranks a commit is made on all ranks or on none.
 
         Your loop may fetch batches ahead, also from the next pass; with several ranks, all in the same way. If a batch
         of a pass has not been trained yet when the next pass is requested, the pass ends at the first lookup that
@@ -264,7 +264,7 @@ class TierCache(CacheFacts):
         is. Committed batches are left out, so a script that runs again resumes. ``loader``: the loader that was passed
         to `record_key_sets`. ``options``: arguments of ``Pass.loader``, overriding the settings of ``loader``.
         """
-        return EpochLoader(self, loader, epochs, **options)
+        return EpochLoader(self, self._loop, loader, epochs, **options)
 
     def batches(
         self, size: int, *, epochs: int, shuffle: bool = False, dataset: Any = None, batches_per_step: int = 1,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from tiercache.train.cache import TierCache
+    from tiercache.train.pass_loop import PassLoop
     from tiercache.train.passes import Pass
 
 _KEPT = (
@@ -27,19 +28,28 @@ class EpochLoader:
     """Replaces a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
 
     `TierCache.loader` makes it. Batches of an epoch that are already trained are left out, so a script that runs again
-    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends.
+    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends: what the script does
+    after it, such as a step of a scheduler, is of later commits. So the last commit is loaded where that is due, and
+    what the script does after earlier epochs has no effect on registered objects.
     """
 
     def __init__(
-        self, cache: TierCache, loader: DataLoader[Any] | Callable[[], Iterable[Any]], epochs: int, **options: Any
+        self,
+        cache: TierCache,
+        loop: PassLoop,
+        loader: DataLoader[Any] | Callable[[], Iterable[Any]],
+        epochs: int,
+        **options: Any,
     ) -> None:
         """options: arguments of ``Pass.loader``, overriding the settings of ``loader``."""
         check_epochs(epochs)
-        self._cache, self._epochs = cache, epochs
+        self._cache, self._loop, self._epochs = cache, loop, epochs
         self._loader: Any = loader
         self._options = options
         if isinstance(loader, DataLoader):
             self._loader, self._options = loader.dataset, _options_of(loader) | options
+        self._first = 0
+        """The first iteration that the last commit is loaded for: that of its epoch, which may be trained."""
         self._passes: Iterator[Pass] | None = None
         self._next: Pass | None = None
         """The first pass of a later epoch, if it has been requested."""
@@ -67,6 +77,14 @@ class EpochLoader:
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
         if self._passes is None:
+            if epoch == 0:
+                index, sample = self._loop.position
+                whole, passes = divmod(index, len(self._cache.dataset.passes))
+                self._first = min(whole if passes or sample else max(0, whole - 1), self._epochs - 1)
+                if self._first > 0:
+                    self._cache.restore()  # the script may evaluate
+            if epoch < self._first:
+                return
             self._passes = iter(self._cache.passes(self._epochs))
         while True:
             current = next(self._passes, None) if self._next is None else self._next

@@ -77,6 +77,8 @@ class PassLoop:
         """The sample of the last commit inside the current pass."""
         self._left: tuple[int, int] | None = None
         """The pass and the sample at which a loop was left before its end, until the next restore."""
+        self._since: tuple[int, int] | None = None
+        """The pass and the sample of the commit that the script's state is of, with its own changes since."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -97,7 +99,7 @@ class PassLoop:
             check_clipping(rows.state.dense.objects.values())
         if ranks.size > 1:
             check_same(ranks, {"epochs": epochs})
-        first, first_sample = self.restore()
+        first, first_sample = self.restore(epochs)
         check_same_settings(rows.state.optimizer, ranks)
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
@@ -184,18 +186,20 @@ class PassLoop:
         """Return True for the last pass of a loop."""
         return current.index + 1 == epochs * self._rows.schedule.num_passes
 
-    def restore(self) -> tuple[int, int]:
-        """End a loop and restore the last commit; returns its pass and sample."""
+    def restore(self, epochs: int = 0) -> tuple[int, int]:
+        """End a loop and restore the last commit, or go on with an epoch's end; returns its pass and sample."""
         self.finish()
         self.end()
         self._rows.stop()
         share_threads()
         self._training_store.meet()
-        first, first_sample = self._rows.restore(self._ranks)
-        self._left = None
+        at, num_passes = self._rows.cursor, self._rows.schedule.num_passes
+        goes_on = at == self._since and at[0] % num_passes == 0 == at[1] and at[0] < epochs * num_passes
+        at, self._left = self._rows.restore(self._ranks, goes_on=goes_on), None
+        self._since = at if epochs else None
         self._training_store.publish()
         self._rows.state.warn_of_schedulers()
-        return first, first_sample
+        return at
 
     def commit(self) -> None:
         """Commit inside the pass, or the whole pass if the loop has ended; see ``TierCache.commit``."""
@@ -339,9 +343,8 @@ class PassLoop:
         if begun is not None:
             return begun
         rows, schedule = self._rows, self._rows.schedule
-        gradients = rows.state.optimizer.gradients
         sub_dataset = schedule.sub_dataset_of(index)
-        view = RowView((), gradients, f"pass {index}", rows.backend, self._switch)
+        view = RowView((), rows.state.optimizer.gradients, f"pass {index}", rows.backend, self._switch)
         view.spans = rows.positions.table_spans(sub_dataset)
         self._exchange.prepare(sub_dataset, view)
         return Pass(
@@ -363,7 +366,7 @@ class PassLoop:
         report, groups = self._rows.rows_of_pass(current.index)
         current.rows.set_groups(groups)
         self._exchange.open(current.rows)
-        self.current, report.losses = current, current.losses
+        self.current, self._since, report.losses = current, None, current.losses
         self._rows.state.optimizer.anchors.ledger, self._committed_sample = current.ledger, -1
         self._predict(self._rows.plan)
         self.reports.append(report)
@@ -410,6 +413,7 @@ class PassLoop:
                 self._predict(None)
             self._rows.end_pass(state, last=last)
         if last:
+            self._since = current.index + 1, 0
             self._training_store.publish()
 
     def _prepare_commit(self, unstepped: str, *, scope: str) -> None:
@@ -433,10 +437,7 @@ class PassLoop:
         check_same_settings(self._rows.state.optimizer, self._ranks)
 
     def _check_stepped(self) -> None:
-        """Raise RankError if other ranks are in a step that this one left out, as a GradScaler of one rank does.
-
-        They would wait for torch's timeout, and this one for longer.
-        """
+        """Raise RankError if other ranks wait in a step that this one left out, as a GradScaler of one rank does."""
         if self._next is None and self.current is not None and self.current.ledger.is_step_due:
             self._exchange.tell([], "leaving out a step", None)
 
