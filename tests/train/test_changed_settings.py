@@ -242,3 +242,24 @@ def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Pa
     tc.convert(model, optimizer={})
     with one_sentence(StateError, *words):
         opened(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam])
+def test_the_state_of_a_whole_table_is_refused(tmp_path: Path, kind: Any) -> None:
+    """As of a checkpoint of a training in memory: rows have their state in the store."""
+    before = Net()
+    trained = kind(before.parameters(), lr=0.1)
+    step(before, trained)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "emb is trained by Adam")
+        tc.convert(model, optimizer=optimizer)
+    optimizer.load_state_dict(trained.state_dict())
+    with one_sentence(StateError, f"{kind.__name__} has loaded state of shape (12, 4) for rows of emb", "import"):
+        opened(tmp_path, model, optimizer)
+    optimizer = kind(model.parameters(), lr=0.1)
+    with opened(tmp_path, model, optimizer) as cache:
+        optimizer.load_state_dict(trained.state_dict())
+        with one_sentence(StateError, "has loaded state of shape (12, 4)", "leave it out of the state dict"):
+            next(iter(cache.passes(epochs=1)))

@@ -8,7 +8,14 @@ from zlib import crc32
 
 from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
-from tiercache.train.torch_optimizers import REFUSED, SETTINGS, check_defaults, check_owned_once, settings_of
+from tiercache.train.torch_optimizers import (
+    REFUSED,
+    SETTINGS,
+    check_defaults,
+    check_owned_once,
+    check_state,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,12 +53,15 @@ class SettingsCheck:
     def follow(self, rows: RowOptimizer) -> None:
         """Check the modules that are newly in an optimizer.
 
-        Raises StateError if their rows step by another default, ValueError if two optimizers have one.
+        Raises StateError if their rows step by another default, or an optimizer has the state of a whole table;
+        ValueError if two optimizers have one.
         """
         owned = _owned(rows)
         new = [one for one in rows.anchors.readers if id(one.anchor) in owned and id(one.anchor) not in self._dense]
         check_defaults(new, rows.dense)
-        check_owned_once(rows.dense, [(one.anchor, one.features[0]) for one in rows.anchors.readers if one.features])
+        anchors = [(one.anchor, one.features[0]) for one in rows.anchors.readers if one.features]
+        check_owned_once(rows.dense, anchors)
+        check_state(rows.dense, anchors)
         for one in new:
             if one.has_default_optimizer or one.stepped_as is not None:
                 _, group = owned[id(one.anchor)]

@@ -151,6 +151,19 @@ def check_owned_once(optimizers: Sequence[torch.optim.Optimizer], tensors: Itera
                     )
 
 
+def check_state(optimizers: Sequence[torch.optim.Optimizer], anchors: Iterable[tuple[torch.Tensor, str]]) -> None:
+    """Raise StateError for an optimizer with the state of a whole table: rows have theirs in the store."""
+    for anchor, name in anchors:
+        for one in optimizers:
+            for state in one.state.get(anchor, {}).values():
+                if isinstance(state, torch.Tensor) and state.dim() and state.shape != anchor.shape:
+                    raise StateError(
+                        f"{type(one).__name__} has loaded state of shape {tuple(state.shape)} for rows of {name}, "
+                        "whose state is in the store: leave it out of the state dict, or import the checkpoint with "
+                        "its state (tiercache import)"
+                    )
+
+
 def check_unused(optimizers: Sequence[torch.optim.Optimizer], weights: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Raise ValueError for an optimizer that has stepped a weight: its state would be lost."""
     for weight, name in weights:
