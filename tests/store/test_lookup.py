@@ -1,6 +1,7 @@
 """Looking up single rows by key, and changes since a commit."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -114,9 +115,9 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     segment, asked = big.segments[0], []
     plain = BlockFile.read
 
-    def read(file: BlockFile, extents: Extents, offset: int, out: NDArray[np.uint8]) -> None:
-        asked.append((out.size, (out.ctypes.data - offset) % PAGE_BYTES))
-        plain(file, extents, offset, out)
+    def read(file: BlockFile, ranges: Sequence[tuple[Extents, int, NDArray[np.uint8]]]) -> None:
+        asked.extend((out.size, (out.ctypes.data - offset) % PAGE_BYTES) for _, offset, out in ranges)
+        plain(file, ranges)
 
     monkeypatch.setattr(BlockFile, "read", read)
     layout = segment.layouts[0]

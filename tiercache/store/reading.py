@@ -66,6 +66,8 @@ _READS = 4
 """Maximum concurrent reads: one is checked while others keep the disk busy."""
 _READ_BYTES = 32 << 20
 """Bytes that all threads request together, and check when they are there."""
+_SHARES = 4
+"""Minimum turns of each of several threads: one reads while another checks."""
 
 
 class Pages(NamedTuple):
@@ -153,12 +155,13 @@ class BlockReader:
         if at_once < 2:
             self._work(iter(requests), _READ_BYTES)
             return
+        share = min(_READ_BYTES // at_once, sum(one.out.size for one in requests) // (_SHARES * at_once) + 1)
         queue = _RequestQueue(requests)
         try:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_READS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._work_from, queue, _READ_BYTES // at_once) for _ in range(at_once)]
+                jobs = [self._threads.submit(self._work_from, queue, share) for _ in range(at_once)]
             wait(jobs)
         finally:
             queue.stop()  # even if interrupted: the caller may reuse the memory once this raises

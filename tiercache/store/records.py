@@ -101,17 +101,16 @@ def whole(value: Any, name: str) -> int:
 
 def integer(value: Any, name: str) -> int:
     """Return an argument that a record will contain as an int. Raises ValueError for a bool and for other types."""
-    found = as_integer(value)
-    if found is None:
-        raise ValueError(f"{name} is {repr(value)[:60]} of type {type(value).__name__}: expected an int")
-    return found
+    if not isinstance(value, bool | np.bool_):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name} is {repr(value)[:60]} of type {type(value).__name__}: expected an int")
 
 
 def as_integer(value: Any) -> int | None:
     """Return an argument as an int; None for a bool, and for other types without ``__index__``."""
-    if not isinstance(value, bool | np.bool_):
-        with suppress(TypeError):
-            return operator.index(value)
+    with suppress(ValueError):
+        return integer(value, "it")
     return None
 
 

@@ -421,14 +421,13 @@ class RowOptimizer(torch.optim.Optimizer):
         self.steps = int(settings.get("steps", 0))
         for group in self._groups:
             for table in group.tables:
-                if rates is None:  # a scheduler may have set the rate of the first step
-                    self._of[table.name]["step"] = self.steps
-                    continue
-                rate = float(rates.get(table.name, group.optimizer.learning_rate))
+                stored: dict[str, Any] = {}
+                if rates is not None:  # else a scheduler may have set the rate of the first step
+                    stored = _settings(table) | {"lr": float(rates.get(table.name, group.optimizer.learning_rate))}
                 changed = dict(settings.get("tables", {}).get(table.name, {}))
                 if "betas" in changed:
                     changed["betas"] = tuple(changed["betas"])  # stored as a list
-                self._of[table.name].update(_settings(table) | {"lr": rate, "step": self.steps} | changed)
+                self._of[table.name].update(stored | {"step": self.steps} | changed)
 
 
 _EPS = 1e-6
