@@ -10,6 +10,8 @@ The same model is trained on the same batches with its table in memory and out o
 one epoch of each. Lookups and updates are about a third of its step.
 table_over_host_budget = bytes of all rows / the smallest host budget that holds the training
 throughput_ratio = tokens/s out of core / in memory; wait_fraction = waits of the training thread / its wall seconds
+throughput_ratio_of_one_core = the same with torch on one core, which leaves the others to reader and writer
+read_ms = median milliseconds to read the rows of a pass
 rows_share = share of an in-memory step that lookups and updates take, from the same steps without them
 peak_over_limit = (growth of the anonymous memory of the training out of core - that of the same steps without a table)
 / its device and host budget
@@ -26,6 +28,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,7 @@ class Size:
 FULL = Size(keyset_tokens=8 << 20, repeats=5, tokens=8 << 20, passes=576, rows_per_head=1_500_000,
             rows_of_others=300_000, dim=160, length=512, batch=8, hidden=256, turns=8, turn_passes=8)  # fmt: skip
 QUICK = Size(keyset_tokens=2 << 20, repeats=3, tokens=256 << 10, passes=32, rows_per_head=60_000,
-             rows_of_others=60_000, dim=32, length=256, batch=8, hidden=192, turns=4, turn_passes=2)  # fmt: skip
+             rows_of_others=60_000, dim=32, length=256, batch=8, hidden=1024, turns=4, turn_passes=2)  # fmt: skip
 GPU = Size(keyset_tokens=0, repeats=0, tokens=4 << 20, passes=64, rows_per_head=1_500_000, rows_of_others=0, dim=160,
            length=512, batch=32, hidden=512, turns=4, turn_passes=4)  # fmt: skip
 TINY = Size(keyset_tokens=1 << 14, repeats=1, tokens=1 << 13, passes=32, rows_per_head=600, rows_of_others=600, dim=8,
@@ -203,17 +206,18 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     first = Training(memory, model, tokens, size.batch, device)
     first.turn(len(data))
     passes = size.turn_passes
-    seconds: dict[str, list[float]] = {"memory": [], "tiered": [], "dense": []}
-    for turn in range(size.turns):
-        seconds["dense"].append(seconds_of(dense, batches, device))
-        both = [("memory", first), ("tiered", second)]
-        for name, training in both if turn % 2 == 0 else both[::-1]:
-            seconds[name].append(training.turn(passes))
+    seconds = _in_turns(size, first, second, partial(seconds_of, dense, batches, device))
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    of_one_core = _in_turns(size, first, second, lambda: 0.0)
+    torch.set_num_threads(cores)
     equal = same_rows(memory, tiered) and all(map(torch.equal, model.parameters(), other.parameters()))
     tiered.drain()
-    reports = [one for one in list(tiered.reports)[-passes * size.turns :] if one.durable.is_set()]  # not the open pass
+    reports = list(tiered.reports)[len(data) : len(data) + passes * size.turns]
     figures = {
-        "throughput_ratio": middle(m / t for m, t in zip(seconds["memory"], seconds["tiered"], strict=True)),
+        "throughput_ratio": _ratio(seconds),
+        "throughput_ratio_of_one_core": _ratio(of_one_core),
+        "read_ms": 1e3 * middle(end - begin for begin, end in (one.spans["read"] for one in reports)),
         "wait_fraction": sum(sum(r.wait_seconds.values()) for r in reports) / sum(seconds["tiered"]),
         "tokens_per_second": passes * size.turns * size.tokens / len(data) / sum(seconds["tiered"]),
         "disk_bytes_per_second": sum(r.bytes_read + r.bytes_written for r in reports) / sum(seconds["tiered"]),
@@ -235,6 +239,21 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
     for name, make in {"memmap": _memmap, "sparse": _sparse}.items():
         figures[f"{name}_tokens_per_second"] = size.batch * size.length / seconds_of(make(size, fewer, folder), batches)
     return figures
+
+
+def _in_turns(size: Size, first: Training, second: Training, dense: Callable[[], float]) -> dict[str, list[float]]:
+    """Train some passes in memory and out of core in turns; returns the seconds of each turn, and of a dense step."""
+    seconds: dict[str, list[float]] = {"memory": [], "tiered": [], "dense": []}
+    for turn in range(size.turns):
+        seconds["dense"].append(dense())
+        both = [("memory", first), ("tiered", second)]
+        for name, training in both if turn % 2 == 0 else both[::-1]:
+            seconds[name].append(training.turn(size.turn_passes))
+    return seconds
+
+
+def _ratio(seconds: dict[str, list[float]]) -> float:
+    return middle(m / t for m, t in zip(seconds["memory"], seconds["tiered"], strict=True))
 
 
 def seconds_of(
