@@ -189,8 +189,8 @@ def measure_training(size: Size, folder: Path, device: TrainingDevice = CPU) -> 
         torch.from_numpy(tokens.read(at, at + size.batch)).to(device.torch_name)
         for at in range(0, 8 * size.batch, size.batch)
     ]
-    dense = _dense(size, grams, device)
     with PeakMemory(anonymous=True) as steps:
+        dense = _dense(size, grams, device)
         seconds_of(dense, batches, device)
     memory = tc.InMemoryCache(
         data, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device=device.open()

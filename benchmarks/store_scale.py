@@ -162,12 +162,8 @@ class MadeUpEngine(MemoryEngine):
         """Return the keys of rows [low, high)."""
         return keys_of(self.hashes(low, high), LARGE.table_id)
 
-    def read(self, *requests: ReadRequest) -> None:
-        """Fill with stored bytes, or with generated ones."""
-        for request in requests:
-            self._read(request)
-
     def _read(self, request: ReadRequest) -> None:
+        """Fill with stored bytes, or with generated ones."""
         kind = request.blob.name.rsplit("/", 1)[1]
         if kind == "rows":
             request.out[:] = 0
@@ -175,7 +171,7 @@ class MadeUpEngine(MemoryEngine):
             first = request.offset // 8
             request.out[:] = self.keys(first, first + request.out.size // 8).view(np.uint8)
         else:
-            super().read(request)
+            super()._read(request)
 
 
 def made_up_store(rows: int) -> Store:

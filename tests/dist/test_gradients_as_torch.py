@@ -84,6 +84,35 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(
         assert all(np.isfinite(field).all() for field in fields)
 
 
+def overflow_of_a_pass(ranks: AnyCommunicator, folder: str, *, drops_first: bool) -> dict[str, Any]:
+    """Train passes of one batch; the step of the second is skipped, as gradients of rank 1 are not finite."""
+    seen = list[int]()
+    with opened(folder, f"pass{drops_first}.tc") as cache:
+        model: Any = Net(cache.schema)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+        for p in cache.passes(epochs=3):
+            for batch in p.batches(96):
+                if drops_first:
+                    cache.optimizer.zero_grad()
+                loss = model(batch).square().mean() * (torch.inf if p.index == 1 and ranks.rank else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(cache.optimizer)
+                scaler.update()
+                if not drops_first:
+                    cache.optimizer.zero_grad()
+            seen.append(p.index)
+        return {"seen": seen, "steps": cache.optimizer.rows.steps, "scale": scaler.get_scale()}
+
+
+@pytest.mark.parametrize("drops_first", [False, True])
+def test_a_pass_whose_only_step_is_skipped_is_trained(ranks_pool: RanksPool, tmp_path: Path, drops_first: bool) -> None:
+    """On all ranks, wherever the loop calls zero_grad()."""
+    CASE.cut(tmp_path / "passes")
+    for one in ranks_pool.run(2, f"{__name__}:overflow_of_a_pass", folder=str(tmp_path), drops_first=drops_first):
+        assert one == {"seen": [0, 1, 2], "steps": 2, "scale": 2.0**9}
+
+
 def overflow_alone(ranks: AnyCommunicator, folder: str, *, last: int, then: str) -> dict[str, Any]:
     """Train under a scaler that was not registered, on models that nothing averages; rank 1 skips a step."""
     cache = opened(folder, f"{last}{then}.tc")
@@ -120,7 +149,9 @@ def test_a_step_that_one_rank_skips_alone_is_an_error_of_all_at_once(
         assert "did something else" in one["error"], one
         assert "a GradScaler must be registered: cache.register(scaler=scaler)" in one["error"]
         assert "Timed out" not in one["error"]
-    assert tc.Store.open(tmp_path / f"{last}{then}.tc", mode="r").commit.cursor == (0, 0)  # type: ignore[union-attr]
+    with tc.Store.open(tmp_path / f"{last}{then}.tc", mode="r") as store:
+        assert store.commit is not None
+        assert store.commit.cursor == (0, 0)
 
 
 def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:

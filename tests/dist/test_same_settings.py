@@ -78,7 +78,7 @@ def test_settings_of_one_rank_alone_are_never_committed(
     for one in found:
         assert one["error"].startswith("ranks differ in ")
         assert CHANGED[what] in one["error"]
-        assert "set the same value on all ranks, as by a scheduler that gets the mean loss" in one["error"]
+        assert "set the same value on all ranks (a scheduler that takes a loss needs the mean" in one["error"]
         assert one["batches"] == (4 if when == "after a pass" else 3)
     with tc.Store.open(tmp_path / "m.tc", mode="r") as store:
         assert store.commit is not None

@@ -249,11 +249,11 @@ def test_an_interruption_waits_for_reads_in_flight(large: Large, monkeypatch: py
     file, room, expected = large
     made, calls = read_queue._Kernel._made, list[str]()
 
-    def interrupted(self: read_queue._Kernel, which: int, *numbers: int) -> int:
-        calls.append("io_submit" if which == 2 else "io_getevents")
+    def interrupted(self: read_queue._Kernel, number: int, *arguments: int) -> int:
+        calls.append("io_submit" if number == self._numbers.submit else "io_getevents")
         if calls == ["io_submit", "io_getevents"]:
             raise KeyboardInterrupt
-        return made(self, which, *numbers)
+        return made(self, number, *arguments)
 
     monkeypatch.setattr(read_queue._Kernel, "_made", interrupted)
     outs = [aligned(size, low % PAGE_BYTES) for low, size in RANGES]

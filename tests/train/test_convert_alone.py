@@ -73,6 +73,31 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("part", ["", "0", "1"])
+@pytest.mark.parametrize("how", ["like", "at and like", "keyed"])
+def test_a_compiled_model_or_part_is_converted_back(tmp_path: Path, part: str, how: str) -> None:
+    """As the model that torch.compile wraps; it looks up no row of the cache."""
+
+    def net() -> Any:
+        return nn.Sequential(nn.Embedding(ROWS, 4), nn.Linear(4, 1))
+
+    torch.manual_seed(1)
+    model = net()
+    tc.convert(model, optimizer=tc.optim.SGD(learning_rate=0.02))
+    data = tc.write_key_sets(tmp_path / "keys", model[0].schema, [{"0": np.arange(ROWS)}])
+    options: dict[str, Any] = {"at": 0} if how == "at and like" else {}
+    compiled = torch.compile(model, backend="eager") if not part else model
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        cache.restore()
+        with torch.no_grad():
+            expected = model(torch.arange(ROWS))
+        if part:
+            setattr(model, part, torch.compile(getattr(model, part), backend="eager"))
+        made = tc.to_torch(compiled, cache.store, like=None if how == "keyed" else net(), **options)
+        torch.testing.assert_close(made(torch.arange(ROWS)), expected)
+    torch.testing.assert_close(made(torch.arange(ROWS)), expected)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:
@@ -107,7 +132,7 @@ def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: 
                 cache.keep("second")
                 second = copy.deepcopy(theirs.state_dict())
         made = tc.to_torch(model, cache.store, like=Net())
-        kept = tc.to_torch(torch.compile(model), cache.store, at="second", like=Net()).state_dict()
+        kept = tc.to_torch(model, cache.store, at="second", like=Net()).state_dict()
     for key, value in second.items():
         torch.testing.assert_close(kept[key], value)
     state, other = made.state_dict(), theirs.state_dict()

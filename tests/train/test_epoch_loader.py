@@ -147,13 +147,70 @@ def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
     assert min(again) in {stops_at[0], stops_at[0] - 1}
 
 
+def run_to(cache: tc.TierCache, model: Any, loader: DataLoader[Any], *, last: int, epochs: int = 4) -> list[float]:
+    """Train up to pass ``last`` and return the rate of rows in each pass."""
+    rates = list[float]()
+    for p in cache.passes(epochs):
+        if p.index == last:
+            p.stop()
+            continue
+        rates.append(cache.optimizer.param_groups[-1]["lr"])
+        for batch in p.loader(loader.dataset, batch_size=BATCH):
+            train(model, cache.optimizer, batch)
+    return rates
+
+
+@pytest.mark.parametrize("when", ["after a stop", "after restore()"])
+def test_what_changes_after_a_commit_in_the_middle_of_an_epoch_is_kept(tmp_path: Path, when: str) -> None:
+    """If this cache has made or restored it, and trained nothing since."""
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        assert run_to(cache, model, loader, last=2) == [0.1, 0.1]
+        if when == "after a stop":
+            change(cache, model)
+            assert run_to(cache, model, loader, last=4) == [0.05, 0.05]
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        cache.restore()
+        at = cache.optimizer.param_groups[-1]["lr"]
+        halved = change(cache, model)
+        passes = iter(cache.passes(4))
+        next(passes)
+        torch.testing.assert_close(model["top"].weight, halved, rtol=0, atol=0)
+        assert cache.optimizer.param_groups[-1]["lr"] == at / 2
+
+
+def test_a_loop_that_is_left_in_a_pass_begins_at_the_last_commit(tmp_path: Path) -> None:
+    """What it trained since, and what the script changed then, is gone."""
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        run_to(cache, model, loader, last=2)
+        before = model["top"].weight.detach().clone()
+        for p in cache.passes(4):
+            train(model, cache.optimizer, next(iter(p.loader(loader.dataset, batch_size=BATCH))))
+            break
+        change(cache, model)
+        next(iter(cache.passes(4)))
+        torch.testing.assert_close(model["top"].weight, before, rtol=0, atol=0)
+        assert cache.optimizer.param_groups[-1]["lr"] == 0.1
+
+
+def change(cache: tc.TierCache, model: Any) -> torch.Tensor:
+    """Halve all rates and a dense weight, which is returned."""
+    for group in cache.optimizer.param_groups:
+        group["lr"] /= 2
+    with torch.no_grad():
+        return model["top"].weight.mul_(0.5).clone()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("kind", ["scheduler", "by hand"])
 def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(tmp_path: Path, kind: str) -> None:
     """Rates and dense weights: the loop goes on from the end of an epoch, and loads no commit. Also after a restart."""
 
     def run(epochs: range) -> list[float]:
         model, optimizer, loader, data = made(tmp_path)
-        rates, halved = list[float](), None
+        rates: list[float] = []
+        halved = None
         with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
             scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, 1, 0.5)
             cache.register(scheduler=scheduler)
@@ -169,10 +226,7 @@ def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(
                 if kind == "scheduler":
                     scheduler.step()
                     continue
-                for group in cache.optimizer.param_groups:
-                    group["lr"] *= 0.5
-                with torch.no_grad():
-                    halved = model["top"].weight.mul_(0.5).clone()
+                halved = change(cache, model)
         return rates
 
     assert run(range(2)) == [0.1, 0.05]

@@ -28,9 +28,9 @@ class EpochLoader:
     """Replaces a loader in a loop over epochs: iteration e yields the batches of epoch e, pass by pass.
 
     `TierCache.loader` makes it. Batches of an epoch that are already trained are left out, so a script that runs again
-    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends: what the script does
-    after it, such as a step of a scheduler, is of later commits. So the last commit is loaded where that is due, and
-    what the script does after earlier epochs has no effect on registered objects.
+    yields nothing until it reaches the last commit. An epoch is committed when its iteration ends; what the script does
+    after that, such as a step of a scheduler, belongs to the next commit. Such a script repeats it for each epoch that
+    it skips, so the last commit is loaded again where the repeated steps begin to count.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EpochLoader:
         if isinstance(loader, DataLoader):
             self._loader, self._options = loader.dataset, _options_of(loader) | options
         self._first = 0
-        """The first iteration that the last commit is loaded for: that of its epoch, which may be trained."""
+        """The iteration whose epoch the last commit is in, or ends."""
         self._passes: Iterator[Pass] | None = None
         self._next: Pass | None = None
         """The first pass of a later epoch, if it has been requested."""
@@ -81,8 +81,8 @@ class EpochLoader:
                 index, sample = self._loop.position
                 whole, passes = divmod(index, len(self._cache.dataset.passes))
                 self._first = min(whole if passes or sample else max(0, whole - 1), self._epochs - 1)
-                if self._first > 0:
-                    self._cache.restore()  # the script may evaluate
+            if self._first > 0 and epoch in {0, self._first}:
+                self._cache.restore()  # also at first: the script may evaluate after an epoch that it skips
             if epoch < self._first:
                 return
             self._passes = iter(self._cache.passes(self._epochs))

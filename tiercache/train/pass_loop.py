@@ -75,10 +75,8 @@ class PassLoop:
         """The random states at the end of the current pass, if the loop requested the next pass before."""
         self._committed_sample = -1
         """The sample of the last commit inside the current pass."""
-        self._left: tuple[int, int] | None = None
-        """The pass and the sample at which a loop was left before its end, until the next restore."""
-        self._since: tuple[int, int] | None = None
-        """The pass and the sample of the commit that the script's state is of, with its own changes since."""
+        self._at: tuple[int, int] | None = None
+        """The pass and the sample that were trained last when no loop runs, whatever the script changed since."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -104,6 +102,8 @@ class PassLoop:
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
         if first >= end:
+            if first_sample or first % rows.schedule.num_passes:  # it has the changes of a script that skips epochs
+                self._at = None
             self._warn_of_end(first, epochs)
             return
         self._plans = None, None
@@ -187,19 +187,17 @@ class PassLoop:
         return current.index + 1 == epochs * self._rows.schedule.num_passes
 
     def restore(self, epochs: int = 0) -> tuple[int, int]:
-        """End a loop and restore the last commit, or go on with an epoch's end; returns its pass and sample."""
+        """End a loop and restore the last commit, unless it is loaded and a loop has to train; return its position."""
         self.finish()
         self.end()
         self._rows.stop()
         share_threads()
         self._training_store.meet()
-        at, num_passes = self._rows.cursor, self._rows.schedule.num_passes
-        goes_on = at == self._since and at[0] % num_passes == 0 == at[1] and at[0] < epochs * num_passes
-        at, self._left = self._rows.restore(self._ranks, goes_on=goes_on), None
-        self._since = at if epochs else None
+        is_loaded = (at := self._rows.cursor) == self._at and at[0] < epochs * self._rows.schedule.num_passes
+        self._at = self._rows.restore(self._ranks, is_loaded=is_loaded)
         self._training_store.publish()
         self._rows.state.warn_of_schedulers()
-        return at
+        return self._at
 
     def commit(self) -> None:
         """Commit inside the pass, or the whole pass if the loop has ended; see ``TierCache.commit``."""
@@ -241,7 +239,7 @@ class PassLoop:
         with self._ranks.raise_on_all(f"keeping a commit as {name!r}"):
             rows.drain()
             current = self.current
-            here = self._left if current is None else (current.index, current.samples_trained)
+            here = self._at if current is None else (current.index, current.samples_trained)
             if here is not None and rows.plans.cursor != here:
                 at = rows.plans.cursor
                 raise StateError(
@@ -366,7 +364,7 @@ class PassLoop:
         report, groups = self._rows.rows_of_pass(current.index)
         current.rows.set_groups(groups)
         self._exchange.open(current.rows)
-        self.current, self._since, report.losses = current, None, current.losses
+        self.current, report.losses = current, current.losses
         self._rows.state.optimizer.anchors.ledger, self._committed_sample = current.ledger, -1
         self._predict(self._rows.plan)
         self.reports.append(report)
@@ -412,8 +410,8 @@ class PassLoop:
             if last:
                 self._predict(None)
             self._rows.end_pass(state, last=last)
+        self._at = current.index + 1, 0
         if last:
-            self._since = current.index + 1, 0
             self._training_store.publish()
 
     def _prepare_commit(self, unstepped: str, *, scope: str) -> None:
@@ -489,7 +487,7 @@ class PassLoop:
 
     def _drop_passes(self, *, is_dropped: bool = False) -> None:
         if self.current is not None:
-            self._left = self.current.index, self.current.samples_trained
+            self._at = self.current.index, self.current.samples_trained
         self._drop_current(is_dropped=is_dropped)
         if self._next is not None:
             self._next.end(is_dropped=is_dropped)

@@ -86,10 +86,10 @@ class RankRows:
             self._uses.discard()
             raise
 
-    def restore(self, ranks: AnyCommunicator, *, goes_on: bool = False) -> tuple[int, int]:
+    def restore(self, ranks: AnyCommunicator, *, is_loaded: bool = False) -> tuple[int, int]:
         """Restore the last commit, with tracked state, or make a first one; returns its pass and sample.
 
-        goes_on: keep the tracked state as it is. Collective.
+        is_loaded: keep the tracked state as it is. Collective.
         """
         is_fresh = self.store.commit is None
         with ranks.raise_on_all("checking the last commit"):
@@ -98,7 +98,7 @@ class RankRows:
                 check_schedule(self.store, self.source, self.schedule)
         if is_fresh:
             self.state.optimizer.is_restored = True
-        elif not goes_on:
+        elif not is_loaded:
             self.state.restore(self.store, ranks)
         self.state.dense.keep_once(ranks)
         with ranks.raise_on_all("making the first commit" if is_fresh else "planning the store"):

@@ -122,7 +122,7 @@ class ResidentRows:
         check
     )
 
-    def restore(self, ranks: AnyCommunicator, *, goes_on: bool = False) -> tuple[int, int]:
+    def restore(self, ranks: AnyCommunicator, *, is_loaded: bool = False) -> tuple[int, int]:
         """Return the first pass that was not trained to its end, and its first sample."""
         return self.cursor
 

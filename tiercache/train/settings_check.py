@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 _REMEDY = (
-    "set the same value on all ranks, as by a scheduler that gets the mean loss of all ranks, and resume from the last "
-    "commit"
+    "set the same value on all ranks (a scheduler that takes a loss needs the mean of all ranks), and resume from the "
+    "last commit"
 )
 
 

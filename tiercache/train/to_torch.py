@@ -14,6 +14,7 @@ from tiercache.data.raw_batch import OOV_KEY
 from tiercache.train.convert import SharedLookup
 from tiercache.train.dense_state import load_module
 from tiercache.train.embedding import Embedding, EmbeddingBag
+from tiercache.train.joint_optimizer import unwrapped
 from tiercache.train.missing_rows import check_unseen, unseen_vectors
 from tiercache.train.original_model import fill_original
 from tiercache.train.table_module import TableModule
@@ -62,7 +63,7 @@ def to_torch(
     of one module like ``model``, and the errors of ``Store.scan``.
     """
     check_unseen(unseen)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = unwrapped(model)
     if at is not None:
         with store.at(at) as there:
             assert there.commit is not None, "the store has a commit"
@@ -74,6 +75,9 @@ def to_torch(
             raise ValueError("to_torch() takes keys= or like=: a model of the original class has all rows")
         return fill_original(like, model, store, unseen)
     made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
+    for parent in [*made.modules()]:
+        for name, child in parent.named_children():
+            setattr(parent, name, unwrapped(child))  # compiled code would look up in the modules that are replaced
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
@@ -91,10 +95,10 @@ def to_torch(
         collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
         plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
-        parent, _, child = name.rpartition(".")
+        path, _, last = name.rpartition(".")
         if not name:
             return plain[id(one)]
-        setattr(made.get_submodule(parent), child, plain[id(one)])
+        setattr(made.get_submodule(path), last, plain[id(one)])
     for shared in [one for one in made.modules() if isinstance(one, SharedLookup)]:
         shared.plain = next(iter(shared.lookups.values()))
     return made

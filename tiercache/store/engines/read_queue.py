@@ -1,9 +1,8 @@
 """ReadQueue: ranges of a file read past the page cache, many of them in flight.
 
-A read that waits for the disk alone gives its core away, and while a training keeps all cores busy it gets one back
-only after milliseconds. Linux's asynchronous I/O (io_submit, io_getevents) takes many reads by one call and waits once
-for all. It needs no library; where it is missing or not allowed, ranges are read one by one. The measurements are in
-docs/design.
+A thread that waits for the disk gives up its core, and while training keeps all cores busy it gets one back only after
+milliseconds. Linux's asynchronous I/O (io_submit, io_getevents) takes many reads in one call and waits once for all of
+them. Where it is missing or not allowed, ranges are read one by one. The measurements are in docs/design.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import ctypes
 import errno
 import mmap
 import platform
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,18 @@ if TYPE_CHECKING:
 
 DEPTH = 64
 """Maximum reads in flight."""
-_CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-"""The numbers of io_setup, io_destroy, io_submit, and io_getevents."""
+
+
+class _Numbers(NamedTuple):
+    """The numbers of io_setup, io_destroy, io_submit and io_getevents, which libc has no functions for."""
+
+    setup: int
+    destroy: int
+    submit: int
+    events: int
+
+
+_NUMBERS = {"x86_64": _Numbers(206, 207, 209, 208), "aarch64": _Numbers(0, 1, 2, 4)}
 _REQUEST = np.dtype(
     [("data", "u8"), ("key", "u8"), ("opcode", "u2"), ("priority", "i2"), ("file", "u4"), ("views", "u8"),
      ("num_views", "u8"), ("offset", "i8"), ("reserved", "u8"), ("flags", "u8")]
@@ -81,7 +90,10 @@ class _PagedRange:
         """Whole pages to fill in turn."""
 
     def finish(self, handle: int, result: int) -> int:
-        """Return the bytes read of the range, if ``result`` bytes or an error came of its pages. Raises OSError."""
+        """Return the bytes read of the range. Raises OSError.
+
+        ``result``: the bytes read of its pages, or an error's negative number.
+        """
         if result == _TRY_AGAIN:
             result = read_direct(handle, [view.data for view in self.views], self.offset)
         if result < 0 and result != -errno.EINVAL:
@@ -98,7 +110,8 @@ class _PagedRange:
 class _Kernel:
     """A queue of the kernel, for one thread."""
 
-    def __init__(self, call: ctypes._NamedFuncPointer, queue: ctypes.c_ulong, numbers: tuple[int, ...]) -> None:
+    def __init__(self, call: Any, queue: ctypes.c_ulong, numbers: _Numbers) -> None:
+        """``call``: libc's ``syscall``."""
         self._call, self._queue, self._numbers = call, queue, numbers
         self._requests, self._events = np.zeros(DEPTH, _REQUEST), np.zeros(DEPTH, _EVENT)
         self._views = np.zeros((DEPTH, 3), _VIEW)
@@ -109,24 +122,24 @@ class _Kernel:
     @classmethod
     def open(cls) -> _Kernel | None:
         """Return a new queue; None if the system has none for us."""
-        if (numbers := _CALLS.get(platform.machine())) is None or platform.system() != "Linux":
+        if (numbers := _NUMBERS.get(platform.machine())) is None or platform.system() != "Linux":
             return None
         call = ctypes.CDLL(None, use_errno=True).syscall
         call.restype = ctypes.c_long
         queue = ctypes.c_ulong(0)
-        failed = call(ctypes.c_long(numbers[0]), ctypes.c_uint(DEPTH), ctypes.byref(queue))
+        failed = call(ctypes.c_long(numbers.setup), ctypes.c_uint(DEPTH), ctypes.byref(queue))
         return None if failed else cls(call, queue, numbers)
 
     def close(self) -> None:
         """Return when no read is in flight; none can be made after it."""
         if self._queue.value:
-            self._call(ctypes.c_long(self._numbers[1]), self._queue)
+            self._call(ctypes.c_long(self._numbers.destroy), self._queue)
             self._queue.value = 0
 
     __del__ = close
 
     def read(self, handle: int, reads: Sequence[_PagedRange]) -> list[int]:
-        """Return what the kernel says of each read: bytes, or an error's negative number."""
+        """Return the bytes of each read, or an error's negative number."""
         requests = self._requests[: len(reads)]
         requests["file"] = handle
         requests["offset"] = [one.offset for one in reads]
@@ -135,23 +148,22 @@ class _Kernel:
             self._views[number, : len(one.views)] = [(_address(view), view.size) for view in one.views]
         results, begun, ended = [_TRY_AGAIN] * len(reads), 0, 0
         while begun < len(reads):
-            count = self._made(2, len(reads) - begun, _address(self._pointers) + 8 * begun)
+            count = self._made(self._numbers.submit, len(reads) - begun, _address(self._pointers) + 8 * begun)
             if count <= 0:
                 break  # the others are read one by one
             begun += count
         while ended < begun:
-            count = self._made(3, begun - ended, begun - ended, _address(self._events), 0)
+            count = self._made(self._numbers.events, begun - ended, begun - ended, _address(self._events), 0)
             if count < 0 and count != -errno.EINTR:
-                raise OSError(-count, "reads were not ended")
+                raise OSError(-count, "waiting for reads failed")
             for event in self._events[: max(0, count)]:
                 results[event["data"]] = int(event["result"])
             ended += max(0, count)
         return results
 
-    def _made(self, which: int, *numbers: int) -> int:
-        """Return what a call returns, or its error's negative number."""
-        number = ctypes.c_long(self._numbers[which])
-        found: int = self._call(number, self._queue, *(ctypes.c_long(one) for one in numbers))
+    def _made(self, number: int, *arguments: int) -> int:
+        """Return what a system call on the queue returns, or its error's negative number."""
+        found: int = self._call(ctypes.c_long(number), self._queue, *map(ctypes.c_long, arguments))
         return -ctypes.get_errno() if found < 0 else found
 
 
