@@ -67,17 +67,14 @@ def to_torch(
     if at is not None:
         with store.at(at) as there:
             assert there.commit is not None, "the store has a commit"
-            before = copy.deepcopy(model)
+            before = _copied(model)
             load_module(before, there.state(), f"commit {there.commit.id} of {store.label}")
             return to_torch(before, there, like=like, keys=keys, unseen=unseen)
     if like is not None:
         if keys is not None:
             raise ValueError("to_torch() takes keys= or like=: a model of the original class has all rows")
         return fill_original(like, model, store, unseen)
-    made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
-    for parent in [*made.modules()]:
-        for name, child in parent.named_children():
-            setattr(parent, name, unwrapped(child))  # compiled code would look up in the modules that are replaced
+    made, tables = _copied(model), dict[str, _KeyedRows]()
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
@@ -102,6 +99,15 @@ def to_torch(
     for shared in [one for one in made.modules() if isinstance(one, SharedLookup)]:
         shared.plain = next(iter(shared.lookups.values()))
     return made
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy whose parts are not compiled: compiled code would call modules that are replaced."""
+    copied = copy.deepcopy(model)
+    for parent in [*copied.modules()]:
+        for name, child in parent.named_children():
+            setattr(parent, name, unwrapped(child))
+    return copied
 
 
 class KeyedEmbedding(nn.Module):
