@@ -147,6 +147,23 @@ def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
     assert min(again) in {stops_at[0], stops_at[0] - 1}
 
 
+def test_another_loader_in_the_same_script_steps_its_scheduler_once_for_each_epoch(tmp_path: Path) -> None:
+    """For more epochs: those that the first loader trained are skipped."""
+    model, optimizer, loader, data = made(tmp_path)
+    rates: dict[int, float] = {}
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        scheduler = torch.optim.lr_scheduler.StepLR(cache.optimizer, 1, 0.5)
+        cache.register(scheduler=scheduler)
+        for epochs in (1, 2, 4):
+            batches = cache.loader(loader, epochs)
+            for epoch in range(epochs):
+                for batch in batches:
+                    rates[epoch] = cache.optimizer.param_groups[-1]["lr"]
+                    train(model, cache.optimizer, batch)
+                scheduler.step()
+    assert rates == {epoch: 0.1 * 0.5**epoch for epoch in range(4)}
+
+
 def run_to(cache: tc.TierCache, model: Any, loader: DataLoader[Any], *, last: int, epochs: int = 4) -> list[float]:
     """Train up to pass ``last`` and return the rate of rows in each pass."""
     rates = list[float]()

@@ -48,8 +48,9 @@ class EpochLoader:
         self._options = options
         if isinstance(loader, DataLoader):
             self._loader, self._options = loader.dataset, _options_of(loader) | options
-        self._first = 0
-        """The iteration whose epoch the last commit is in, or ends."""
+        self._skipped = self._first = 0
+        """The epochs that were trained before, and the first iteration that continues from the last commit: the last
+        of these if the commit ends it, else the next."""
         self._passes: Iterator[Pass] | None = None
         self._next: Pass | None = None
         """The first pass of a later epoch, if it has been requested."""
@@ -79,9 +80,10 @@ class EpochLoader:
         if self._passes is None:
             if epoch == 0:
                 index, sample = self._loop.position
-                whole, passes = divmod(index, len(self._cache.dataset.passes))
-                self._first = min(whole if passes or sample else max(0, whole - 1), self._epochs - 1)
-            if self._first > 0 and epoch in {0, self._first}:
+                self._skipped, passes = divmod(index, len(self._cache.dataset.passes))
+                is_within = passes > 0 or sample > 0
+                self._first = min(max(0, self._skipped - (not is_within)), self._epochs - 1)
+            if self._skipped and epoch in {0, self._first}:
                 self._cache.restore()  # also at first: the script may evaluate after an epoch that it skips
             if epoch < self._first:
                 return

@@ -102,7 +102,7 @@ class PassLoop:
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
         if first >= end:
-            if first_sample or first % rows.schedule.num_passes:  # it has the changes of a script that skips epochs
+            if first_sample or first % rows.schedule.num_passes:  # a script that skips epochs repeats what it has
                 self._at = None
             self._warn_of_end(first, epochs)
             return
