@@ -351,3 +351,28 @@ def test_a_failure_leaves_no_memory_behind(
             run(cache, CASE, model, optimizer)
             assert cache.host_bytes_peak <= smallest
         assert_bits_of_memory(store, passes, model, CASE)
+
+
+@pytest.mark.parametrize("method", ["switch", "finish"])
+def test_a_pass_that_fails_while_it_ends_is_trained_again_from_the_commit_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Also if that commit was durable by then, so that the newest commit is where the pass began."""
+    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
+
+    def fail(switcher: PassSwitcher, *_: Any, **__: Any) -> None:
+        calls.append(1)
+        if len(calls) == (3 if method == "switch" else 1):
+            switcher.drain()
+            raise OSError(f"no {method} today")
+
+    with open_store(tmp_path / "x", CASE, "lmdb") as store:
+        with tiered(store, passes) as cache:
+            model, optimizer = registered(cache, CASE)
+            precede(monkeypatch, PassSwitcher, method, fail)
+            with pytest.raises(OSError, match=f"no {method} today"):
+                run(cache, CASE, model, optimizer)
+            monkeypatch.undo()
+            optimizer.zero_grad()
+            run(cache, CASE, model, optimizer)
+        assert_bits_of_memory(store, passes, model, CASE)

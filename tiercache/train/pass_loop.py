@@ -406,11 +406,11 @@ class PassLoop:
             with report.timing("commit"):
                 state = self._rows.capture(self._random)
             self._drop_current()
+            self._at = current.index + 1, 0  # whether or not the commit succeeds
             self._progress.pass_done(current.num_samples, report)
             if last:
                 self._predict(None)
             self._rows.end_pass(state, last=last)
-        self._at = current.index + 1, 0
         if last:
             self._training_store.publish()
 
