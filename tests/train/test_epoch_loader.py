@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,39 @@ def test_a_loop_that_is_left_in_a_pass_begins_at_the_last_commit(tmp_path: Path)
         change(cache, model)
         next(iter(cache.passes(4)))
         torch.testing.assert_close(model["top"].weight, before, rtol=0, atol=0)
+        assert cache.optimizer.param_groups[-1]["lr"] == 0.1
+
+
+def test_a_model_that_is_registered_later_gets_the_weights_of_the_last_commit(tmp_path: Path) -> None:
+    """The loop before it trained another model of the same name."""
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        run_to(cache, model, loader, last=2)
+        second = copy.deepcopy(model)
+        with torch.no_grad():
+            second["top"].weight.zero_()
+        cache.register(model=second, optimizer=torch.optim.SGD(second.parameters(), lr=0.1))
+        next(iter(cache.passes(4)))
+        torch.testing.assert_close(second["top"].weight, model["top"].weight, rtol=0, atol=0)
+
+
+def test_a_store_that_is_rolled_back_to_another_run_at_the_same_pass_brings_its_weights(tmp_path: Path) -> None:
+    """Both runs began at one commit: the better of two learning rates goes on."""
+    model, optimizer, loader, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        run_to(cache, model, loader, last=1)
+        cache.keep("begin")
+        run_to(cache, model, loader, last=3)
+        cache.keep("first")
+        first = model["top"].weight.detach().clone()
+        cache.store.rollback("begin")
+        cache.restore()
+        change(cache, model)
+        run_to(cache, model, loader, last=3)
+        assert not torch.equal(model["top"].weight, first)
+        assert cache.store.rollback("first").cursor.pass_index == 3
+        next(iter(cache.passes(4)))
+        torch.testing.assert_close(model["top"].weight, first, rtol=0, atol=0)
         assert cache.optimizer.param_groups[-1]["lr"] == 0.1
 
 

@@ -234,12 +234,12 @@ class TierCache(CacheFacts):
     def passes(self, epochs: int) -> SizedIterator[Pass]:
         """Return an iterator over the passes from the last commit to the end of epoch ``epochs``, with a length.
 
-        First restores rows and registered state from the last commit, unless this cache made or restored it last and
-        trained nothing since: changes that you made then, such as rates, are kept. A store without a commit gets one of
-        the current state. A pass ends when the next one is requested, so work after its last batch belongs to it. Every
-        ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by the
-        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing more
-        is committed. With several ranks a commit is made on all ranks or on none.
+        First restores rows and registered state from the last commit, unless this cache made or restored it last, and
+        nothing was trained or registered since: then changes such as rates are kept. A store without a commit gets one
+        of the current state. A pass ends when the next one is requested, so work after its last batch belongs to it.
+        Every ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by
+        the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing
+        more is committed. With several ranks a commit is made on all ranks or on none.
 
         Your loop may fetch batches ahead, also from the next pass; with several ranks, all in the same way. If a batch
         of a pass has not been trained yet when the next pass is requested, the pass ends at the first lookup that

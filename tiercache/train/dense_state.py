@@ -88,6 +88,11 @@ class DenseState:
         self._restored |= self.objects.keys()
 
     @property
+    def is_restored(self) -> bool:
+        """True if nothing was registered since ``note_restored``."""
+        return self.objects.keys() <= self._restored
+
+    @property
     def unrestored(self) -> list[str]:
         """The names of modules that were registered and not restored since."""
         modules = [name for name, value in self.objects.items() if isinstance(value, torch.nn.Module)]

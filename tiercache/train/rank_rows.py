@@ -71,6 +71,8 @@ class RankRows:
         self._check_plans()  # so a budget that is too small fails here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
         self.state = CommitState(store.groups, backend)
+        self._lineage: tuple[tuple[int, int], ...] = ()
+        """The commits that rollbacks had dropped when the last commit was restored."""
         self.transfer = PassSwitcher(
             store, self.device, backend, self.memory, self.budget, positions, self._keys_of, self._uses.of,
             schedule_digest=self.schedule.digest, environment=self.state.environment,
@@ -89,16 +91,20 @@ class RankRows:
     def restore(self, ranks: AnyCommunicator, *, is_loaded: bool = False) -> tuple[int, int]:
         """Restore the last commit, with tracked state, or make a first one; returns its pass and sample.
 
-        is_loaded: keep the tracked state as it is. Collective.
+        is_loaded: the tracked state is that of the last commit, and stays as it is, unless the store was rolled back
+        or objects were registered since the last call. Collective.
         """
-        is_fresh = self.store.commit is None
+        is_fresh = (commit := self.store.commit) is None
+        lineage = () if commit is None else commit.abandoned
+        is_same = is_loaded and lineage == self._lineage and self.state.dense.is_restored
+        self._lineage = lineage
         with ranks.raise_on_all("checking the last commit"):
             self.check_alone()
             if not is_fresh:
                 check_schedule(self.store, self.source, self.schedule)
         if is_fresh:
             self.state.optimizer.is_restored = True
-        elif not is_loaded:
+        elif not ranks.all_reduce_min([is_same])[0]:
             self.state.restore(self.store, ranks)
         self.state.dense.keep_once(ranks)
         with ranks.raise_on_all("making the first commit" if is_fresh else "planning the store"):
