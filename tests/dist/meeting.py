@@ -43,6 +43,10 @@ class _Agreeing:
         """Gather an object from each rank."""
         raise NotImplementedError
 
+    def all_reduce_min(self, values: Sequence[int], what: str = "") -> list[int]:
+        """Return the minimum of each value."""
+        return [min(column) for column in zip(*self.all_gather_object([*values], what), strict=True)]
+
 
 class _Threads(_Agreeing):
     """A rank that is a thread."""

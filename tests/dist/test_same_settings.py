@@ -21,6 +21,7 @@ CASE = Case(
     tables=(table("a", 4, tc.optim.Adam(learning_rate=0.5)), table("b", 4)), specs=SPECS, num_samples=64, pass_rows=16
 )
 CHANGED = {
+    "dense": "lr of group 0 of register(optimizer=...) (0.125 on rank 0, 0.25 on rank 1)",
     "lr": "lr of table 'a' (0.5 on rank 0, 0.25 on rank 1)",
     "plateau": "lr of table 'a' (0.5 on rank 0, 0.25 on rank 1)",
     "betas": "betas of table 'a' ([0.9, 0.999] on rank 0, [0.25, 0.5] on rank 1)",
@@ -37,6 +38,8 @@ def change(cache: tc.TierCache, module: Any, what: str, rank: int) -> None:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(rows, factor=0.5, patience=0)
         for loss in (3.0, 2.0 + rank):
             scheduler.step(loss)
+    elif what == "dense" and rank:
+        cache.optimizer.dense[0].param_groups[0]["lr"] = torch.tensor(0.25)
     elif what == "max_norm" and rank:
         module.max_norm = 0.5
     elif what in ("lr", "betas") and rank:
@@ -47,11 +50,14 @@ def train(ranks: AnyCommunicator, folder: str, *, what: str, when: str) -> dict[
     """Change a setting in the second pass, or after it; return the error, and the position of the last commit."""
     cache = tc.TierCache(Path(folder) / "m.tc", tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
     model, error, batches = tc.EmbeddingBagCollection(cache.schema), "", 0
-    cache.register(model=model)
+    scale = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(scale.weight)
+    torch.nn.init.zeros_(scale.bias)
+    cache.register(model=model, scale=scale, optimizer=torch.optim.SGD(scale.parameters(), lr=0.125))
     try:
         for p in cache.passes(epochs=1):
             for batch in p.batches(8):
-                (model(batch).square().mean() * batch.weight).backward()
+                (scale(model(batch).square().mean().reshape(1)) * batch.weight).sum().backward()
                 cache.clip_grad_norm_(1.0 + (ranks.rank if what == "clips" and batches >= 2 else 0))
                 cache.optimizer.step()
                 cache.optimizer.zero_grad()

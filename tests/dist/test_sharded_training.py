@@ -1,6 +1,5 @@
 """One training on several ranks ends with the rows, the states and the dense weights of one process."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import tiercache as tc
 from tests.dist.meeting import meet
@@ -16,9 +14,7 @@ from tests.dist.pool import RanksPool
 from tests.dist.trainings import CASES, assert_as_alone, assert_same_rows, on_ranks, resident, stored
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.sharding_planner import sharding_of
-from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.store.sharding import ShardingPlan, TableSharding, groups_of_rank
-from tiercache.train.dense_state import DenseState
 
 KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 
@@ -156,66 +152,6 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
     assert_same_rows(stored(tmp_path / "left"), stored(tmp_path / "whole"))
     for name, value in whole[0].items():
         np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
-
-
-def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """By rank 0 for all ranks, except random generators and per-rank state."""
-    on_ranks(ranks_pool, 3, tmp_path, "bags", epochs=1)
-    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
-        first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.ranks)
-    assert set(first["objects"]) == {"model", "optimizer"}
-    for other in others:
-        assert other.keys() == first.keys()
-        assert (other["objects"], other["shared"]) == ({}, ["model", "optimizer"])
-
-    alone = DenseState(CpuBackend())
-    layer = torch.nn.Linear(2, 2)
-    alone.register({"layer": layer, "counter": Counter()})
-    other = DenseState(CpuBackend())
-    with torch.no_grad():
-        changed = torch.nn.Linear(2, 2)
-        changed.load_state_dict(layer.state_dict())
-    other.register({"layer": changed, "counter": Counter()})
-
-    def body(ranks: Any) -> list[str]:
-        dense = (alone, other)[ranks.rank]
-        dense.keep_once(ranks)
-        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
-
-    assert meet(2, body) == [["counter", "layer"], ["counter"]]
-    with torch.no_grad():
-        changed.weight += 1
-    assert meet(2, body) == [["counter", "layer"], ["counter", "layer"]]
-
-
-def test_tensors_of_any_layout_are_kept_once() -> None:
-    """Sparse ones and views, too, if they are the same on all ranks."""
-
-    def body(ranks: Any) -> list[str]:
-        dense = DenseState(CpuBackend())
-        for name, value in {
-            "sparse": torch.eye(3).to_sparse(),
-            "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
-            "other": torch.eye(3).to_sparse() * ranks.rank,
-        }.items():
-            module = torch.nn.Module()
-            module.register_buffer("value", value)
-            dense.register({name: module})
-        dense.keep_once(ranks)
-        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
-
-    assert meet(2, body) == [["conjugate", "other", "sparse"], ["other"]]
-
-
-class Counter:
-    """A user's object that may differ between ranks."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return a number."""
-        return {"number": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take nothing."""
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 import re
+import warnings
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,8 +59,10 @@ class DenseState:
         self._backend = backend
         self.objects: dict[str, Stateful] = {}
         """The registered objects by name."""
-        self._shared: frozenset[str] = frozenset()
-        """The names of objects that rank 0 stores for this rank."""
+        self.same: frozenset[str] = frozenset()
+        """The names of objects that rank 0 stores for all ranks."""
+        self._shared = self.same
+        """Those that rank 0 stores for this rank."""
         self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:
@@ -166,7 +169,32 @@ class DenseState:
             }
         first, *others = ranks.all_gather_object(digests)
         same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
-        self._shared = frozenset(same if ranks.rank else ())
+        self.same = frozenset(same)
+        self._shared = self.same if ranks.rank else frozenset()
+
+    def check_same(self, ranks: AnyCommunicator) -> None:
+        """Have each rank store its own state of the objects that are no longer the same, and warn of them.
+
+        Compares some elements of each parameter and of its optimizer's state, not buffers. Collective.
+        """
+        if not (names := sorted(self.same)):
+            return
+        with ranks.raise_on_all("comparing what was registered"):
+            anchors = anchor_ids(self.objects.values())
+            digests = [_sample_of(self.objects[name], anchors) for name in names]
+        found = ranks.all_reduce_min([*digests, *(-one for one in digests)], "comparing what was registered")
+        others = [name for name, low, high in zip(names, found, found[len(names) :], strict=False) if low != -high]
+        if not others:
+            return
+        self.same -= {*others}
+        self._shared -= {*others}
+        if ranks.rank == 0:
+            warnings.warn(
+                f"{_names({*others})} had the same state on all ranks when the loop began, and no longer have it, so "
+                "each rank commits its own: if the ranks train one model, wrap it in DistributedDataParallel, or "
+                "average its gradients before each step",
+                stacklevel=4,
+            )
 
     @property
     def sharded(self) -> list[str]:
@@ -302,6 +330,20 @@ def _is_sharded(value: Any) -> bool:
     return any(hasattr(one, "to_local") for one in tensors)
 
 
+def _sample_of(value: Stateful, anchors: Collection[int]) -> int:
+    """Return a digest of plain values and of up to 16 elements of each tensor of a state, without buffers."""
+    state = _state_of(value, anchors)
+    if isinstance(value, nn.Module):
+        state = {name: state[name] for name, _ in value.named_parameters() if name in state}
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for one in tensors_of(state):
+        if one.layout is torch.strided and not one.is_quantized:
+            some = one.detach().flatten()[:: max(1, one.numel() // 16)][:16].resolve_conj().resolve_neg()
+            samples.setdefault(one.device, []).append(some.contiguous().view(torch.uint8))
+    plain = _map_tensors(state, lambda one: f"{one.dtype} {tuple(one.shape)}")
+    return int(_digest([plain, [torch.cat(parts) for parts in samples.values()]])[:15], 16)
+
+
 def _digest(value: Any) -> str:
     """Return a digest of a state: equal for equal values, on any device."""
     found = hashlib.blake2b(digest_size=16)
@@ -400,7 +442,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return a state in which each tensor is replaced by ``change(tensor)``, and numbers of NumPy by Python's."""
     if isinstance(value, torch.Tensor):
         return change(value)

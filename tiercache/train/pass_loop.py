@@ -98,7 +98,7 @@ class PassLoop:
         if ranks.size > 1:
             check_same(ranks, {"epochs": epochs})
         first, first_sample = self.restore(epochs)
-        check_same_settings(rows.state.optimizer, ranks)
+        check_same_settings(rows.state.optimizer, rows.state.dense, ranks)
         run = self._run = object()
         end = self._end = epochs * rows.schedule.num_passes
         if first >= end:
@@ -432,7 +432,8 @@ class PassLoop:
             if self._training_store.is_sharded:
                 self._rows.drain()
         self._training_store.publish()
-        check_same_settings(self._rows.state.optimizer, self._ranks)
+        check_same_settings(self._rows.state.optimizer, self._rows.state.dense, self._ranks)
+        self._rows.state.dense.check_same(self._ranks)
 
     def _check_stepped(self) -> None:
         """Raise RankError if other ranks wait in a step that this one left out, as a GradScaler of one rank does."""

@@ -6,6 +6,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+import torch
+
 from tiercache.dist.consistency import check_same
 from tiercache.errors import StateError
 from tiercache.train.torch_optimizers import (
@@ -20,12 +22,12 @@ from tiercache.train.torch_optimizers import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.train.dense_state import DenseState
     from tiercache.train.row_optimizer import RowOptimizer
 
 
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 _REMEDY = (
     "set the same value on all ranks (a scheduler that takes a loss needs the mean of all ranks), and resume from the "
     "last commit"
@@ -141,21 +143,43 @@ class SettingsCheck:
         )
 
 
-def check_same_settings(rows: RowOptimizer, ranks: AnyCommunicator) -> None:
-    """Raise RankError on all ranks if their rows step by other settings. Collective: one exchange of two numbers.
+def check_same_settings(rows: RowOptimizer, dense: DenseState, ranks: AnyCommunicator) -> None:
+    """Raise RankError on all ranks if their rows, or parameters of which rank 0 stores all, step by other settings.
 
-    Raises StateError if a module has got a ``max_norm`` since it was registered.
+    Collective: one exchange of two numbers. Raises StateError if a module has got a ``max_norm`` since it was
+    registered.
     """
     if ranks.size == 1:
         return
     limits = {f"max_norm of {one.features}": one.max_norm for one in rows.anchors.readers if one.max_norm is not None}
-    facts = rows.facts | dict(sorted(limits.items()))
+    facts = rows.facts | dict(sorted(limits.items())) | _facts_of(dense)
     digest = crc32(repr(facts).encode())
-    low, high = ranks.all_reduce_min([digest, -digest], "comparing the settings of rows")
+    low, high = ranks.all_reduce_min([digest, -digest], "comparing the settings of optimizers")
     if low != -high:
         check_same(ranks, facts, _REMEDY)
     if limits:
         rows.check_one_rank("max_norm")
+
+
+def _facts_of(dense: DenseState) -> dict[str, Any]:
+    """Return the settings of the optimizers that rank 0 stores, by names for users."""
+    return {
+        f"{setting} of group {i} of register({name}=...)": number
+        for name in sorted(dense.same)
+        if isinstance(one := dense.objects[name], torch.optim.Optimizer)
+        for i, group in enumerate(one.param_groups)
+        for setting, value in group.items()
+        if setting not in _IMPLEMENTATION and (number := _number(value)) is not None
+    }
+
+
+def _number(value: Any) -> float | list[Any] | None:
+    """Return a number, a pair of numbers as a list, or None for other settings."""
+    if isinstance(value, list | tuple):
+        parts = [_number(one) for one in value]
+        return None if None in parts else parts
+    is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return float(value) if is_number else None
 
 
 def _owned(rows: RowOptimizer) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:

@@ -1,0 +1,138 @@
+"""The dense state of several ranks in commits: once if it is the same on all, else that of each rank."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiercache as tc
+from tests.dist.meeting import meet
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import CASES, dense_of, on_ranks, open_sharded, step
+from tests.train.cases import Net
+from tiercache.dist.communicator import AnyCommunicator
+from tiercache.rows.backends.cpu import CpuBackend
+from tiercache.train.dense_state import DenseState
+
+
+def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """By rank 0 for all ranks, except random generators and per-rank state."""
+    on_ranks(ranks_pool, 3, tmp_path, "bags", epochs=1)
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.ranks)
+    assert set(first["objects"]) == {"model", "optimizer"}
+    for other in others:
+        assert other.keys() == first.keys()
+        assert (other["objects"], other["shared"]) == ({}, ["model", "optimizer"])
+
+    alone = DenseState(CpuBackend())
+    layer = torch.nn.Linear(2, 2)
+    alone.register({"layer": layer, "counter": Counter()})
+    other = DenseState(CpuBackend())
+    with torch.no_grad():
+        changed = torch.nn.Linear(2, 2)
+        changed.load_state_dict(layer.state_dict())
+    other.register({"layer": changed, "counter": Counter()})
+
+    def body(ranks: Any) -> list[str]:
+        dense = (alone, other)[ranks.rank]
+        dense.keep_once(ranks)
+        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+
+    assert meet(2, body) == [["counter", "layer"], ["counter"]]
+    with torch.no_grad():
+        changed.weight += 1
+    assert meet(2, body) == [["counter", "layer"], ["counter", "layer"]]
+
+
+def test_tensors_of_any_layout_are_kept_once() -> None:
+    """Sparse ones and views, too, if they are the same on all ranks."""
+
+    def body(ranks: Any) -> list[str]:
+        dense = DenseState(CpuBackend())
+        for name, value in {
+            "sparse": torch.eye(3).to_sparse(),
+            "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+            "other": torch.eye(3).to_sparse() * ranks.rank,
+        }.items():
+            module = torch.nn.Module()
+            module.register_buffer("value", value)
+            dense.register({name: module})
+        dense.keep_once(ranks)
+        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+
+    assert meet(2, body) == [["conjugate", "other", "sparse"], ["other"]]
+
+
+@pytest.mark.parametrize("what", ["weights", "state", "buffers"])
+def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None:
+    """A warning names it and says what the user may have forgotten. Buffers are those of rank 0, as in torch."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+
+    def body(ranks: Any) -> list[str]:
+        dense, layer = DenseState(CpuBackend()), layers[ranks.rank]
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.0 if what == "state" else 0.5, momentum=0.5)
+        dense.register({"layer": layer, "optimizer": optimizer})
+        dense.keep_once(ranks)
+        dense.check_same(ranks)
+        assert len(dense.same) == 2
+        if what == "buffers":
+            layer(torch.full((3, 64), float(ranks.rank)))
+        else:
+            layer(torch.arange(128.0).reshape(2, 64) * (1 + ranks.rank)).square().mean().backward()
+            optimizer.step()
+        dense.check_same(ranks)
+        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+
+    if what == "buffers":
+        assert meet(2, body) == [["layer", "optimizer"], []]
+        return
+    with pytest.warns(UserWarning, match="each rank commits its own: if the ranks train one model, wrap it in Dist"):
+        assert meet(2, body) == [["layer", "optimizer"], ["layer", "optimizer"] if what == "weights" else ["optimizer"]]
+
+
+def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | None = None) -> dict[str, Any]:
+    """Train a model on each rank without averaging its gradients, up to a pass; return its weights."""
+    one = CASES[case]
+    with open_sharded(one, folder) as cache:
+        torch.manual_seed(1)
+        model = Net(cache, one)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr, momentum=0.5))
+        for p in cache.passes(epochs=one.epochs):
+            if p.index == stop:
+                p.stop()
+                continue
+            for batch in p.batches(one.batch, shuffle=one.shuffle):
+                step([batch], model, cache.optimizer)
+    return dense_of(model)
+
+
+def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Their models began with the same weights."""
+    here = f"{__name__}:train_apart"
+    CASES["bags"].cut(tmp_path / "whole" / "passes")
+    CASES["bags"].cut(tmp_path / "left" / "passes")
+    whole = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "whole"))
+    ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"), stop=2)
+    ended = ranks_pool.run(2, here, case="bags", folder=str(tmp_path / "left"))
+    assert any(not np.array_equal(value, whole[1][name]) for name, value in whole[0].items())
+    for one, other in zip(ended, whole, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            np.testing.assert_array_equal(one[name], value, err_msg=name)
+
+
+class Counter:
+    """A user's object that may differ between ranks."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return a number."""
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take nothing."""
