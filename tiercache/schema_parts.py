@@ -199,11 +199,6 @@ class Feature:
         if self.num_buckets is not None and self.key == "bucket":
             raise ValueError("has buckets and num_buckets: set only one of them")
 
-    @property
-    def null_is_key(self) -> bool:
-        """True if null means the null row."""
-        return self.null == "embed"
-
 
 @with_schema_errors
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)

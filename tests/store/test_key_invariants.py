@@ -17,7 +17,6 @@ from tests.store.test_retention import without_segment
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, key_invariants
 from tiercache.store.layout import CHANGED, KEYS
-from tiercache.store.table import find_table
 from tiercache.store.verification import Verification
 
 Plant = Callable[[Home], list[str]]
@@ -28,7 +27,7 @@ PASS, FIRST_COMMIT = 2, 4
 
 def stale_place(store: Store, name: str, *, some: bool = True) -> tuple[int, int]:
     """Return a retained segment that has stale rows of a table, or only other live ones: its index and the table's."""
-    group, table = find_table(store.groups, name, store.label)
+    group, table = next((one, table) for one in store.groups for table in one.tables if table.name == name)
     for i, segment in enumerate(store.segments):
         stale = store.snapshot.stale_rows([segment], group, table)
         live = store.snapshot.rows_in([segment], group, table)

@@ -262,12 +262,6 @@ def _check_spread(table: Table) -> None:
         )
 
 
-def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:
-    """Return a table by name, with its group. Raises ValueError; ``store`` is its name in messages."""
-    by_name = {table.name: (group, table) for group in groups for table in group.tables}
-    return by_name[table_named([table for _, table in by_name.values()], name, store).name]
-
-
 def table_named(tables: Iterable[Table], name: str, store: str) -> Table:
     """Return a table by name. Raises ValueError; ``store`` is its name in messages."""
     by_name = {table.name: table for table in tables}
