@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,19 @@ def test_a_number_falls_into_a_bucket() -> None:
     keys = encoded(columns, feature).features["x"].keys.tolist()
     assert keys == [0, 1, 1, 2, 2, 3, 3, 0, NULL_KEY, NULL_KEY]
     assert encoded({"x": [9, 10]}, feature).features["x"].keys.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("int64", -(1 << 60), 1 << 60), ("uint64", 0, 1 << 63)])
+def test_an_integer_beyond_2_to_53_falls_into_its_bucket(kind: str, low: int, high: int) -> None:
+    """As times in nanoseconds do. It is not rounded to the nearest float, which may be past a boundary."""
+    feature = tc.Feature(name="x", buckets=(-1e30, float(low), 0.5, float(high), 1e30), null="embed")
+    values = pa.array([low, low + 1, high - 1, high, None], pa.type_for_alias(kind))
+    keys = encoded({"x": values}, feature).features["x"].keys.tolist()
+    bounds = [Fraction(bound) for bound in feature.buckets]
+    assert keys == [*(sum(bound <= one for bound in bounds) for one in (low, low + 1, high - 1, high)), NULL_KEY]
+    assert encoded({"x": pa.array([-128, 127], pa.int8())}, feature).features["x"].keys.tolist() == [
+        sum(bound <= one for bound in bounds) for one in (-128, 127)
+    ]
 
 
 def test_keys_are_hashed_to_a_bounded_range() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import struct
 from contextlib import suppress
@@ -267,7 +268,13 @@ def _keys(
 
 
 def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
-    """Return numbers with NaN as null, and the bucket of each."""
+    """Return numbers with NaN as null, and the bucket of each. Integers are compared exactly."""
+    if types.is_integer(values.type):
+        integers = (values.fill_null(0) if values.null_count else values).to_numpy(zero_copy_only=False)
+        limits = np.iinfo(integers.dtype)
+        bounds = np.array([math.ceil(bound) for bound in feature.buckets], object)
+        below, inner = (bounds <= limits.min).sum(), bounds[(bounds > limits.min) & (bounds <= limits.max)]
+        return values, below + np.searchsorted(inner.astype(integers.dtype), integers, side="right").astype(np.int64)
     numbers = np.array(pc.fill_null(values.cast(pa.float64()), np.nan), np.float64)
     buckets = np.searchsorted(np.array(feature.buckets), numbers, side="right").astype(np.int64)
     return pa.array(numbers, from_pandas=True), buckets
