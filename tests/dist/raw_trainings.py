@@ -221,9 +221,11 @@ def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
     }
 
 
-def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
+def evaluate_unknown(
+    ranks: AnyCommunicator, folder: str, *, asked: list[int], dataset: str = "passes"
+) -> dict[str, Any]:
     """Train passes that have the out-of-vocabulary row; then look up unknown keys, as many as the rank's number."""
-    passes = tc.PassDataset.open(Path(folder) / "passes")
+    passes = tc.PassDataset.open(Path(folder) / dataset)
     with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row_wise"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)
         cache.register(rows=rows)

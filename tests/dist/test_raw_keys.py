@@ -248,7 +248,7 @@ def test_raw_keys_are_found_by_the_cuda_kernels(ranks_pool: RanksPool, place: Pa
 def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_it(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:
-    """In a read-only batch, as in an evaluation of passes."""
+    """In a read-only batch, as in an evaluation of passes, and while a later dataset without the row is trained."""
     schema = tc.Schema(tables=(table("a", 4),), features=(tc.Feature(name="a", table="a"),))
     keys = np.array([1, OOV_KEY, 3, 1, OOV_KEY, 5, 9, OOV_KEY])
     write_dataset(tmp_path / "passes", schema, [RawBatch.of(schema, {"a": keys})])
@@ -260,3 +260,7 @@ def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_
     assert not np.array_equal(rows[OOV_KEY], initial_row(schema.tables[0], OOV_KEY))
     np.testing.assert_array_equal(told[0]["found"], [rows[OOV_KEY]])
     np.testing.assert_array_equal(told[1]["found"], [rows[OOV_KEY], rows[3]])
+
+    write_dataset(tmp_path / "later", schema, [RawBatch.of(schema, {"a": keys[keys != OOV_KEY]})])
+    told = ranks_pool.run(2, BODIES + "evaluate_unknown", folder=str(tmp_path), asked=[700, 900], dataset="later")
+    np.testing.assert_array_equal(np.concatenate([one["found"] for one in told]), [rows[OOV_KEY]] * 3)

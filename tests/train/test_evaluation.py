@@ -243,3 +243,27 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_traine
                     np.testing.assert_array_equal(row, rows.get(key, rows[OOV_KEY]))
         assert unknown > 5
         assert not np.array_equal(rows[OOV_KEY], initial(case.tables[0], OOV_KEY))
+
+
+def test_keys_never_trained_share_the_out_of_vocabulary_row_of_an_earlier_dataset(tmp_path: Path) -> None:
+    """The store has the row, although no key of the later dataset is rare; plain models read it, too."""
+    schema = tc.Schema(features=(tc.Feature(name="f", table="a"),), tables=(table("a", 4),), label="y")
+    unknown = np.array([50, 99])
+    for day, keys in enumerate(([1, 1, 2, 2, 50, 51, 3, 3], [1, 1, 2, 2, 4, 4, 3, 3])):
+        data = [{"f": np.array(keys), "y": np.ones(8, np.float32)}]
+        folder = tmp_path / f"day-{day}"
+        passes = tc.extract(data, schema, folder, device_budget="1MiB", min_count=2, batch_multiple=1, progress=False)
+        module = tc.Embedding(schema, "f")
+        with tiered(tmp_path / "model.tc", passes, model=module, reorganize=True) as cache:
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(8):
+                    module(batch).square().sum().backward()
+                    cache.optimizer.step()
+                with torch.no_grad():
+                    before = module(torch.from_numpy(unknown))
+            found = module(cache.evaluate_batch({"f": unknown}))
+            row = torch.from_numpy(cache.store.lookup("a", np.array([OOV_KEY]))["vector"])
+            assert torch.equal(found, row.expand(2, 4))
+            assert torch.equal(before, found)
+            assert torch.equal(tc.to_torch(module, cache.store)(torch.from_numpy(unknown)), found)
+    assert OOV_KEY not in passes.passes[0].keys("a")

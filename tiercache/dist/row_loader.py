@@ -10,7 +10,6 @@ import torch
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.hashing import key_owners
-from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.sizes import format_bytes
 from tiercache.values.lookups import RowReader
 
@@ -37,6 +36,10 @@ class LocalRows(RowReader, Protocol):
         """Return the vector and every optimizer state of ``keys``: arrays (n, width)."""
         ...
 
+    def shares_unknown(self, table_name: str) -> bool:
+        """Return True if this rank has an out-of-vocabulary row of a table."""
+        ...
+
 
 class LoadedRows:
     """Vectors of some keys, in memory."""
@@ -60,7 +63,7 @@ class RowLoader:
     def __init__(self, view: ShardView, live_rows: Callable[..., LocalRows], ranks: AnyCommunicator) -> None:
         """live_rows: returns a reader of this rank's current rows."""
         self._view, self._live_rows, self._ranks = view, live_rows, ranks
-        self._has_unknown: bool | None = None  # True if a pass has such a row that only one rank owns
+        self._has_unknown: bool | None = None  # True if there is such a row that only one rank owns
 
     def live_rows(self) -> LocalRows:
         """Return a reader of this rank's current rows that has the out-of-vocabulary rows of all ranks. Collective."""
@@ -184,13 +187,10 @@ def _unknown_rows(
 ) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of row-wise tables: one rank owns each row, but all ranks read it."""
     own: dict[str, list[list[float]]] = {}
-    unknown, place = np.array([OOV_KEY], dtype=np.int64), np.empty(1, dtype=np.int64)
+    unknown = np.array([OOV_KEY], dtype=np.int64)
     with ranks.raise_on_all("reading out-of-vocabulary rows"):
         for table in view.tables:
-            for source in view.passes if view.sharding.tables[table.name].by_hash else ():
-                search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
-                if place[0] >= 0:
-                    own[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
-                    break
+            if view.sharding.tables[table.name].by_hash and live_rows.shares_unknown(table.name):
+                own[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
     gathered = {name: fields for values in ranks.all_gather_object(own) for name, fields in values.items()}
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in gathered.items()}

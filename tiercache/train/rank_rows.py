@@ -349,7 +349,7 @@ class CurrentRows:
         out: tuple[NDArray[np.float32], ...],
     ) -> None:
         g, table, _ = self._place[name]
-        stand_in, is_alone = keys[rest], not self._shares_unknown(name)
+        stand_in, is_alone = keys[rest], not self.shares_unknown(name)
         if name in self._unknown:
             for to, have in zip(out, self._unknown[name], strict=False):
                 to[rest] = have
@@ -367,18 +367,20 @@ class CurrentRows:
         for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=False):
             to[rest] = field.initial
 
-    def _shares_unknown(self, name: str) -> bool:
-        """True if the table was trained with an out-of-vocabulary row."""
-        if name not in self._shared:
-            table = self._place[name][1]
+    def shares_unknown(self, table_name: str) -> bool:
+        """Return True if a table has an out-of-vocabulary row here: in the dataset, or from earlier training."""
+        if table_name not in self._shared:
+            table = self._place[table_name][1]
             place = np.empty(1, dtype=np.int64)
             unknown = np.array([OOV_KEY], dtype=np.int64)
             found = False
             for p in range(len(self._trained.passes) if self._trained is not None else 0):
                 search_keys(np.asarray(self._keys_of(p, table)), self._positions.tables[table].table_id, unknown, place)
                 found = found or place[0] >= 0
-            self._shared[name] = found
-        return self._shared[name]
+            if not found:
+                found = bool(self._store.locate(table_name, unknown, after=self._after)[0][0] >= 0)
+            self._shared[table_name] = found
+        return self._shared[table_name]
 
 
 def _chunks(count: int, item_bytes: int) -> Iterator[slice]:

@@ -269,6 +269,10 @@ class InMemoryRows:
         self.fill(table_name, keys, out)
         return out
 
+    def shares_unknown(self, table_name: str) -> bool:
+        """Return True if a table was trained with an out-of-vocabulary row."""
+        return bool((self._rows.keys[table_name] == OOV_KEY).any())
+
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each."""
         table = self._tables[table_name]
