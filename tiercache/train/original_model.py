@@ -42,8 +42,8 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
     filled: set[int] = set()
     with torch.no_grad():
         for table, weight in weights.values():
-            if weight.untyped_storage().data_ptr() not in filled:
-                filled.add(weight.untyped_storage().data_ptr())
+            if id(weight) not in filled:  # not its storage, which other weights may share
+                filled.add(id(weight))
                 _fill(store, table, weight, unseen)
         for name, (_, weight) in weights.items():
             if (padding := _padding(like, name)) is not None:
