@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,21 @@ def test_an_unseen_key_is_read_as_one_thing_wherever_it_is_looked_up(
     ):
         torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(other, ours, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_plain_model_has_the_dtypes_of_its_modules(cache: tuple[tc.TierCache, Model], dtype: torch.dtype) -> None:
+    """So its outputs fit the dense layers of that dtype; weights of ids may be float32, as in training."""
+    made, model = cache
+    model = copy.deepcopy(model).to(dtype)
+    served, (one, many, bag, ends) = tc.to_torch(model, made.store), plain(KEYS)
+    with torch.no_grad():
+        for ours, theirs in zip(model(one, many, bag, ends), served(one, many, bag, ends), strict=True):
+            assert ours.dtype == theirs.dtype == dtype
+            torch.testing.assert_close(theirs.float(), ours.float(), rtol=1e-2, atol=1e-3)
+        weights = torch.linspace(0.5, 2, len(bag))
+        found = [part.bags[0](bag, ends, weights) for part in (model, served)]
+    torch.testing.assert_close(found[1].float(), found[0].float(), rtol=1e-2, atol=1e-3)
 
 
 def test_padding_is_served_as_it_was_trained(cache: tuple[tc.TierCache, Model]) -> None:

@@ -50,8 +50,8 @@ def to_torch(
 
     Without ``like``, embeddings take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a
     buffer next to the weight: an `EmbeddingBag` (N, L), or (keys,) with offsets. A converted torchrec collection takes
-    a `KeyedJaggedTensor` of raw keys. Padding is zeros and counts in no mean, as in training. Modules of one table
-    share it. ``keys``: by table, the keys whose rows are taken; default: all. A table is in memory whole.
+    a `KeyedJaggedTensor` of raw keys. Padding is zeros and counts in no mean, as in training. Modules of one table and
+    dtype share it. ``keys``: by table, the keys whose rows are taken; default: all. A table is in memory whole.
 
     A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` decides, as in
     ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
@@ -74,7 +74,7 @@ def to_torch(
         if keys is not None:
             raise ValueError("to_torch() takes keys= or like=: a model of the original class has all rows")
         return fill_original(like, model, store, unseen)
-    made, tables = _copied(model), dict[str, _KeyedRows]()
+    made, tables = _copied(model), dict[tuple[str, torch.dtype], _KeyedRows]()
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
@@ -85,10 +85,11 @@ def to_torch(
                 f"{name or 'the model'} is an {type(one).__name__}, which looks up whole batches: pass a model whose "
                 "modules look up one feature each"
             )
+        dtype = one.anchor.dtype
         for table in one.tables:
-            if table not in tables:
-                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
-        lookups = [KeyedEmbedding(tables[one.feature_specs[name].table], one, name) for name in one.features]
+            if (table, dtype) not in tables:
+                tables[table, dtype] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen, dtype)
+        lookups = [KeyedEmbedding(tables[one.feature_specs[name].table, dtype], one, name) for name in one.features]
         collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
         plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
@@ -128,6 +129,8 @@ class KeyedEmbedding(nn.Module):
     ) -> torch.Tensor:
         """Look raw keys up as `nn.EmbeddingBag` and `nn.Embedding` look up theirs."""
         rows, weight = self.rows.find(input, self.padding)
+        if per_sample_weights is not None and per_sample_weights.dtype == torch.float32:
+            per_sample_weights = per_sample_weights.to(weight.dtype)
         none = None if self.padding is None else weight.shape[0] - 1
         if self.pooling is None:
             return functional.embedding(rows, weight, none, self.max_norm, self.norm_type)
@@ -145,10 +148,13 @@ class _KeyedRows(nn.Module):
     keys: torch.Tensor
     order: torch.Tensor
 
-    def __init__(self, table: Table, keys: NDArray[np.int64], vectors: NDArray[np.float32], unseen: Unseen) -> None:
+    def __init__(
+        self, table: Table, keys: NDArray[np.int64], vectors: NDArray[np.float32], unseen: Unseen, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self._table, self._unseen = table, unseen
-        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros((2, table.dim), np.float32)])))
+        weight = torch.from_numpy(np.concatenate([vectors, np.zeros((2, table.dim), np.float32)]))
+        self.weight = nn.Parameter(weight.to(dtype))
         order = np.argsort(keys)
         self.register_buffer("keys", torch.from_numpy(keys[order]))
         self.register_buffer("order", torch.from_numpy(order))
@@ -158,16 +164,16 @@ class _KeyedRows(nn.Module):
         """The out-of-vocabulary row of all other keys."""
 
     @classmethod
-    def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
+    def of(cls, store: Store, name: str, keys: Any, unseen: Unseen, dtype: torch.dtype) -> _KeyedRows:
         """Read all rows, or the rows of ``keys``."""
         table = next(one for one in store.tables if one.name == name)
         if keys is not None:
             unique = np.unique(np.asarray(keys, dtype=np.int64))
-            return cls(table, unique, store.lookup(name, unique)["vector"], unseen)
+            return cls(table, unique, store.lookup(name, unique)["vector"], unseen, dtype)
         chunks = [(stored, fields[0]) for stored, fields in store.scan(name)]
         chunks.append((np.empty(0, np.int64), np.empty((0, table.dim), np.float32)))
         all_keys, vectors = (np.concatenate(column) for column in zip(*chunks, strict=True))
-        return cls(table, all_keys, vectors, unseen)
+        return cls(table, all_keys, vectors, unseen, dtype)
 
     def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a row for each key, and the rows; the last one is for padding."""
