@@ -241,6 +241,10 @@ def test_a_store_that_is_rolled_back_to_another_run_at_the_same_pass_brings_its_
         run_to(cache, model, loader, last=3)
         assert not torch.equal(model["top"].weight, first)
         assert cache.store.rollback("first").cursor.pass_index == 3
+        cache.store.state, state = lambda: b"damaged", cache.store.state
+        with pytest.raises(StateError, match="dense state of the last commit"):
+            next(iter(cache.passes(4)))
+        cache.store.state = state
         next(iter(cache.passes(4)))
         torch.testing.assert_close(model["top"].weight, first, rtol=0, atol=0)
         assert cache.optimizer.param_groups[-1]["lr"] == 0.1

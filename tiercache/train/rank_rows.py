@@ -97,7 +97,6 @@ class RankRows:
         is_fresh = (commit := self.store.commit) is None
         lineage = () if commit is None else commit.abandoned
         is_same = is_loaded and lineage == self._lineage and self.state.dense.is_restored
-        self._lineage = lineage
         with ranks.raise_on_all("checking the last commit"):
             self.check_alone()
             if not is_fresh:
@@ -112,6 +111,7 @@ class RankRows:
                 self.transfer.publish_first(self.state.capture())
             self.plans.check_store(self.state.dense.most_bytes)
         self.state.dense.note_restored()
+        self._lineage = lineage  # only now: a call that raised restored nothing
         return self.plans.cursor
 
     @property
