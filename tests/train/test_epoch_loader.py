@@ -250,6 +250,24 @@ def test_a_store_that_is_rolled_back_to_another_run_at_the_same_pass_brings_its_
         assert cache.optimizer.param_groups[-1]["lr"] == 0.1
 
 
+def test_a_step_that_failed_is_taken_back_after_a_commit_inside_the_pass(tmp_path: Path) -> None:
+    """Dense parameters had moved before the step of rows raised an error: a new loop restores the commit."""
+    model, optimizer, _, data = made(tmp_path)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        batch = torch.tensor(data.passes[0].keys("item")[:4]), torch.ones(4)
+        for _ in cache.passes(1):
+            train(model, cache.optimizer, batch)
+            cache.commit()
+            committed = model["top"].weight.detach().clone()
+            cache.optimizer.param_groups[-1]["lr"] = float("nan")
+            with pytest.raises(ValueError, match="learning rate nan"):
+                train(model, cache.optimizer, batch)
+            break
+        assert next(iter(cache.passes(1))).start_batch == 1
+        torch.testing.assert_close(model["top"].weight, committed, rtol=0, atol=0)
+        assert cache.optimizer.param_groups[-1]["lr"] == 0.1
+
+
 def change(cache: tc.TierCache, model: Any) -> torch.Tensor:
     """Halve all rates and a dense weight, which is returned."""
     for group in cache.optimizer.param_groups:

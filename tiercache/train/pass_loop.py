@@ -488,7 +488,7 @@ class PassLoop:
 
     def _drop_passes(self, *, is_dropped: bool = False) -> None:
         if self.current is not None:
-            self._at = self.current.index, self.current.samples_trained
+            self._at = self.current.index, max(self.current.samples_trained, self.current.ledger.samples_trained)
         self._drop_current(is_dropped=is_dropped)
         if self._next is not None:
             self._next.end(is_dropped=is_dropped)
