@@ -219,6 +219,18 @@ def test_several_labels_have_their_own_dtypes(tmp_path: Path) -> None:
         (decimals(1, 300, 2), "int8", "row 1, column 'k': it is 300, which int8 cannot represent"),
         (decimals(1, 0, 2), "bool", "row 2, column 'k': it is 2, which bool cannot represent"),
         (decimals(1, None, 2), None, "row 1, column 'k': it is null, but int64 has no null"),
+        (
+            pa.array([1, (1 << 24) + 1, 3]),
+            "float32",
+            "row 1, column 'k': it is 16777217, which float32 cannot represent",
+        ),
+        (
+            pa.array([None, -(1 << 53) - 1, 3]),
+            "float64",
+            "row 1, column 'k': it is -9007199254740993, which float64 cannot represent: set a different dtype",
+        ),
+        (pa.array([0, (1 << 63) - 1, 3]), "float64", "row 1, column 'k': it is 9223372036854775807, which float64"),
+        (pa.array([0, 1 << 16, 3]), "float16", "row 1, column 'k': it is 65536, which float16 cannot represent"),
         (pa.array([1.0, 1e300, 3.0]), "float32", "row 1, column 'k': it is 1e.300, which float32 cannot represent"),
     ],
 )
@@ -256,12 +268,12 @@ def test_whole_decimals_keep_their_digits(tmp_path: Path) -> None:
 
 def test_a_null_of_floats_is_nan(tmp_path: Path) -> None:
     """Also for integers that are kept as floats."""
-    columns = {"a": [1, 2, 3], "y": [0, 1, 0], "k": pa.array([1.5, None, 3]), "n": pa.array([None, 2, 3])}
+    columns = {"a": [1, 2, 3], "y": [0, 1, 0], "k": pa.array([1.5, None, 3]), "n": pa.array([None, 2, -(1 << 62)])}
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     schema = plain_schema(keep=(tc.KeptColumn(column="k"), tc.KeptColumn(column="n", dtype="float32")))
     dataset = extracted(tmp_path / "x.parquet", schema, tmp_path / "out")
     assert_column(dataset, "k", np.array([1.5, np.nan, 3]))
-    assert_column(dataset, "n", np.array([np.nan, 2, 3], np.float32))
+    assert_column(dataset, "n", np.array([np.nan, 2, -(2.0**62)], np.float32))
 
 
 def test_files_of_different_dtypes_need_one_in_the_schema(tmp_path: Path) -> None:

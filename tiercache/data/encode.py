@@ -95,6 +95,8 @@ def _in_dtype(batch: SourceBatch, column: str, dtype: np.dtype[Any], *, is_label
     with np.errstate(invalid="ignore", over="ignore"):
         out = values.astype(dtype)
         same = out == values if not is_float else np.isfinite(out) | ~np.isfinite(values)
+        if is_float and values.dtype.kind in "iu":
+            same = (out.astype(values.dtype) == values) & (out < float(np.iinfo(values.dtype).max) + 1)
     if not is_float and values.dtype.kind == "f":
         same &= np.isfinite(values)
     if not same.all():
