@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sqlite3
 import zipfile
 from collections import namedtuple
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -173,6 +175,18 @@ def test_a_bad_batch_is_named(tmp_path: Path, data: Any, message: str) -> None:
     """By its number, or by the row counted over all batches."""
     with pytest.raises(SourceError, match=message):
         run(data, plain_schema(), tmp_path / "out", split_by="budget")
+
+
+def test_a_cross_takes_one_type_in_all_batches(tmp_path: Path) -> None:
+    """Pandas reads a column of a text file as integers in one chunk and as strings in another."""
+    schema = plain_schema(features=(tc.Feature(name="c", columns=("a", "b")),))
+    chunks = list(pd.read_csv(io.StringIO("y,a,b\n0,1,5\n1,2,6\n1,1,5\n0,x,6\n"), chunksize=2))
+    message = "column 'a': it holds strings from row 2 on and integers before, whose hashes differ: use .* all batches"
+    with pytest.raises(SourceError, match=message):
+        run(chunks, schema, tmp_path / "out")
+    nulls = [{"a": [None], "b": [1], "y": [0.0]}, *(chunk.astype({"a": str}) for chunk in chunks)]
+    schema = replace(schema, features=(replace(schema.features[0], null="embed"),))
+    assert run(nulls, schema, tmp_path / "out").passes[0].rows("c") == 4
 
 
 def test_python_integers_have_all_64_bits() -> None:

@@ -90,7 +90,8 @@ class Source:
         self._decoding_bytes = self._done_before = 0
         self._done_in_file = 0.0
         self._counts: dict[int, BadRows] = {}
-        kinds: dict[str, tuple[InputFile, str]] = {}
+        self._kinds: dict[str, tuple[InputFile, str]] = {}
+        """The kind of keys of each column in a cross, and the first file with it."""
         self.dtypes: dict[str, str] = {}
         """The dtypes of kept columns for which the schema has none, by column."""
         for file in self.files:
@@ -103,16 +104,9 @@ class Source:
                 check_columns(file.path, arrow_schema, self._uses)
             except UnicodeError as error:  # in a column name
                 raise _unreadable(file, reader, error) from error
+            self._check_kinds(file, arrow_schema)
             for use in self._uses:
-                kind = kind_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
-                if use.use == "part" and kind in ("integer", "string"):
-                    first, before = kinds.setdefault(use.column, (file, str(kind)))
-                    if before != kind:
-                        raise SourceError(
-                            f"{file.path}, column {use.column!r}: it holds {kind}s here and {before}s in {first.path}, "
-                            "whose hashes differ: use one type in all files (for text files, set [csv] types)"
-                        )
-                elif use.use == "own" and use.dtype is None:
+                if use.use == "own" and use.dtype is None:
                     dtype = dtype_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
                     if (before := self.dtypes.setdefault(use.column, dtype)) != dtype:
                         raise SourceError(
@@ -190,11 +184,31 @@ class Source:
                 kept += batch.num_rows - dropped
         self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
 
+    def _check_kinds(self, file: InputFile, arrow_schema: Any, row: int | None = None) -> None:
+        """Raise SourceError if a column of a cross holds integers, but strings before, or the other way around.
+
+        row: the number of rows before those with this schema, if they are in a batch of an iterable.
+        """
+        for column in (use.column for use in self._uses if use.use == "part"):
+            kind = kind_of(plain_type(arrow_schema.field(column).type, self._used_as[column]))
+            if kind in ("integer", "string"):
+                first, before = self._kinds.setdefault(column, (file, str(kind)))
+                if before != kind:
+                    seen, remedy = f"here and {before}s in {first.path}", "files (for text files, set [csv] types)"
+                    if row is not None:
+                        seen, remedy = f"from row {row} on and {before}s before", "batches"
+                    raise SourceError(
+                        f"{file.path}, column {column!r}: it holds {kind}s {seen}, whose hashes differ: use one type "
+                        f"in all {remedy}"
+                    )
+
     def _plain(self, file: InputFile, piece: Piece, read: int) -> Any:
         """Return the columns of a piece in plain types; read: the number of the file's rows before it."""
         batch = piece.columns
         if {*batch.schema.names} - {*self._used_as}:  # Parquet's reader also takes "u.id" for the field of a struct u
             batch = batch.select([name for name in batch.schema.names if name in self._used_as])
+        if file.batches is not None:
+            self._check_kinds(file, batch.schema, read)
         columns, arrays = batch.columns, []
         for name, array in zip(batch.schema.names, columns, strict=True):
             try:
