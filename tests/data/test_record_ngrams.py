@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import tiercache as tc
 from tests.files import files_of
@@ -346,3 +347,25 @@ def test_tokens_that_int64_cannot_hold_are_refused_when_read() -> None:
     assert tokens.read(0, 1).tolist() == [[1, (1 << 63) - 1]]
     with pytest.raises(DatasetError, match="token 9223372036854775813 does not fit int64"):
         tokens[1]
+
+
+def test_a_loader_of_tokens_has_batches_of_its_own_size(tmp_path: Path) -> None:
+    """N-grams are recorded without a loader, whose size cache.loader would otherwise take."""
+    tokens = tc.TokenFiles(tokens_of(3000), LENGTH)
+    data = tc.record_ngrams(tokens, GRAMS, tmp_path / "keys", **OPTIONS)
+    memory = tc.Embedding(data.schema, "gram")
+    with tc.TierCache(
+        tmp_path / "m.tc", data, model=memory, device_budget="256KiB", host_budget="16MiB", progress=False
+    ) as cache:
+        with pytest.raises(ValueError, match="has drop_last True, but the key sets were recorded with False"):
+            cache.loader(DataLoader(tokens, 32, drop_last=True), 1)
+        with pytest.raises(ValueError, match="has no batch_size: set batch_size="):
+            cache.loader(DataLoader(tokens, batch_sampler=[[0], [1]]), 1)
+        loader, sizes = cache.loader(DataLoader(tokens, 32, shuffle=True), 1), list[int]()
+        assert len(loader) == sum(-(-one.samples // 32) for one in data.passes)
+        for x in loader:
+            memory(GRAMS(x)).sum().backward()
+            cache.optimizer.step()
+            sizes.append(len(x))
+    assert sum(sizes) == len(tokens)
+    assert (len(sizes), max(sizes)) == (len(loader), 32)

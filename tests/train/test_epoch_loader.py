@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 import tiercache as tc
 from tests.train.cases import tiered
@@ -306,3 +306,36 @@ def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing is left to train")
         assert run(range(4)) == [0.025, 0.0125]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"batch_size": 2 * BATCH},
+            f"has batch_size 16, but the key sets were recorded with {BATCH}: .* set batch_size=",
+        ),
+        ({"batch_size": None}, "has batch_size None"),
+        ({"batch_size": BATCH, "drop_last": True}, "has drop_last True, but the key sets were recorded with False"),
+        (
+            {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(30))},
+            "has sampler SubsetRandomSampler, but the key sets were recorded with SequentialSampler: pass the loader",
+        ),
+        ({"batch_sampler": [[0, 1], [2]]}, "has batch_size None"),
+    ],
+)
+def test_a_loader_with_other_batches_than_the_recorded_one_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    """The recorded batches would be trained instead."""
+    model, optimizer, _, data = made(tmp_path)
+    loader = DataLoader(Items(), **arguments)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        with pytest.raises(ValueError, match=message):
+            cache.loader(loader, 1)
+        if arguments == {"batch_size": 2 * BATCH}:
+            sizes = set[int]()
+            for batch in cache.loader(loader, 1, batch_size=2 * BATCH):
+                train(model, cache.optimizer, batch)
+                sizes.add(len(batch[0]))
+            assert max(sizes) == 2 * BATCH

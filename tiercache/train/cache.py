@@ -262,7 +262,7 @@ class TierCache(CacheFacts):
 
         Iteration e yields the batches of epoch e, pass by pass, as ``Pass.loader`` makes them; shuffled if ``loader``
         is. Committed batches are left out, so a script that runs again resumes. ``loader``: the loader that was passed
-        to `record_key_sets`. ``options``: arguments of ``Pass.loader``, overriding the settings of ``loader``.
+        to `record_key_sets`; ValueError if its batches differ. ``options``: arguments of ``Pass.loader`` to override.
         """
         return EpochLoader(self, self._loop, loader, epochs, **options)
 

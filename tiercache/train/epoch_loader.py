@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from tiercache.errors import StateError
 from tiercache.train.batches import check_epochs
 from tiercache.train.loader_batches import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from tiercache.train.cache import TierCache
     from tiercache.train.pass_loop import PassLoop
@@ -22,6 +22,10 @@ _KEPT = (
     "prefetch_factor",
 )  # fmt: skip
 """DataLoader settings that the loaders of passes also use."""
+
+
+_IN_ANY_ORDER = ("SequentialSampler", "RandomSampler")
+"""Recorded samplers whose samples a loop may shuffle or not."""
 
 
 class EpochLoader:
@@ -47,7 +51,8 @@ class EpochLoader:
         self._loader: Any = loader
         self._options = options
         if isinstance(loader, DataLoader):
-            self._loader, self._options = loader.dataset, _options_of(loader) | options
+            self._loader = loader.dataset
+            self._options = _options_of(loader, cache.dataset.manifest.options, "batch_size" in options) | options
         self._skipped = self._first = 0
         """The epochs that were trained before, and the first iteration that continues from the last commit: the last
         of these if the commit ends it, else the next."""
@@ -98,7 +103,32 @@ class EpochLoader:
             yield from current.loader(self._loader, **self._options)
 
 
-def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of ``Pass.loader`` that make the batches of a recorded loader."""
+def _options_of(loader: DataLoader[Any], recorded: Mapping[str, Any], has_size: bool) -> dict[str, Any]:
+    """Return the arguments of ``Pass.loader`` that make the batches of a recorded loader.
+
+    recorded: the options of its recording; n-grams are recorded without a loader, and have batches of any size.
+    has_size: True if the caller sets the batch size. Raises ValueError if the loader has other samples or batches.
+    """
+    sampling, is_ngrams = Sampling.of(loader), "ngrams" in recorded
+    found = {"batch_size": sampling.batch_size, "sampler": type(sampling.sampler).__name__}
+    found["drop_last"] = sampling.drop_last
+    expected = {"sampler": "SequentialSampler", "drop_last": False} if is_ngrams else {**recorded}
+    if isinstance(sampling.sampler, SequentialSampler | RandomSampler) and expected.get("sampler") in _IN_ANY_ORDER:
+        found.pop("sampler")
+    if has_size:
+        found.pop("batch_size")
+    for name, value in found.items():
+        if name in expected and value != expected[name]:
+            size = (
+                ", or set batch_size= in cache.loader to train batches of another size" if name == "batch_size" else ""
+            )
+            raise ValueError(
+                f"the loader has {name} {value}, but the key sets were recorded with {expected[name]}: pass the loader "
+                f"that was recorded, or record key sets of this one{size}"
+            )
     options = {name: getattr(loader, name) for name in _KEPT}
-    return options | {"shuffle": isinstance(Sampling.of(loader).sampler, RandomSampler)}
+    if is_ngrams and not has_size:
+        if sampling.batch_size is None:
+            raise ValueError("the loader has no batch_size: set batch_size= in cache.loader, or in the loader")
+        options["batch_size"] = sampling.batch_size
+    return options | {"shuffle": isinstance(sampling.sampler, RandomSampler)}
