@@ -32,7 +32,7 @@ from tests.data.cases import (
 from tests.files import files_of
 from tiercache.data.extract import extract
 from tiercache.data.pass_builder import RowBudget
-from tiercache.errors import BudgetError, ExtractionError, TierCacheError
+from tiercache.errors import BudgetError, ExtractionError, SourceError, TierCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -371,6 +371,18 @@ def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
     assert again.digest == whole.digest
     with pytest.raises(ExtractionError, match="its rare keys are already determined"):
         extract(paths[0], rich_schema(), first.path, append=True, min_count=2, **{**call, "progress": False})
+
+
+def test_a_new_file_has_the_types_of_the_earlier_ones_in_a_cross(tmp_path: Path) -> None:
+    """Otherwise the same values would have other keys in it."""
+    schema = plain_schema(features=(tc.Feature(name="c", columns=("a", "b")),))
+    for name, values in {"1": [1, 2], "2": [3, 4], "3": ["5", "6"]}.items():
+        pq.write_table(arrow({"a": values, "b": [1, 2], "y": [0, 1]}), tmp_path / f"{name}.parquet")
+    paths = [tmp_path / f"{name}.parquet" for name in "123"]
+    for count in (1, 2):
+        assert extracted(paths[:count], schema, tmp_path / "out", append=True).samples == 2 * count
+    with pytest.raises(SourceError, match=r"3.parquet, column 'a': it holds strings here and integers in .*1.parquet"):
+        extracted(paths, schema, tmp_path / "out", append=True)
 
 
 def test_passes_of_one_batch_multiple_are_told(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def extract(
             return dataset
         check_same(manifest.options, old, options, old, out)
         check_rules(manifest.version, out)
+        if any(feature.key == "cross" for feature in schema.features):
+            Source(inputs, schema, cut_column=cut.column)  # compares the types of new files with those of earlier ones
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
         records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
     source = Source(inputs, schema, cut_column=cut.column)
