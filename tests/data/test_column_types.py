@@ -182,6 +182,20 @@ def test_lists_of_every_kind_are_lists(kind: Any) -> None:
     assert keys([{"a": pa.array(rows, kind), "y": np.zeros(3)}], feature) == [1, 2, NULL_KEY, 3, 4]
 
 
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_lists_of_dictionaries_are_read_over_row_groups(tmp_path: Path, kind: Any) -> None:
+    """From any row on. Each row group has its own dictionary."""
+    rows = [[f"a{row % 7}"] * (row % 3) for row in range(200)]
+    array = pa.array(rows, kind(pa.dictionary(pa.int16(), pa.string())))
+    pq.write_table(pa.table({"a": array, "y": np.zeros(len(rows))}), tmp_path / "x.parquet", row_group_size=30)
+    feature = tc.Feature(name="a", key="string", hotness="ragged")
+    schema = plain_schema(features=(feature,))
+    source = Source(find_inputs(tmp_path / "x.parquet"), schema)
+    for first in (0, 29, 100, 200):
+        found = [key for b in source.batches(0, first) for key in encode(schema, b).features["a"].keys]
+        assert found == [tc.key_of(text) for row in rows[first:] for text in row]
+
+
 LISTS: dict[str, Any] = {"hotness": "ragged"}
 
 

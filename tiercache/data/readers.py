@@ -6,16 +6,18 @@ import zipfile
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from tiercache.data.array_rows import ArrayRows, read_split_spec
 from tiercache.data.column_types import check_columns
-from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, list_array, numpy_values, offsets_of
+from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, is_list, list_array, numpy_values, offsets_of
 from tiercache.data.inputs import open_binary
 from tiercache.data.python_batches import is_keyed, is_pair, named_parts
 from tiercache.data.raw_batch import lacks_last, num_samples
@@ -99,11 +101,14 @@ class ParquetReader(FileReader):
             in_groups = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             width = max(8 * len(columns), in_groups // max(1, meta.num_rows))
             self._reading = done, columns
-            for batch in parquet.iter_batches(
-                batch_rows(batch_bytes, width),
-                row_groups=list(range(first, len(sizes))),
-                columns=list(columns),
-                use_threads=use_threads,
+            groups = list(range(first, len(sizes)))
+            # Arrow cannot join lists of dictionaries of several row groups in one batch.
+            is_coded = any(_has_dictionary(self.schema.field(name).type) for name in columns)
+            for batch in chain.from_iterable(
+                parquet.iter_batches(
+                    batch_rows(batch_bytes, width), row_groups=part, columns=list(columns), use_threads=use_threads
+                )
+                for part in ([[group] for group in groups] if is_coded else [groups])
             ):
                 done += batch.num_rows
                 self._reading = done, columns
@@ -191,6 +196,11 @@ def _dictionary_columns(meta: Any) -> list[str]:
         and c.has_dictionary_page
         and c.total_uncompressed_size < 4 * c.num_values
     ]
+
+
+def _has_dictionary(kind: Any) -> bool:
+    """Return True for lists of dictionaries."""
+    return is_list(kind) and types.is_dictionary(kind.value_type)
 
 
 def _decoding_bytes(meta: Any, names: set[str]) -> int:
