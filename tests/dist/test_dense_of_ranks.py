@@ -1,12 +1,14 @@
 """The dense state of several ranks in commits: once if it is the same on all, else that of each rank."""
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.dist.meeting import meet
@@ -69,12 +71,12 @@ def test_tensors_of_any_layout_are_kept_once() -> None:
 
 @pytest.mark.parametrize("what", ["weights", "state", "buffers"])
 def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None:
-    """A warning names it and says what the user may have forgotten. Buffers are those of rank 0, as in torch."""
+    """A warning names it and says what the user may have forgotten. Of a model, buffers alone may differ."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
 
-    def body(ranks: Any) -> list[str]:
+    def body(ranks: Any) -> list[list[str]]:
         dense, layer = DenseState(CpuBackend()), layers[ranks.rank]
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.0 if what == "state" else 0.5, momentum=0.5)
         dense.register({"layer": layer, "optimizer": optimizer})
@@ -87,13 +89,20 @@ def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None
             layer(torch.arange(128.0).reshape(2, 64) * (1 + ranks.rank)).square().mean().backward()
             optimizer.step()
         dense.check_same(ranks)
-        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+        found = torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"]
+        return [sorted(found), sorted(found["layer"])]
 
-    if what == "buffers":
-        assert meet(2, body) == [["layer", "optimizer"], []]
-        return
-    with pytest.warns(UserWarning, match="each rank commits its own: if the ranks train one model, wrap it in Dist"):
-        assert meet(2, body) == [["layer", "optimizer"], ["layer", "optimizer"] if what == "weights" else ["optimizer"]]
+    buffers = ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    every = ["0.bias", "0.weight", "1.bias", *buffers, "1.weight"]
+    expected = {"weights": [["layer", "optimizer"], every], "state": [["layer", "optimizer"], buffers],
+                "buffers": [["layer"], buffers]}  # fmt: skip
+    warned: Any = nullcontext()
+    if what != "buffers":
+        warned = pytest.warns(
+            UserWarning, match="each rank commits its own: if the ranks train one model, wrap it in D"
+        )
+    with warned:
+        assert meet(2, body) == [[["layer", "optimizer"], every], expected[what]]
 
 
 def train_apart(ranks: AnyCommunicator, case: str, folder: str, *, stop: int | None = None) -> dict[str, Any]:
@@ -125,6 +134,41 @@ def test_ranks_that_train_apart_resume_with_their_own_weights(ranks_pool: RanksP
         assert one.keys() == other.keys()
         for name, value in other.items():
             np.testing.assert_array_equal(one[name], value, err_msg=name)
+
+
+def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, stop: bool) -> dict[str, Any]:
+    """Train a model with a batch norm, or stop after a commit inside the pass; return its weights and buffers."""
+    one = CASES["one"]
+    with open_sharded(one, folder) as cache:
+        torch.manual_seed(1)
+        model: Any = Net(cache, one)
+        model.top = torch.nn.Sequential(torch.nn.BatchNorm1d(model.top.in_features), model.top)
+        model = DistributedDataParallel(model, broadcast_buffers=broadcasts)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=one.dense_lr))
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(one.batch):
+                step([batch], model, cache.optimizer)
+                if stop:
+                    cache.commit()
+                    return {}
+        return dense_of(model)
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])
+def test_ranks_resume_with_their_own_buffers(ranks_pool: RanksPool, tmp_path: Path, broadcasts: bool) -> None:
+    """The statistics of a batch norm are those of an uninterrupted training, on each rank."""
+    body, found = f"{__name__}:train_normalized", dict[str, Any]()
+    for name in ("whole", "left"):
+        CASES["one"].cut(tmp_path / name / "passes")
+        options = {"folder": str(tmp_path / name), "broadcasts": broadcasts}
+        if name == "left":
+            ranks_pool.run(2, body, stop=True, **options)
+        found[name] = ranks_pool.run(2, body, stop=False, **options)
+    for one, other in zip(found["left"], found["whole"], strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            np.testing.assert_array_equal(one[name], value, err_msg=name)
+    assert not np.array_equal(*(one["dense.top.0.running_mean"] for one in found["whole"]))
 
 
 class Counter:

@@ -63,6 +63,8 @@ class DenseState:
         """The names of objects that rank 0 stores for all ranks."""
         self._shared = self.same
         """Those that rank 0 stores for this rank."""
+        self._buffered: frozenset[str] = frozenset()
+        """Modules of ``same`` whose buffers differ between ranks, so each rank stores its own."""
         self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:
@@ -121,6 +123,7 @@ class DenseState:
         """
         anchors = anchor_ids(self.objects.values())
         objects = {name: _state_of(one, anchors) for name, one in self.objects.items() if name not in self._shared}
+        objects |= {name: _parts_of(self.objects[name], anchors)[1] for name in self._shared & self._buffered}
         for name, value in objects.items():
             _refuse_unstorable(value, name)
         state = {
@@ -149,41 +152,49 @@ class DenseState:
             if isinstance(value, torch.optim.Optimizer) and not value.state and name not in self._shared:
                 parameters = (p for group in value.param_groups for p in group["params"])
                 total += sum(2 * p.numel() * p.element_size() + _TENSOR_BYTES for p in parameters)
+            elif name in self._shared - self._buffered:
+                buffers = tensors_of(_parts_of(value, ())[1])
+                total += sum(one.numel() * one.element_size() + _TENSOR_BYTES for one in buffers)
         return total
 
     def keep_once(self, ranks: AnyCommunicator) -> None:
         """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks.
 
-        They stay the same in a data-parallel training, except for buffers, which DistributedDataParallel takes from
-        rank 0. Those with sharded parameters may be the same only now: without state, or all zeros. Each rank stores
-        these and other objects, and its random generators. Collective.
+        They stay the same in a data-parallel training, except for buffers, which each rank stores if they differ. Those
+        with sharded parameters may be the same only now: without state, or all zeros. Each rank stores these and other
+        objects, and its random generators. Collective.
         """
         if ranks.size == 1:
             return
         with ranks.raise_on_all("comparing what was registered"):
             anchors = anchor_ids(self.objects.values())
             digests = {
-                name: _digest(_state_of(value, anchors))
+                name: [*map(_digest, _parts_of(value, anchors))]
                 for name, value in self.objects.items()
                 if isinstance(value, _DATA_PARALLEL) and not _is_sharded(value)
             }
         first, *others = ranks.all_gather_object(digests)
-        same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
+        same = {name for name in first if all(name in one and one[name][0] == first[name][0] for one in others)}
         self.same = frozenset(same)
+        self._buffered = frozenset(name for name in same if any(one[name] != first[name] for one in others))
         self._shared = self.same if ranks.rank else frozenset()
 
     def check_same(self, ranks: AnyCommunicator) -> None:
         """Have each rank store its own state of the objects that are no longer the same, and warn of them.
 
-        Compares some elements of each parameter and of its optimizer's state, not buffers. Collective.
+        Compares some elements of each parameter and of its optimizer's state. Of buffers, each rank stores its own
+        without a warning. Collective.
         """
         if not (names := sorted(self.same)):
             return
         with ranks.raise_on_all("comparing what was registered"):
             anchors = anchor_ids(self.objects.values())
-            digests = [_sample_of(self.objects[name], anchors) for name in names]
+            parts = [_parts_of(self.objects[name], anchors) for name in names]
+            digests = [_sample_of(part) for pair in zip(*parts, strict=True) for part in pair]
         found = ranks.all_reduce_min([*digests, *(-one for one in digests)], "comparing what was registered")
-        others = [name for name, low, high in zip(names, found, found[len(names) :], strict=False) if low != -high]
+        differ = [low != -high for low, high in zip(found, found[len(digests) :], strict=False)]
+        self._buffered |= {name for name, is_other in zip(names, differ[len(names) :], strict=True) if is_other}
+        others = [name for name, is_other in zip(names, differ, strict=False) if is_other]
         if not others:
             return
         self.same -= {*others}
@@ -210,7 +221,8 @@ class DenseState:
             state = _read(data) if data else {"objects": {}, "shared": []}
         if any(ranks.all_gather_object(bool(state["shared"]))):
             first = _read(_of_rank_0(data, ranks))["objects"]
-            state["objects"] |= {name: first[name] for name in state["shared"] if name in first}
+            own = state["objects"]  # of these, only buffers
+            own |= {name: first[name] | own.get(name, {}) for name in state["shared"] if name in first}
         with ranks.raise_on_all(_RESTORING):
             if data:
                 self._load_state(state)
@@ -330,15 +342,21 @@ def _is_sharded(value: Any) -> bool:
     return any(hasattr(one, "to_local") for one in tensors)
 
 
-def _sample_of(value: Stateful, anchors: Collection[int]) -> int:
-    """Return a digest of plain values and of up to 16 elements of each tensor of a state, without buffers."""
+def _parts_of(value: Stateful, anchors: Collection[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state of an object without the buffers of a module, and these."""
     state = _state_of(value, anchors)
-    if isinstance(value, nn.Module):
-        state = {name: state[name] for name, _ in value.named_parameters() if name in state}
+    if not isinstance(value, nn.Module):
+        return state, {}
+    names = {name for name, _ in value.named_parameters(remove_duplicate=False)}
+    return {n: one for n, one in state.items() if n in names}, {n: one for n, one in state.items() if n not in names}
+
+
+def _sample_of(state: dict[str, Any]) -> int:
+    """Return a digest of plain values and of up to 256 elements of each tensor of a state."""
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for one in tensors_of(state):
         if one.layout is torch.strided and not one.is_quantized:
-            some = one.detach().flatten()[:: max(1, one.numel() // 16)][:16].resolve_conj().resolve_neg()
+            some = one.detach().flatten()[:: max(1, -(-one.numel() // 256))].resolve_conj().resolve_neg()
             samples.setdefault(one.device, []).append(some.contiguous().view(torch.uint8))
     plain = _map_tensors(state, lambda one: f"{one.dtype} {tuple(one.shape)}")
     return int(_digest([plain, [torch.cat(parts) for parts in samples.values()]])[:15], 16)
