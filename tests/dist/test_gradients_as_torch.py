@@ -48,15 +48,19 @@ def opened(folder: str, name: str) -> tc.TierCache:
     return tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
 
 
-def overflow(ranks: AnyCommunicator, folder: str, *, wraps: bool, dense: bool) -> dict[str, Any]:
+def overflow(ranks: AnyCommunicator, folder: str, *, wraps: str, dense: bool) -> dict[str, Any]:
     """Train under a scaler; at every third batch the gradients of one rank are not finite."""
     with opened(folder, f"{wraps}{dense}.tc") as cache:
         torch.manual_seed(1)
         net: Any = Net(cache.schema, dense=dense)
-        model = DistributedDataParallel(net) if wraps else net
+        model = DistributedDataParallel(net) if wraps == "ddp" else net
+        if "fsdp" in wraps:
+            mesh = init_device_mesh("cpu", (ranks.size,))
+            fully_shard(net.top, mesh=mesh)
+            model = fully_shard(net, mesh=mesh) if wraps == "fsdp" else net
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-        if not wraps:
+        if wraps not in ("ddp", "fsdp"):
             cache.register(scaler=scaler)
         scales = []
         for p in cache.passes(epochs=1):
@@ -71,9 +75,11 @@ def overflow(ranks: AnyCommunicator, folder: str, *, wraps: bool, dense: bool) -
         return {"scales": scales, "steps": cache.optimizer.rows.steps}
 
 
-@pytest.mark.parametrize(("wraps", "dense"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("wraps", "dense"), [("ddp", True), ("ddp", False), ("nothing", False), ("fsdp", True), ("fsdp of a part", True)]
+)
 def test_an_overflow_on_one_rank_skips_the_step_of_all(
-    ranks_pool: RanksPool, tmp_path: Path, wraps: bool, dense: bool
+    ranks_pool: RanksPool, tmp_path: Path, wraps: str, dense: bool
 ) -> None:
     """Scales stay the same everywhere: by the gradients of anchors, or by a scaler that was registered."""
     CASE.cut(tmp_path / "passes")

@@ -20,6 +20,7 @@ from tiercache.train.arrivals import State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
 from tiercache.train.settings_check import SettingsCheck
+from tiercache.train.split_gradient import splitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -130,6 +131,9 @@ class RowOptimizer(torch.optim.Optimizer):
             alone = [] if parameter is None or id(parameter) in owned else [parameter]
             found.setdefault(anchor.first_table, []).extend(alone)
             found[anchor.first_table] += anchor.expose()
+        dense_parameters = (one for each in self.dense for group in each.param_groups for one in group["params"])
+        if found and any(hasattr(one, "to_local") for one in dense_parameters):
+            next(iter(found.values())).extend(splitting(leaf for leaves in found.values() for leaf in leaves))
         for group in self.param_groups:
             group["params"] = found.get(group["table"], [])
         if dense is None:

@@ -21,6 +21,10 @@ is_in_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """Return something else than None inside a transform of torch.func, such as vmap or grad."""
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
 """Return a context in which views are not noted by autograd: each may be changed in place."""
+without_subclasses: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""Return a context in which subclasses of tensors change no function."""
+unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiply gradients by a GradScaler's inverse scale, and note if any is not finite."""
 
 
 def is_of_transform(tensor: torch.Tensor) -> bool:
