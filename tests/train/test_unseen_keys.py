@@ -216,12 +216,23 @@ def test_the_out_of_vocabulary_row_stands_for_unseen_keys(tmp_path: Path, unseen
                 cache.optimizer.step()
         found = module(cache.evaluate_batch({"one": np.array([50, 51, 99, 2])}, unseen=unseen))
         served = tc.to_torch(module, cache.store, unseen=unseen)(torch.tensor([50, 51, 99, 2]))
+        some = tc.to_torch(module, cache.store, unseen=unseen, keys={"a": [2]})(torch.tensor([50, 51, 99, 2]))
         every = next(cache.evaluate(passes))
         (batch,) = every.batches(8)
         torch.testing.assert_close(found[0], module(batch)[6])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[3])
     assert torch.equal(found, served)
+    assert torch.equal(found, some)
+
+
+def test_keys_that_are_served_are_integers_of_tables_of_the_model(cache: tuple[tc.TierCache, Model]) -> None:
+    """Numbers are not rounded, and a table that the model does not look up is an error."""
+    made, model = cache
+    with pytest.raises(ValueError, match="the keys of table 'a' are float64: keys are int64"):
+        tc.to_torch(model, made.store, keys={"a": [1.5]})
+    with pytest.raises(ValueError, match="keys= has a table 'one', but the model looks up a, b"):
+        tc.to_torch(model, made.store, keys={"one": [1]})
 
 
 def test_a_plain_model_that_reads_zeros_can_be_traced(cache: tuple[tc.TierCache, Model]) -> None:

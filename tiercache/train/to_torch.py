@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import OOV_KEY
+from tiercache.store.store_errors import KeyMissingError
 from tiercache.train.convert import SharedLookup
 from tiercache.train.dense_state import load_module
 from tiercache.train.embedding import Embedding, EmbeddingBag
@@ -51,16 +54,17 @@ def to_torch(
     Without ``like``, embeddings take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a
     buffer next to the weight: an `EmbeddingBag` (N, L), or (keys,) with offsets. A converted torchrec collection takes
     a `KeyedJaggedTensor` of raw keys. Padding is zeros and counts in no mean, as in training. Modules of one table and
-    dtype share it. ``keys``: by table, the keys whose rows are taken; default: all. A table is in memory whole.
+    dtype share it. ``keys``: by table, the keys whose rows are taken, besides the out-of-vocabulary row; default: all.
+    A table is in memory whole.
 
     A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` decides, as in
     ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector counts
     in a mean. Only "zeros" can be traced and exported, because only it does not look at the keys.
 
     Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
-    up, or without any embedding, and for a ``like`` with other modules, or fewer rows than the store has;
-    KeyMissingError for keys that have no row, CommitMissingError, StateError if commit ``at`` does not have the state
-    of one module like ``model``, and the errors of ``Store.scan``.
+    up, or without any embedding, for a ``like`` with other modules, or fewer rows than the store has, and for ``keys``
+    of other tables, or that are not integers; KeyMissingError for keys that have no row, CommitMissingError, StateError
+    if commit ``at`` does not have the state of one module like ``model``, and the errors of ``Store.scan``.
     """
     check_unseen(unseen)
     model = unwrapped(model)
@@ -78,6 +82,9 @@ def to_torch(
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
+    known = {table for _, one in places for table in one.tables}
+    if unknown := [*(keys or {}).keys() - known]:
+        raise ValueError(f"keys= has a table {min(unknown)!r}, but the model looks up {', '.join(sorted(known))}")
     plain: dict[int, nn.Module] = {}
     for name, one in places:
         if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
@@ -168,7 +175,10 @@ class _KeyedRows(nn.Module):
         """Read all rows, or the rows of ``keys``."""
         table = next(one for one in store.tables if one.name == name)
         if keys is not None:
-            unique = np.unique(np.asarray(keys, dtype=np.int64))
+            unique = np.unique(as_keys(f"the keys of table {name!r}", keys))
+            with suppress(KeyMissingError):
+                store.lookup(name, np.array([OOV_KEY]))
+                unique = np.union1d(unique, [OOV_KEY])
             return cls(table, unique, store.lookup(name, unique)["vector"], unseen, dtype)
         chunks = [(stored, fields[0]) for stored, fields in store.scan(name)]
         chunks.append((np.empty(0, np.int64), np.empty((0, table.dim), np.float32)))
