@@ -142,6 +142,17 @@ def test_a_data_loader_is_read_as_it_is(tmp_path: Path) -> None:
     assert found.passes[0].read(np.arange(100)).dense.shape == (100, 2)
 
 
+def test_a_tuple_of_two_samples_is_not_values_and_offsets() -> None:
+    """A collation that transposes its samples makes tuples, of two samples in the last batch."""
+    samples = [(number, f"s{number}", 0.5) for number in range(5)]
+    loader = DataLoader(samples, 3, collate_fn=lambda rows: tuple(zip(*rows, strict=True)))  # type: ignore[arg-type]
+    features = tc.Feature(name="a"), tc.Feature(name="b", key="string")
+    schema = plain_schema(features=features, tables=(), source=SourceFormat(columns=("a", "b", "y")))
+    batches = [encode(schema, batch).features for batch in Source(find_inputs(loader), schema).batches()]
+    assert [key for batch in batches for key in batch["a"].keys] == [*range(5)]
+    assert [key for batch in batches for key in batch["b"].keys] == [tc.key_of(text) for _, text, _ in samples]
+
+
 def test_a_keyed_jagged_tensor_is_its_features() -> None:
     """Recognized by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
     keyed = KeyedJagged(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))

@@ -180,6 +180,8 @@ def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
         (np.array([1, 3], np.int32), [[1], [3]]),
         (torch.tensor([[1, 2], [3, 3]]), [[1, 2], [3, 3]]),
         (([2, 2], [0, 0, 2]), [[], [2, 2]]),
+        ((3, 1), [[3], [1]]),
+        ((torch.tensor(3), torch.tensor(1)), [[3], [1]]),
         ([], []),
     ):
         expected = [sum((rows[key] for key in keys), np.zeros(5, np.float32)) for keys in bags]

@@ -83,5 +83,9 @@ def is_keyed(value: Any) -> bool:
 
 
 def is_pair(value: Any) -> bool:
-    """Return True for a pair (values, offsets)."""
-    return isinstance(value, tuple) and len(value) == 2
+    """Return True for a pair (values, offsets), but not for a tuple of the numbers or strings of two samples."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_has_length, value))
+
+
+def _has_length(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) != 0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
+from tiercache.data.python_batches import is_pair
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
 
@@ -103,7 +104,7 @@ def _form_of(value: Any) -> tuple[Any, Any]:
 
 def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
     """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; counts: known numbers of samples."""
-    pairs = {name: one for name, one in keys.items() if isinstance(one, tuple) and len(one) == 2}
+    pairs = {name: one for name, one in keys.items() if is_pair(one)}
     counts |= {len(one) for name, one in keys.items() if name not in pairs and hasattr(one, "__len__")}
     counts |= {len(one.offsets) - 1 for one in pairs.values() if isinstance(one, _WholeLists)}
     pairs = {name: one for name, one in pairs.items() if not isinstance(one, _WholeLists)}
@@ -166,7 +167,7 @@ def feature_keys(
 
 def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
     where, ends = f"feature {feature.name!r}", None
-    if isinstance(values, tuple) and len(values) == 2:
+    if is_pair(values):
         values, ends = values
     keys = as_keys(f"the keys of {where}", values)
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
