@@ -121,13 +121,15 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
         ("rows=500", [0, 500, 1000, 1500, 2000, 2500, 3000, 3500]),
         ("file", [0, 701, 2000, 3500]),
         ("column=day", [0, 300, 1500, 1501, 3500]),
+        ("column=at", [0, 300, 1500, 3500]),
     ],
 )
 def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_by: str, bounds: list[int]) -> None:
-    """Rows are counted over files, and a value that continues in the next file does not begin a pass."""
+    """Rows are counted over files, and a value that continues in the next file does not begin a pass; NaN is one."""
     schema, columns = rich_schema(), rich_columns(3500)
     days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff([0, 300, 1500, 1501, 3500]))
-    data = {**columns, "day": [day or None for day in days.tolist()]}
+    at = np.repeat(np.array([1.5, np.nan, 2.5], np.float16), np.diff([0, 300, 1500, 3500]))
+    data = {**columns, "day": [day or None for day in days.tolist()], "at": at}
     write_parquet(tmp_path, data, [0, 701, 2000, 3500])
     made = extracted(tmp_path / "*.parquet", schema, tmp_path / "out", split_by=split_by, batch_multiple=500)
     assert bounds_of(made) == bounds

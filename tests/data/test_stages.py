@@ -53,7 +53,7 @@ def job(schema: Schema, split_by: str, unit: int, budget: int) -> Job:
     cuts=st.lists(st.integers(1, 2999), max_size=4, unique=True),
     unit=st.sampled_from([7, 100, 500, 5000]),
     slack=st.floats(1.0, 3.0),
-    split_by=st.sampled_from(["budget", "budget", "rows=700", "rows=1500", "file", "column=day"]),
+    split_by=st.sampled_from(["budget", "budget", "rows=700", "rows=1500", "file", "column=day", "column=at"]),
     seed=st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=12)
@@ -63,7 +63,7 @@ def test_passes_are_placed_where_one_machine_ends_them(
     """Also if units, and values of the column that cuts, continue in the next file."""
     schema, columns = rich_schema(), rich_columns(3000, seed)
     days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff(DAYS))
-    data = {**columns, "day": [day or None for day in days.tolist()]}
+    data = {**columns, "day": [day or None for day in days.tolist()], "at": np.where(days == "mon", np.nan, 1.5)}
     unit = 100 if split_by.startswith("rows") else unit
     budget = int(slack * 105_000) if split_by == "budget" and unit < 1000 else 1 << 30
     with tempfile.TemporaryDirectory() as name:

@@ -166,10 +166,7 @@ class Cutter:
             self._file = batch.file_index
             return [0] if begins else []
         if self._cut.column is not None:
-            array = batch.columns.column(self._cut.column)
-            if hasattr(array, "dictionary_decode"):
-                array = array.dictionary_decode()
-            cuts = []
+            array, cuts = cut_values(batch, self._cut.column), []
             if not pa.types.is_null(array.type):
                 changed = pc.fill_null(pc.not_equal(array.slice(1), array.slice(0, rows - 1)), True)
                 both_null = pc.and_(array.slice(1).is_null(), array.slice(0, rows - 1).is_null())
@@ -180,6 +177,17 @@ class Cutter:
             self._last = [last_value]
             return cuts
         return []
+
+
+def cut_values(batch: SourceBatch, column: str) -> Any:
+    """Return the values whose changes begin passes; NaN as null, because it does not equal itself."""
+    array = batch.columns.column(column)
+    if hasattr(array, "dictionary_decode"):
+        array = array.dictionary_decode()
+    if not pa.types.is_floating(array.type):
+        return array
+    numbers = array.cast(pa.float64())  # Arrow does not compare float16
+    return pc.if_else(pc.is_nan(numbers), None, numbers)
 
 
 class PassBuilder:

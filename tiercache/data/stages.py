@@ -27,7 +27,7 @@ from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.inputs import check_read, file_system
 from tiercache.data.manifest import MANIFEST, UNFINISHED, Manifest, file_name
 from tiercache.data.open_pass import PassCloser
-from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
+from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget, cut_values
 from tiercache.data.raw_batch import RawBatch, join
 from tiercache.data.resume import ExtractionState, WorkFolder
 from tiercache.data.sample_layout import SampleLayout
@@ -222,7 +222,7 @@ def _chunks(job: Job, batches: Iterable[SourceBatch]) -> Iterator[tuple[Any, Raw
                 yield value, join(pending)
                 pending.clear()
             if not pending and job.cut.column is not None:
-                value = batch.columns.column(job.cut.column)[at].as_py()
+                value = cut_values(batch, job.cut.column)[at].as_py()
             pending.append(piece)
             at += piece.num_samples
     if pending:
