@@ -181,6 +181,26 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
     trained.close()
 
 
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_model_of_rows_alone_accumulates_gradients_from_the_first_step(
+    passes: tc.PassDataset, resident: bool
+) -> None:
+    """It has no optimizer to pass. A pass without any step is refused at its end."""
+    store = open_store(passes.path, CASE, "memory")
+    model = tc.EmbeddingBagCollection(passes.schema)
+    trained: Any = tc.InMemoryCache(passes, model=model) if resident else tiered(store, passes, model=model)
+    loop = trained.passes(epochs=1)
+    for micro_batches in next(loop).steps(16, micro_batches=4):
+        for batch in micro_batches:
+            model(batch).sum().backward()
+        trained.optimizer.step()
+    for batch in next(loop).batches(16):
+        model(batch).sum().backward()
+    with one_sentence(StateError, "between backward and step", "step the optimizer"):
+        next(loop)
+    trained.close()
+
+
 def test_a_second_cache_on_a_store_in_training_is_refused(
     cache: TierCache, store: tc.Store, passes: tc.PassDataset
 ) -> None:

@@ -385,7 +385,7 @@ class Anchors:
         self.is_queued = False
         """True if the backend queues its work: reading a gradient would wait for it."""
         self.is_stepped = False
-        """True once the cache has an optimizer or took a step. Without either, rows may never be stepped."""
+        """True once the cache took a step, or has an optimizer or a model of rows alone. Else rows may never step."""
         self.ledger: PassLedger | None = None
         """The ledger of the pass whose rows are trained."""
         self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()

@@ -163,6 +163,11 @@ class JointOptimizer(torch.optim.Optimizer):
                     rows.anchors.of(module)
                 if module.max_norm is not None:
                     rows.check_one_rank("max_norm")
+        modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+        anchors = {id(module.anchor) for module in table_modules(modules)}
+        others = (one for module in modules for one in module.parameters() if id(one) not in anchors)
+        if anchors and not any(one.requires_grad for one in others):
+            rows.anchors.is_stepped = True  # there is nothing for another optimizer to step
         check_defaults([*objects, *rows.anchors.readers], rows.dense)
 
     def register_row_hook(self, table: str, hook: RowHook) -> RemovableHandle:
