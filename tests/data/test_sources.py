@@ -153,6 +153,21 @@ def test_a_tuple_of_two_samples_is_not_values_and_offsets() -> None:
     assert [key for batch in batches for key in batch["b"].keys] == [tc.key_of(text) for _, text, _ in samples]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_lists_that_torch_collates_are_those_of_the_samples(size: int) -> None:
+    """It makes a list of the first elements of all samples, one of the second ones, and so on."""
+    samples = [{"a": [i, i + 10], "b": [f"s{i}", "t"], "w": [0.5, i], "dense": [i, -1.0], "y": 1.0} for i in range(6)]
+    features = tc.Feature(name="a", hotness="ragged", weights="w"), tc.Feature(name="b", key="string", hotness="ragged")
+    dense = tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")
+    schema = plain_schema(features=features, tables=(), dense=dense)
+    loader = DataLoader(samples, size)  # type: ignore[arg-type]
+    found = [encode(schema, batch) for batch in Source(find_inputs(loader), schema).batches()]
+    assert [key for one in found for key in one.features["a"].keys] == [k for one in samples for k in one["a"]]
+    assert [w for one in found for w in one.features["a"].weights] == [w for one in samples for w in one["w"]]
+    assert [k for one in found for k in one.features["b"].keys] == [tc.key_of(t) for one in samples for t in one["b"]]
+    assert [row for one in found for row in one.dense.tolist()] == [one["dense"] for one in samples]
+
+
 def test_a_keyed_jagged_tensor_is_its_features() -> None:
     """Recognized by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
     keyed = KeyedJagged(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import tiercache as tc
 from tests.data.cases import Jagged, KeyedJagged
 from tests.train.cases import table, tiered
-from tiercache.train.raw_samples import feature_keys
+from tiercache.train.raw_samples import feature_keys, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -358,3 +358,19 @@ def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
         feature_keys(SCHEMA, frames.DataFrame(columns | {"a": ["x", "y", "z"]}), None)
     with pytest.raises(ValueError, match="keys were given for 'c', but the features are a, b"):
         feature_keys(SCHEMA, frames.DataFrame(columns | {"c": [1, 2, 3]}), None)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lists_that_torch_collates_are_those_of_the_samples(size: int) -> None:
+    """It makes a list of the first elements of all samples, one of the second ones, and so on."""
+    samples = [({"a": i, "b": [i, i + 10]}, [i / 8, -1.0], float(i)) for i in range(6)]
+    schema = tc.Schema(features=(tc.Feature(name="a"), tc.Feature(name="b", hotness="ragged")))
+    items = samples_of(DataLoader(samples, size), 0, None)  # type: ignore[arg-type]
+    for first in range(0, 6, size):
+        item, expected = next(items), samples[first : first + size]
+        number, keys = feature_keys(schema, item["keys"], None)
+        assert number == size
+        assert keys["b"].keys.tolist() == [key for one, *_ in expected for key in one["b"]]
+        assert item["dense"].tolist() == [dense for _, dense, _ in expected]
+        assert item["label"].tolist() == [label for *_, label in expected]
+    assert next(items) == {"keys": None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from tiercache.data.columns import CONVERSION_ERRORS, arrow_array
+from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, numpy_values
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class PythonBatches:
                     with suppress(*CONVERSION_ERRORS):  # reading it raises a better error
                         digest.update(pa.record_batch([arrow_array(array)], names=[part]).serialize())
         return digest.hexdigest()[:16]
+
+    @property
+    def is_collated(self) -> bool:
+        """True for a DataLoader with torch's own collation."""
+        return is_collated(self._data)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
@@ -75,6 +80,21 @@ def named_parts(item: Any, names: Sequence[str]) -> list[tuple[str, Any]] | None
     if isinstance(item, tuple | list) and len(item) == len(names):
         return list(zip(names, item, strict=True))
     return None
+
+
+def is_collated(loader: Any) -> bool:
+    """Return True for a DataLoader with torch's own collation, which transposes lists."""
+    collate: Any = getattr(loader, "collate_fn", None)
+    return getattr(collate, "__name__", "") == "default_collate" and collate.__module__.startswith("torch.")
+
+
+def by_sample(value: Any) -> Any:
+    """Return lists that torch's collation has transposed, (length, N), by sample; anything else unchanged."""
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    if all(getattr(one, "ndim", 0) == 1 for one in value):
+        return np.stack([numpy_values(one) for one in value], axis=1)
+    return [*zip(*value, strict=True)] if all(isinstance(one, list | tuple) for one in value) else value
 
 
 def is_keyed(value: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tiercache.data.dataset_writer import as_keys
-from tiercache.data.python_batches import is_pair
+from tiercache.data.python_batches import by_sample, is_collated, is_pair
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
 
@@ -278,9 +278,16 @@ def samples_of(
     """
     items = iter(loader)
     for item in items if hasattr(loader, "state_dict") else islice(items, num_before, None):
-        yield (make or parts_of)(item)
+        if make is None and is_collated(loader):
+            yield {name: _by_sample(value) for name, value in parts_of(item).items()}
+        else:
+            yield (make or parts_of)(item)
     while True:
         yield {"keys": None}
+
+
+def _by_sample(value: Any) -> Any:
+    return {name: by_sample(one) for name, one in value.items()} if isinstance(value, Mapping) else by_sample(value)
 
 
 def parts_of(item: Any) -> Mapping[str, Any]:
