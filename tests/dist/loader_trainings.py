@@ -46,6 +46,18 @@ def run(data: str, store: str, stop: int | None = None, batch_size: int = 20, **
     return samples
 
 
+def noise(_: AnyCommunicator, folder: str, store: str) -> list[float]:
+    """Return the random numbers that the dataset draws for this rank's samples of a pass."""
+    model, found = converted(), list[float]()
+    options: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False}
+    with tc.TierCache(f"{folder}/{store}", f"{folder}/keys", model=model, **options) as cache:
+        for p in cache.passes(epochs=1):
+            for _, _, drawn, _ in p.loader(Clicks(), 20, shuffle=True):
+                found += drawn.tolist()
+            p.stop()
+    return found
+
+
 def train(_: AnyCommunicator, folder: str, store: str = "ranks.tc", **options: Any) -> int:
     """Train on this rank."""
     return run(f"{folder}/keys", f"{folder}/{store}", **options)

@@ -35,6 +35,15 @@ def test_ranks_share_each_batch_and_end_as_one_process(ranks_pool: RanksPool, pl
     assert_same_rows(stored(place, "ranks.tc"), stored(place, "alone.tc"), 1e-5)
 
 
+def test_each_rank_draws_its_own_random_numbers(ranks_pool: RanksPool, place: Path) -> None:
+    """Augmentations and negatives of the samples of a batch are as many as in one process, and always the same."""
+    one, two = ranks_pool.run(2, "tests.dist.loader_trainings:noise", folder=str(place), store="noise.tc")
+    assert len(one) == len(two) > 10
+    assert len({*one, *two}) == 2 * len(one)
+    again = ranks_pool.run(2, "tests.dist.loader_trainings:noise", folder=str(place), store="noise.tc")
+    assert again == [one, two]
+
+
 def test_a_batch_without_a_sample_for_each_rank_is_refused(ranks_pool: RanksPool, place: Path) -> None:
     """Before the first batch, on all ranks."""
     with pytest.raises(RunFailedError, match="a batch of 1 samples, which leaves some of 3 ranks without"):

@@ -169,8 +169,9 @@ class _Batches:
         for batch in self._plan.batches():
             self.pending.append(batch)
             assert batch.places is not None
-            indices = recorded.indices(_own_part(taken, batch.places)).tolist()
-            yield BatchIndices.of(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first))
+            begin, end = _own_part(taken, batch.places.size)
+            indices = recorded.indices(batch.places[begin:end]).tolist()
+            yield BatchIndices.of(indices, mixed(taken.seed, taken.epoch, taken.sub_dataset, batch.first + begin))
 
 
 class MadeLoader:
@@ -233,10 +234,10 @@ class PassSampler(Sampler[int]):
         taken.ledger.close_loader()
 
 
-def _own_part(taken: Pass, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return this rank's samples of a batch."""
+def _own_part(taken: Pass, count: int) -> tuple[int, int]:
+    """Return the begin and the end of this rank's samples in a batch of ``count``."""
     rank, size = taken.ranks.rank, taken.ranks.size
-    return places[places.size * rank // size : places.size * (rank + 1) // size]
+    return count * rank // size, count * (rank + 1) // size
 
 
 class PassLoaders:
