@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from tests.train.cases import (
 )
 from tests.train.devices import DEVICES
 from tiercache.data.raw_batch import OOV_KEY
-from tiercache.errors import BudgetError
+from tiercache.errors import BudgetError, StateError
 from tiercache.store.row_codec import initial_rows
 
 if TYPE_CHECKING:
@@ -267,3 +269,38 @@ def test_keys_never_trained_share_the_out_of_vocabulary_row_of_an_earlier_datase
             assert torch.equal(before, found)
             assert torch.equal(tc.to_torch(module, cache.store)(torch.from_numpy(unknown)), found)
     assert OOV_KEY not in passes.passes[0].keys("a")
+
+
+def test_an_evaluation_that_goes_on_after_a_step_is_refused_or_current(tmp_path: Path) -> None:
+    """A slice has copies of rows, which a step makes old; the next slice has current rows, also in a later pass."""
+    schema = tc.Schema(features=(tc.Feature(name="f", table="a"),), tables=(table("a", 16),), label="y")
+    rng, folders = np.random.default_rng(0), ("train", "test")
+    passes, others = (
+        tc.extract(
+            [{"f": rng.integers(0, 300, 600), "y": np.ones(600, np.float32)}], schema, tmp_path / name,
+            device_budget="1MiB", batch_multiple=1, split_by="rows=150", progress=False,
+        )
+        for name in folders
+    )  # fmt: skip
+    for make in (resident, partial(tiered, tmp_path / "m.tc", eval_budget="8KiB")):
+        module = tc.Embedding(schema, "f")
+        with make(passes, model=module) as cache:
+            cache.restore()
+            parts, num_parts = cache.evaluate(others), 0
+            for p in cache.passes(epochs=1):
+                for part in itertools.islice(parts, 1):
+                    held = cache.evaluate_batch({"f": np.arange(9)})
+                    for batch in part.batches(25):
+                        keys = others.passes[part.sub_dataset].keys("a")[batch.ids["f"].ids]
+                        with torch.no_grad():
+                            assert torch.equal(module(batch), module(torch.from_numpy(keys.astype(np.int64))))
+                            module(held)
+                    num_parts += 1
+                for trained in p.batches(75):
+                    module(trained).square().sum().backward()
+                    cache.optimizer.step()
+                    cache.optimizer.zero_grad()
+                for old in (batch, held):
+                    with pytest.raises(StateError, match="were read before the last step and are not current"):
+                        module(old)
+            assert num_parts == len(passes)

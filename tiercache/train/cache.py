@@ -374,7 +374,7 @@ class TierCache(CacheFacts):
         out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
         ``eval_budget`` holds rows for, and a multiple of ``batch_size``. With several ranks each rank gets its part of
         every batch. Lookups make no gradients. Raises StateError if a registered model was not restored, by ``restore``
-        or ``passes``.
+        or ``passes``, and for a lookup after a step, when the rows of the slice are not current.
         """
         self._check_open()
         self._exchange.tell([], "beginning an evaluation", None)
@@ -387,8 +387,9 @@ class TierCache(CacheFacts):
         exchange = self._exchange.evaluating(view)
         try:
             yield from Evaluation.slices(
-                view, self._exchange.live_rows(), self.eval_bytes, exchange, self._pipeline, self._backend, batch_size
-            )
+                view, self._exchange.live_rows, self._rows.state.optimizer, self.eval_bytes, exchange, self._pipeline,
+                self._backend, batch_size,
+            )  # fmt: skip
         finally:
             exchange.rest()
 
@@ -409,10 +410,10 @@ class TierCache(CacheFacts):
     ) -> Batch | None:
         """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
-        Rows have their current values, as in ``evaluate``, and the ranks that own them read them for this batch alone.
-        A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` decides:
-        "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises BudgetError if the
-        rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
+        Rows have their current values until the next step, as in ``evaluate``, and the ranks that own them read them
+        for this batch alone. A key that was never trained has its table's out-of-vocabulary row if there is one; else
+        ``unseen`` decides: "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises
+        BudgetError if the rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
         self._check_open()
         self._rows.check_restored()  # the same on all ranks
@@ -439,8 +440,7 @@ class TierCache(CacheFacts):
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> CurrentRows:
         """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
 
-        Waits until every dump is durable, because rows on their way to the store cannot be read. ``unknown``: the
-        fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
+        Waits until every dump is durable. ``unknown``: out-of-vocabulary rows that are kept elsewhere. Not collective.
         """
         self._check_open()
         current = self._loop.current

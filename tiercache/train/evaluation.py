@@ -16,7 +16,7 @@ from tiercache.train.row_view import RowView
 from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.cache import TierCache
     from tiercache.train.local_exchange import Exchange
+    from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import GroupRows
 
@@ -65,7 +66,8 @@ class Evaluation:
     @staticmethod
     def slices(
         passes: DatasetView,
-        live_rows: LocalRows,
+        live_rows: Callable[[], LocalRows],
+        optimizer: RowOptimizer,
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
@@ -74,12 +76,13 @@ class Evaluation:
     ) -> Iterator[Evaluation]:
         """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
+        live_rows: returns a reader of current rows, which a later step or pass makes invalid. optimizer: steps them.
         multiple: slices have a multiple of this number of samples, except at the end of a pass. Raises BudgetError if
         the rows of ``multiple`` samples exceed ``budget`` bytes on some rank, and RankError if ranks differ in the
         dataset or in ``multiple``.
         """
         check_size(multiple)
-        positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
+        positions, ranks = RowOffsets.of(passes, live_rows().groups), exchange.ranks
         if ranks.size > 1:  # rows are asked for by their positions in the key sets
             check_same(ranks, {"the evaluated dataset": passes.digest, "batch_size": multiple})
         for source in passes.passes:
@@ -99,16 +102,18 @@ class Evaluation:
                         f"{source.index} exceed eval_budget, {format_bytes(budget)}: raise eval_budget (and "
                         "host_budget, which contains it), or evaluate smaller batches"
                     )
+                reader = live_rows()
                 with ranks.raise_on_all("reading the rows of an evaluation"):
                     if last < own_last:
                         cutter.end_at(first, last)
                     view = RowView(
-                        _read_rows(live_rows, source, positions, cutter.used, backend),
+                        _read_rows(reader, source, positions, cutter.used, backend),
                         None,
                         f"samples {first:,} to {last:,} of evaluation sub-dataset {source.index}",
                         backend,
                     )
                 view.schema, view.keys_of = source.whole.schema, source.whole.keys
+                view.expire_with(optimizer)
                 exchange.prepare(source.index, view)
                 exchange.open(view)
                 yield Evaluation(source, first, last, view, exchange, pipeline)

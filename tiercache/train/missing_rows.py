@@ -95,8 +95,11 @@ class MissingRows:
         """optimizer: counts how often rows were stepped."""
         self._schema, self._groups, self._optimizer, self._backend = schema, tuple(groups), optimizer, backend
 
-    def no_rows(self, name: str) -> RowView:
-        """Return a view without rows and gradients, of which all keys are missing."""
+    def no_rows(self, name: str, *, until_step: bool = False) -> RowView:
+        """Return a view without rows and gradients, of which all keys are missing.
+
+        until_step: later lookups are refused.
+        """
         empty = [
             group_rows(
                 group, (self._backend.empty((0, group.dim), np.float32),), self._backend.empty((0,), np.int32),
@@ -106,6 +109,8 @@ class MissingRows:
         ]  # fmt: skip
         view = RowView(empty, None, name, self._backend)
         view.schema = self._schema
+        if until_step:
+            view.expire_with(self._optimizer)
         return view
 
     def add(

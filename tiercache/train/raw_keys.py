@@ -343,7 +343,8 @@ class RawKeys:
         places = read.places()
         ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in read.features.items()}
         weight = self._weight([part.num_samples for part in parts])
-        made = Batch(read.label, read.dense, ids, self.missing.no_rows(what), read.num_samples, weight)
+        rows = self.missing.no_rows(what, until_step=True)
+        made = Batch(read.label, read.dense, ids, rows, read.num_samples, weight)
         return self.exchange.named(self.missing.add(made, read.features, places, "load", reader))
 
     def _exchange_parts(self, part: _Part, what: str, error: Exception | None) -> list[_Part]:

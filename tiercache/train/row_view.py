@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tiercache.errors import StateError
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.bits import hash_keys
 from tiercache.train.arrivals import State
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.train.arrivals import Arrival
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.row_gradients import RowGradients
+    from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.ids import Array, FeatureIds, FoundIds
     from tiercache.values.lookups import GroupRows
 
@@ -57,6 +59,7 @@ class RowView:
         self._local_ids: dict[tuple[str, int], int] = {}
         self._load = load
         self._users: list[Callable[[], None]] = []
+        self._copied: tuple[RowOptimizer, int] | None = None
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
         """Return a mask of the ids (E,) of a feature in one batch that are the given key."""
@@ -96,6 +99,10 @@ class RowView:
             )
         return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
 
+    def expire_with(self, optimizer: RowOptimizer) -> None:
+        """Let lookups raise StateError after the next step: the rows are copies, and ``optimizer`` steps the rows."""
+        self._copied = optimizer, optimizer.steps
+
     def set_groups(self, groups: Sequence[GroupRows]) -> None:
         """Set the rows that lookups find."""
         self.groups, self._load = tuple(groups), None
@@ -114,9 +121,15 @@ class RowView:
         """Check that a module may look up the rows of a batch, which ends at sample ``end``, and load them.
 
         trains: True if gradients, if enabled, train rows; False for a frozen module. Raises RuntimeError if the pass
-        has ended, StateError if the previous pass was not trained to its end.
+        has ended, StateError if the previous pass was not trained to its end or if the rows are copies from before a
+        step.
         """
         self.check()
+        if self._copied is not None and self._copied[0].steps != self._copied[1]:
+            raise StateError(
+                f"the rows of {self.name} were read before the last step and are not current: finish an evaluation "
+                "before you step, or make its batches again after the step"
+            )
         if self.gradients is None:
             return
         gradients = torch.is_grad_enabled()
