@@ -268,6 +268,24 @@ def test_a_step_that_failed_is_taken_back_after_a_commit_inside_the_pass(tmp_pat
         assert cache.optimizer.param_groups[-1]["lr"] == 0.1
 
 
+def test_a_cache_that_is_restored_serves_its_model_again(tmp_path: Path) -> None:
+    """Plain keys were those of another cache since that got the same model."""
+    model, optimizer, loader, data = made(tmp_path)
+    keys = torch.arange(8)
+    with tiered(tmp_path / "a.tc", data, model=model, optimizer=optimizer) as cache:
+        run_to(cache, model, loader, last=2)
+        with tiered(tmp_path / "b.tc", data, model=model) as other, torch.no_grad():
+            other.restore()
+            initial = model["item"](keys)
+            for serve in (cache.restore, lambda: next(iter(cache.passes(4)))):
+                serve()
+                trained = torch.from_numpy(cache.store.lookup("item", keys.numpy())["vector"])
+                assert torch.equal(model["item"](keys), trained)
+                other.restore()
+                assert torch.equal(model["item"](keys), initial)
+                assert not torch.equal(initial, trained)
+
+
 def change(cache: tc.TierCache, model: Any) -> torch.Tensor:
     """Halve all rates and a dense weight, which is returned."""
     for group in cache.optimizer.param_groups:

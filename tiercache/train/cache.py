@@ -110,8 +110,7 @@ class TierCache(CacheFacts):
             device_budget: bytes (or "64MiB") on the device for rows, slot maps and, if it fits, the index of raw keys.
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
                 transaction and evaluation.
-            eval_budget: the part of ``host_budget`` that is reserved for evaluation, 0 for none; default: a
-                sixteenth.
+            eval_budget: the part of ``host_budget`` reserved for evaluation, 0 for none; default: a sixteenth.
             store_budget: the maximum bytes that the store may ever need, checked here and, with the dense state, before
                 training. It does not stop writes; the ``store_budget`` of ``Store.open`` does. All budgets count for
                 each rank.
@@ -162,10 +161,7 @@ class TierCache(CacheFacts):
         self.optimizer.bind(parts.loop.step)
         self._plain = PlainKeys(parts.raw, self._lookup_source)
         self.index_bytes = parts.index_bytes
-        """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
-
-        Keys are then searched on the CPU. The index is built when a pass first looks up keys.
-        """
+        """Bytes of ``device_budget`` for the index of raw and plain keys; 0 if they do not fit: the CPU searches."""
         self.reports: list[PassReport] = parts.loop.reports
         """Rows and bytes that this rank moved: a report for each pass trained by this object, also while it runs."""
         self._scalars_written = 0
@@ -198,10 +194,8 @@ class TierCache(CacheFacts):
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 self._exchange.follow(value)
-        for module in table_modules(objects.values()):
-            self.optimizer.rows.anchors.readers.add(module)
-            named = None if self.store is None else weakref.WeakMethod(self._opened.named_commit)
-            module.bind(weakref.WeakMethod(self._plain.batch), named, weakref.ref(self.optimizer.rows))
+        self.optimizer.rows.anchors.readers.update(table_modules(objects.values()))
+        self._bind_modules()
         self.optimizer.rows.settings_check.follow(self.optimizer.rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,6 +249,7 @@ class TierCache(CacheFacts):
 
     def _passes(self, epochs: int) -> Generator[Pass, None, None]:
         self._check_open()
+        self._bind_modules()
         yield from self._loop.passes(epochs)  # not its iterator: the loop keeps the cache
 
     def loader(self, loader: Any, epochs: int, **options: Any) -> EpochLoader:
@@ -281,8 +276,7 @@ class TierCache(CacheFacts):
         trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
 
         Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, and DatasetError if the
-        cache's dataset has neither samples nor, with ``dataset``, a recording of it; iterations raise the
-        errors of these methods.
+        cache's dataset has neither samples nor, with ``dataset``, a recording of it; iterations raise their errors.
         """
         options |= {"shuffle": shuffle, "per_step": batches_per_step}
         return TrainingBatches(self, self._loop, size, epochs=epochs, dataset=dataset, **options)
@@ -294,14 +288,14 @@ class TierCache(CacheFacts):
         the current state. Raises StateError if the registered objects are not the same as in the commit.
         """
         self._check_open()
+        self._bind_modules()
         self._loop.restore()
 
     def commit(self) -> None:
         """Commit now, inside a pass, after the batches trained so far. Returns when it is durable on all ranks.
 
         A batch counts when a module has looked it up. After a loop over ``passes``, this commits the last pass if it
-        is still waiting. Raises StateError between backward and step, and outside a pass. A cache without a store only
-        checks this, and keeps nothing.
+        still waits. Raises StateError between backward and step, and outside a pass. Keeps nothing without a store.
         """
         self._check_open()
         self._loop.commit()
@@ -480,6 +474,12 @@ class TierCache(CacheFacts):
             self._parts.close(failed=failed)
 
     # -- private ------------------------------------------------------------------------------------------
+
+    def _bind_modules(self) -> None:
+        """Have modules look up plain keys here, and not in another cache that they were registered with."""
+        named = None if self.store is None else weakref.WeakMethod(self._opened.named_commit)
+        for module in self.optimizer.rows.anchors.readers:
+            module.bind(weakref.WeakMethod(self._plain.batch), named, weakref.ref(self.optimizer.rows))
 
     def _lookup_source(self, trains: bool) -> tuple[Pass | None, int]:
         """Return the newest pass, for plain keys that are trained, and the byte budget for the rows of other keys."""

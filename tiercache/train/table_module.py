@@ -240,6 +240,8 @@ class TableModule(nn.Module):
         Raises:
             StateError: a state was loaded that belongs to other rows.
         """
+        if plain == self._plain:
+            return
         self._plain, self._rows, self.was_bound = plain, rows or self._rows, True
         self._optimizer = optimizer or self._optimizer
         self._check_rows()
