@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -188,19 +189,21 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there
 
 
 class QueueingBackend(Streams, CpuBackend):
-    """A GPU with pending steps, on a simulated clock: they take long, and each later move a second."""
+    """A GPU with pending steps: they take long, and each later move a second. A thread has its own clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.streams = self
-        self.now, self.queued, self.pass_index = 0.0, False, 0
+        self.seconds: dict[int, float] = defaultdict(float)
+        self._queued: set[int] = set()  # passes: the writer may wait for the steps of one when the next has begun
         self.over = [threading.Event() for _ in range(NUM_PASSES)]
         self.log: list[str] = []
         self._lock = threading.Lock()
 
     def queue(self, pass_index: int, _batch: int) -> None:
         """Give the device steps of a pass to do."""
-        self.pass_index, self.queued = pass_index, True
+        with self._lock:
+            self._queued.add(pass_index)
 
     def reach(self, name: str, seconds: float) -> Any:
         """Return an event after the steps; waiting for it takes `seconds` more."""
@@ -209,11 +212,16 @@ class QueueingBackend(Streams, CpuBackend):
             with self._lock:
                 if threading.current_thread() is threading.main_thread():
                     self.log.append(name)
-                self.now += (STEPS if self.queued else 0.0) + seconds
-                self.queued = False
-                self.over[self.pass_index].set()
+                self.seconds[threading.get_ident()] += STEPS * len(self._queued) + seconds
+                for one in self._queued:
+                    self.over[one].set()
+                self._queued.clear()
 
         return SimpleNamespace(wait=wait)
+
+    def now(self) -> float:
+        """Return the time of this thread's clock."""
+        return self.seconds[threading.get_ident()]
 
     def dumped(self) -> Any:
         """Return an event after all steps."""
@@ -255,7 +263,7 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
             cache._rows.drain(staged=True)
 
     for module in (report, threads, switch):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: backend.now))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=backend.now))
     if disk == "late":
         precede(monkeypatch, RowPrefetcher, "stage", late)
     with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:
@@ -263,7 +271,7 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
         reports = cache.reports
     assert len(reports) == len(backend.over)
     assert all(r.waited + r.switched < STEPS for r in reports)
-    assert backend.now >= STEPS * len(reports)
+    assert sum(backend.seconds.values()) >= STEPS * len(reports)
     if disk == "quick":
         assert [r.switched for r in reports] == [0.0] * len(reports)
         waits = [name for name in backend.log if name in {"dumped", "loaded", "trained"}]
