@@ -160,7 +160,7 @@ def test_a_number_falls_into_a_bucket() -> None:
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("int64", -(1 << 60), 1 << 60), ("uint64", 0, 1 << 63)])
 def test_an_integer_beyond_2_to_53_falls_into_its_bucket(kind: str, low: int, high: int) -> None:
-    """As times in nanoseconds do. It is not rounded to the nearest float, which may be past a boundary."""
+    """Times in nanoseconds are that large. Rounded to a float, some would be past a boundary."""
     feature = tc.Feature(name="x", buckets=(-1e30, float(low), 0.5, float(high), 1e30), null="embed")
     values = pa.array([low, low + 1, high - 1, high, None], pa.type_for_alias(kind))
     keys = encoded({"x": values}, feature).features["x"].keys.tolist()

@@ -227,7 +227,7 @@ def test_a_model_that_is_registered_later_gets_the_weights_of_the_last_commit(tm
 
 
 def test_a_store_that_is_rolled_back_to_another_run_at_the_same_pass_brings_its_weights(tmp_path: Path) -> None:
-    """Both runs began at one commit: the better of two learning rates goes on."""
+    """Both runs began at one commit, with two learning rates; the better one is continued."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         run_to(cache, model, loader, last=1)

@@ -180,7 +180,7 @@ class DenseState:
         self._shared = self.same if ranks.rank else frozenset()
 
     def check_same(self, ranks: AnyCommunicator) -> None:
-        """Have each rank store its own state of the objects that are no longer the same, and warn of them.
+        """Let each rank store its own state of objects that no longer match, and warn of them.
 
         Compares some elements of each parameter and of its optimizer's state. Of buffers, each rank stores its own
         without a warning. Collective.
