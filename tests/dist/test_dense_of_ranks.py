@@ -81,14 +81,14 @@ def test_an_object_that_begins_to_differ_is_kept_by_each_rank(what: str) -> None
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.0 if what == "state" else 0.5, momentum=0.5)
         dense.register({"layer": layer, "optimizer": optimizer})
         dense.keep_once(ranks)
-        dense.check_same(ranks)
+        dense.keep_apart(ranks)
         assert len(dense.same) == 2
         if what == "buffers":
             layer(torch.full((3, 64), float(ranks.rank)))
         else:
             layer(torch.arange(128.0).reshape(2, 64) * (1 + ranks.rank)).square().mean().backward()
             optimizer.step()
-        dense.check_same(ranks)
+        dense.keep_apart(ranks)
         found = torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"]
         return [sorted(found), sorted(found["layer"])]
 

@@ -284,6 +284,8 @@ def test_a_cache_that_is_restored_serves_its_model_again(tmp_path: Path) -> None
                 other.restore()
                 assert torch.equal(model["item"](keys), initial)
                 assert not torch.equal(initial, trained)
+            with cache.lookups(local=False):
+                assert torch.equal(model["item"](keys), trained)
 
 
 def change(cache: tc.TierCache, model: Any) -> torch.Tensor:

@@ -161,7 +161,8 @@ class TierCache(CacheFacts):
         self.optimizer.bind(parts.loop.step)
         self._plain = PlainKeys(parts.raw, self._lookup_source)
         self.index_bytes = parts.index_bytes
-        """Bytes of ``device_budget`` for the index of raw and plain keys; 0 if they do not fit: the CPU searches."""
+        """Bytes of ``device_budget`` for the index of raw and plain keys, built when a pass first looks up keys; 0 if
+        they do not fit, so keys are searched on the CPU."""
         self.reports: list[PassReport] = parts.loop.reports
         """Rows and bytes that this rank moved: a report for each pass trained by this object, also while it runs."""
         self._scalars_written = 0
@@ -213,10 +214,7 @@ class TierCache(CacheFacts):
         self._opened.check_named(state)
 
     def plan(self, *, passes: int | None = None) -> list[PassPlan]:
-        """Return the plans of this rank's next passes without training them; default: one epoch and one pass.
-
-        Not collective.
-        """
+        """Return the plans of this rank's next passes, by default of one epoch and one pass. Not collective."""
         return self._check_stored("plan()").plans.passes(passes)
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
@@ -230,10 +228,11 @@ class TierCache(CacheFacts):
 
         First restores rows and registered state from the last commit, unless this cache made or restored it last, and
         nothing was trained or registered since: then changes such as rates are kept. A store without a commit gets one
-        of the current state. A pass ends when the next one is requested, so work after its last batch belongs to it.
-        Every ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by
-        the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing
-        more is committed. With several ranks a commit is made on all ranks or on none.
+        of the current state. Without a store, training continues with the first pass that was not trained to its end. A
+        pass ends when the next one is requested, so work after its last batch belongs to it. Every ``commit_every``-th
+        pass and the last one are committed when they end. The commit of pass t is durable by the end of pass t + 1;
+        exhausting the iterator waits for the last commit. If you leave the loop early, nothing more is committed. With
+        several ranks a commit is made on all ranks or on none.
 
         Your loop may fetch batches ahead, also from the next pass; with several ranks, all in the same way. If a batch
         of a pass has not been trained yet when the next pass is requested, the pass ends at the first lookup that
@@ -275,8 +274,8 @@ class TierCache(CacheFacts):
         last pass is committed by ``close``, ``commit`` or another loop; if you leave the loop before that batch is
         trained, nothing more is committed. ``batches_per_step``: the batches whose gradients your trainer accumulates.
 
-        Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, and DatasetError if the
-        cache's dataset has neither samples nor, with ``dataset``, a recording of it; iterations raise their errors.
+        Raises ValueError for a size below 1, a wrong number of epochs or a step of two passes, DatasetError if the
+        dataset has neither samples nor, with ``dataset``, a recording; iterations raise the errors of these methods.
         """
         options |= {"shuffle": shuffle, "per_step": batches_per_step}
         return TrainingBatches(self, self._loop, size, epochs=epochs, dataset=dataset, **options)
@@ -421,6 +420,7 @@ class TierCache(CacheFacts):
         ranks, without later updates. A cache with one rank always reads the current rows. Not collective if ``local``.
         """
         self._check_open()
+        self._bind_modules()
         if not local or self.communicator.size == 1:
             yield
             return

@@ -179,7 +179,7 @@ class DenseState:
         self._buffered = frozenset(name for name in same if any(one[name] != first[name] for one in others))
         self._shared = self.same if ranks.rank else frozenset()
 
-    def check_same(self, ranks: AnyCommunicator) -> None:
+    def keep_apart(self, ranks: AnyCommunicator) -> None:
         """Let each rank store its own state of objects that no longer match, and warn of them.
 
         Compares some elements of each parameter and of its optimizer's state. Of buffers, each rank stores its own

@@ -22,8 +22,6 @@ _KEPT = (
     "prefetch_factor",
 )  # fmt: skip
 """DataLoader settings that the loaders of passes also use."""
-
-
 _IN_ANY_ORDER = ("SequentialSampler", "RandomSampler")
 """Recorded samplers whose samples a loop may shuffle or not."""
 

@@ -187,7 +187,7 @@ class PassLoop:
         return current.index + 1 == epochs * self._rows.schedule.num_passes
 
     def restore(self, epochs: int = 0) -> tuple[int, int]:
-        """End a loop and restore the last commit, unless it is loaded and a loop has to train; return its position."""
+        """End a loop; restore the last commit unless it is loaded and ``epochs`` have more passes; return its place."""
         self.finish()
         self.end()
         self._rows.stop()
@@ -433,7 +433,7 @@ class PassLoop:
                 self._rows.drain()
         self._training_store.publish()
         check_same_settings(self._rows.state.optimizer, self._rows.state.dense, self._ranks)
-        self._rows.state.dense.check_same(self._ranks)
+        self._rows.state.dense.keep_apart(self._ranks)
 
     def _check_stepped(self) -> None:
         """Raise RankError if other ranks wait in a step that this one left out, as a GradScaler of one rank does."""

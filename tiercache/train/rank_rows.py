@@ -67,6 +67,8 @@ class RankRows:
         self.positions = positions = self.plans.positions
         check_schedule(store, source, self.schedule)
         self.device = DeviceTier(positions, budgets.device_budget, backend, index_bytes=index_bytes)
+        self._with_unknown: dict[int, bool] = {}
+        """Whether the dataset has the out-of-vocabulary row, by table."""
         self._keys_of = positions.keys_of(source)  # nothing else in the cache refers to it, so dropping it frees it
         self._check_plans()  # so a budget that is too small fails here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend, pinned=self.budget.pinned)
@@ -230,8 +232,20 @@ class RankRows:
             store=self.store, device=self.device, assignments=self.transfer.assignments,
             sub_dataset=None if index is None else self.schedule.sub_dataset_of(index), positions=self.positions,
             keys_of=self._keys_of, after=self.plans.cursor[0] - 1 if index is None else index,
-            cached=self.transfer.cached_page, trained=self.source, unknown=unknown,
+            cached=self.transfer.cached_page, trains_unknown=self._trains_unknown, unknown=unknown,
         )  # fmt: skip
+
+    def _trains_unknown(self, table: int) -> bool:
+        """Return True if a pass has the out-of-vocabulary row of a table, given by its index."""
+        if table not in self._with_unknown:
+            unknown, place = np.array([OOV_KEY], dtype=np.int64), np.empty(1, dtype=np.int64)
+            self._with_unknown[table] = False
+            for p in range(len(self.source.passes)):
+                search_keys(np.asarray(self._keys_of(p, table)), self.positions.tables[table].table_id, unknown, place)
+                if place[0] >= 0:
+                    self._with_unknown[table] = True
+                    break
+        return self._with_unknown[table]
 
     def close(self) -> None:
         """End both threads and free all memory; the store stays open."""
@@ -265,13 +279,16 @@ class CurrentRows:
         keys_of: Callable[[int, int], NDArray[np.int64]],
         after: int,
         cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
-        trained: DatasetView | None = None,
+        trains_unknown: Callable[[int], bool] = lambda _: False,
         unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None,
     ) -> None:
-        """``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere."""
+        """``trains_unknown``: returns True for the index of a table whose out-of-vocabulary row is in the dataset.
+
+        ``unknown``: by table the fields, (1, width) each, of an out-of-vocabulary row that is kept elsewhere.
+        """
         self._store, self._positions, self._device = store, positions, device
         self._assignments, self._sub_dataset = assignments or [], sub_dataset
-        self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
+        self._keys_of, self._after, self._cached, self._trains_unknown = keys_of, after, cached, trains_unknown
         self._shared: dict[str, bool] = {}
         self._unknown = unknown or {}
         self.unseen: Unseen = "initial"
@@ -370,15 +387,10 @@ class CurrentRows:
     def shares_unknown(self, table_name: str) -> bool:
         """Return True if a table has an out-of-vocabulary row here: in the dataset, or from earlier training."""
         if table_name not in self._shared:
-            table = self._place[table_name][1]
-            place = np.empty(1, dtype=np.int64)
-            unknown = np.array([OOV_KEY], dtype=np.int64)
-            found = False
-            for p in range(len(self._trained.passes) if self._trained is not None else 0):
-                search_keys(np.asarray(self._keys_of(p, table)), self._positions.tables[table].table_id, unknown, place)
-                found = found or place[0] >= 0
+            found = self._trains_unknown(self._place[table_name][1])
             if not found:
-                found = bool(self._store.locate(table_name, unknown, after=self._after)[0][0] >= 0)
+                segments, _ = self._store.locate(table_name, np.array([OOV_KEY], dtype=np.int64), after=self._after)
+                found = bool(segments[0] >= 0)
             self._shared[table_name] = found
         return self._shared[table_name]
 
