@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tiercache.kernels.arrays import NONE_I8, View
 from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
@@ -127,6 +128,12 @@ class Cuda(Machine):
 
     def __init__(self, device: Any) -> None:
         self.device = device
+
+    def slice_of(self, values: NDArray[np.float32], first: int) -> torch.Tensor:
+        """Return a copy of values (N, T): columns from ``first`` on of a wider tensor, between others."""
+        wide = np.full((len(values), first + values.shape[1] + 2), np.nan, F4)
+        wide[:, first:-2] = values
+        return torch.as_tensor(self.place(wide))[:, first:-2]
 
     def place(self, array: Any) -> Any:
         """Return a copy of an array on the device."""

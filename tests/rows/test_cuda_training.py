@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiercache as tc
 from tests.train.cases import (  # fmt: skip
@@ -38,8 +40,6 @@ from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "float16"), ("cpu", "bfloat16"), ("cpu", "float16")])
@@ -236,3 +236,42 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
     assert paged(layout.bytes_of_block(0)) == budget.region == paged(budget.block)
     unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
     assert budget.region == paged(unrounded)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that operators of torch copy."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count it if it copies."""
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in {torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat}:
+            self.num_bytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("kind", [tc.EmbeddingCollection, tc.EmbeddingBagCollection])
+@pytest.mark.parametrize("hotness", ["one_hot", "ragged"])
+def test_a_step_reads_the_gradients_of_a_concatenation_where_they_are(tmp_path: Path, kind: Any, hotness: str) -> None:
+    """Their samples are apart, and nothing is copied; rows end with the bits of a CPU."""
+    specs = (Spec(name="f", table="a", hotness=hotness), Spec(name="g", table="b", hotness=hotness))
+    case = replace(MOVED, tables=(table("a", 8), table("b", 5)), specs=specs)
+    passes, ends = case.cut(tmp_path / "passes"), list[Any]()
+    for device in ("cpu", "cuda"):
+        with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
+            module = kind(cache.schema)
+            cache.register(model=module)
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(case.batch):
+                    out = module(batch)
+                    parts = [out] if isinstance(out, torch.Tensor) else out.values()
+                    wide = [torch.cat([one, one.detach().abs() + 1], dim=1) for one in parts]
+                    torch.cat([one.sin().prod(dim=1) + (one * one).sum(dim=1) for one in wide]).sum().backward()
+                    with Copies() as copies:
+                        cache.optimizer.step()
+                    assert device == "cpu" or copies.num_bytes == 0
+                    cache.optimizer.zero_grad()
+            ends.append([cache.fields(one.name) for one in case.tables])
+    for ours, theirs in zip(*ends, strict=True):
+        assert all(map(np.array_equal, ours, theirs))

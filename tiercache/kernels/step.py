@@ -45,7 +45,8 @@ class Gradients(NamedTuple):
     """The location of each entry's gradient."""
 
     flat: Any
-    """The gradient of the pooled output, (N, T), with one axis or more."""
+    """The gradient of the pooled output, (N, T), with one axis or more. On a GPU its samples may be apart, as those of
+    a slice of columns, unless something is max-pooled."""
     num_samples: int
     width: int
     """T."""

@@ -101,7 +101,7 @@ class Arrival:
         )
 
     def flats(self, array_of: Callable[[torch.Tensor], Any]) -> list[Any]:
-        """Return the current gradients as float32 arrays; copies of those that are not contiguous."""
+        """Return the current gradients as float32 arrays, as ``array_of`` makes them."""
         return [
             None if one is None else array_of(one if one.dtype == torch.float32 else one.float())
             for one in self.gradients

@@ -235,7 +235,7 @@ class LocalExchange:
     ) -> torch.Tensor:
         """Clip gradients; see `TierCache.clip_grad_norm_`."""
         ready = self._optimizer.ready(optimizer)
-        squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.array))
+        squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.gradient))
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def expire(self, where: str) -> None:

@@ -145,7 +145,7 @@ class BatchRows(RowView):
     def collect(self) -> RowGradients:
         """Collect the gradients that the step applies, as `RowGradients.collect` does, and return them."""
         assert self.gradients is not None
-        self.gradients.collect(self.backend.array)
+        self.gradients.collect(self.backend.gradient)
         for one in self.pooled.values():
             one.collect()
         return self.gradients
@@ -156,7 +156,7 @@ class BatchRows(RowView):
         for one in self.pooled.values():
             one.take(ready)
         found = RowGradients(len(self.gradients.collected))
-        found.collected = self.gradients.preview(ready, self.backend.array)
+        found.collected = self.gradients.preview(ready, self.backend.gradient)
         return found
 
 

@@ -410,7 +410,7 @@ class RankExchange:
             stepped.update(table for table, is_stepped in zip(tables, flags, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
-        into.collect(self._backend.array)
+        into.collect(self._backend.gradient)
         self._pending.put_back(waiting)
         self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer.steps_of(rows), rows)

@@ -281,7 +281,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
         """Step the rows of one rank that step with ``dense``, or all."""
         self.count_step(self.begin_step(dense))
-        self.gradients.collect(self._backend.array)
+        self.gradients.collect(self._backend.gradient)
         if steps := self.steps_of(rows):
             self._backend.step(steps)
         try:

@@ -5,7 +5,8 @@
 
 struct Source {  // the gradient of one feature, or of all features of a lookup with bags
     const float* flat;
-    int64 stride;  // elements from one entry's gradient to the next, if `places` is null
+    int64 stride;  // elements from one sample's gradient to the next
+    int64 width;  // elements of a sample, if `places` count those alone; else 0
     const int64* places;  // the start of an entry's gradient in `flat`, its complement for max pooling
     const float* scales;  // factors of the entries; null: 1
     const int* argmax;  // per element of `flat`, the largest entry; null if nothing is max-pooled
@@ -45,7 +46,11 @@ __device__ __forceinline__ Place place_of(const Gradients& gradients, uint32 ent
     const int64 number = entry - __ldg(&source.begin);
     const float* flat = reinterpret_cast<const float*>(__ldg(reinterpret_cast<const int64*>(&source.flat)));
     if (gradients.is_plain) return {flat + number * __ldg(&source.stride), 1.0f};
-    const int64 at = source.places ? __ldg(source.places + number) : number * source.stride;
+    int64 at = number * source.stride;
+    if (source.places) {
+        at = __ldg(source.places + number);
+        if (source.width) at += at / source.width * (source.stride - source.width);
+    }
     return {flat + at, source.scales ? __ldg(source.scales + number) : 1.0f};
 }
 

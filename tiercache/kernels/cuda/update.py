@@ -73,8 +73,8 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
     rows, counts, is_plain, has_max, is_aligned = list[Part](), set[int](), True, False, True
     begin = 0
     for one in lookups:
-        flat = view(device, "gradient", one.flat, np.float32, ndim=len(one.flat.shape)).address
-        cols, bits = one.cols.tolist(), flat | 4 * one.width
+        flat, stride = _samples_of(device, one)
+        cols, bits = one.cols.tolist(), flat | 4 * stride
         for col in cols:
             bits |= 4 * col
         is_aligned &= bits % 16 == 0 and bool(cols)
@@ -82,16 +82,28 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
             places = address_of(device, "entry_offset", one.offsets, np.int64)
             scales = address_of(device, "entry_scale", one.scales, np.float32)
             argmax = address_of(device, "argmax", one.argmax, np.int32)
-            rows.append((flat, 0, places, scales, argmax, begin))
+            rows.append((flat, stride, one.width * (stride != one.width), places, scales, argmax, begin))
             is_plain, has_max, size = False, has_max or bool(argmax), int(one.offsets.shape[0])
             counts.add(size)
             begin += size
             continue
         for col in cols:
-            rows.append((flat + 4 * col, one.width, 0, 0, 0, begin))
+            rows.append((flat + 4 * col, stride, 0, 0, 0, 0, begin))
             begin += one.num_samples
         counts.add(one.num_samples)
     return _Sources(rows, counts.pop() if len(counts) == 1 else 0, is_plain, has_max, is_aligned)
+
+
+def _samples_of(device: Device, gradients: Gradients) -> tuple[int, int]:
+    """Return the address of a gradient, and the elements from one sample to the next."""
+    flat, width = gradients.flat, gradients.width
+    found, ndim = device.describe(flat), len(flat.shape)
+    if found is not None and not found.contiguous and ndim == 2 and not has_elements(gradients.argmax):
+        stride, step = flat.stride()
+        if step == 1 and stride >= width == flat.shape[1]:
+            found._replace(contiguous=True).check("gradient", (np.float32,), 2, written=False)
+            return found.address, stride
+    return view(device, "gradient", flat, np.float32, ndim=ndim).address, width
 
 
 def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part, int, str]:

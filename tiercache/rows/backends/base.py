@@ -229,6 +229,9 @@ class Backend(Protocol):
     def array(self, tensor: torch.Tensor) -> Array:
         """Return a tensor of the device as an array, contiguous and detached."""
 
+    def gradient(self, tensor: torch.Tensor) -> Array:
+        """Return the gradient of an output as an array, detached; on a CPU contiguous, on a GPU as it is in memory."""
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return an array as a tensor."""
 

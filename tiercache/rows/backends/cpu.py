@@ -148,6 +148,10 @@ class CpuBackend:
         """Return its memory."""
         return tensor.detach().contiguous().numpy()
 
+    def gradient(self, tensor: torch.Tensor) -> Array:
+        """Return its memory, or a contiguous copy."""
+        return self.array(tensor)
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return its memory."""
         return torch.from_numpy(array)

@@ -92,6 +92,12 @@ class CudaBackend:
         """Return the tensor."""
         return tensor.detach().contiguous() if tensor.requires_grad or not tensor.is_contiguous() else tensor
 
+    def gradient(self, tensor: torch.Tensor) -> Array:
+        """Return the tensor if its columns are next to each other, as those of a slice of columns are."""
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        is_slice = tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]
+        return tensor if is_slice else tensor.contiguous()
+
     def tensor(self, array: Array) -> torch.Tensor:
         """Return the tensor."""
         assert isinstance(array, torch.Tensor)

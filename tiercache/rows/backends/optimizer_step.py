@@ -27,7 +27,8 @@ def kernel_gradients(saved: Sequence[SavedGradient]) -> list[Gradients]:
     for one in saved:
         if one.starts is None:
             more = () if one.places is None else (one.places, one.scales, one.argmax.reshape(-1))
-            found.append(Gradients(one.gradient, one.num_samples, one.width, one.cols, *more))
+            flat = one.gradient.reshape(-1) if one.argmax.shape[0] else one.gradient  # contiguous for maxima
+            found.append(Gradients(flat, one.num_samples, one.width, one.cols, *more))
         else:
             sizes = np.diff(one.starts).tolist()
             found += [Gradients(g, n, one.width, one.cols) for g, n in zip(one.gradient, sizes, strict=True) if n]
