@@ -68,7 +68,7 @@ test: checked
 	$(BIN)/python -m pytest -n 2 -m "not long" --durations=25
 
 test-long: checked
-	$(BIN)/python -m pytest --durations=25
+	$(BIN)/python -m pytest -n 2 --durations=25
 
 # The oldest release of every requirement. Tests of optional packages are left out, or skip themselves.
 LOWEST := .venv-lowest

@@ -31,6 +31,7 @@ import pytest
 from hypothesis import settings
 
 from tests.dist.pool import RanksPool
+from tests.sampled import leave_to_long
 
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES = 1 << 30
@@ -48,6 +49,12 @@ if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _MEMORY_BYT
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the long ones are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases of sampled tests to `make test-long`."""
+    leave_to_long(items)
 
 
 @pytest.fixture

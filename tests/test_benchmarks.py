@@ -85,6 +85,7 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
     assert not list((tmp_path / "data").iterdir())
 
 
+@pytest.mark.long
 def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Path) -> None:
     """The smallest run trains both to the same losses, and its totals equal the sums of its parts."""
     found = figures("benchmarks.adoption", tmp_path)
@@ -96,6 +97,7 @@ def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Pat
     assert found["loss_last"] == pytest.approx(found["converted_loss_last"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -> None:
     """The smallest run has some of each kind of bytes, and each is one of the outcomes that it names."""
     found = figures("benchmarks.store_flips", tmp_path)
@@ -141,6 +143,7 @@ def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> Non
         replace(QUICK, turns=15)
 
 
+@pytest.mark.long
 def test_the_exchange_benchmark_moves_hardly_a_byte_too_many(tmp_path: Path) -> None:
     """The smallest run has all its keys; a batch moves its counts in addition to the necessary bytes."""
     found = figures("benchmarks.exchange", tmp_path)
@@ -248,6 +251,7 @@ def test_the_kernel_benchmark_measures_every_operation_at_every_dim(tmp_path: Pa
     assert found["share_pool_verdict"] == found["share_sorted_update_verdict"] == "no verdict"
 
 
+@pytest.mark.long
 def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path) -> None:
     """The dry form runs the CUDA sources by the shim, and compiles them where NVRTC is installed."""
     found = figures("benchmarks.kernels", tmp_path, "--dry")
@@ -375,6 +379,7 @@ def test_a_figure_is_judged_by_its_goal(value: float | None, below: bool, verdic
     assert goal.verdict(value) == verdict
 
 
+@pytest.mark.long
 def test_a_table_in_little_memory_is_resumed_and_exported_as_it_was_trained(tmp_path: Path) -> None:
     found = figures("benchmarks.ngram_table", tmp_path, "--folder", str(tmp_path / "data"))
     assert_has(found, SAID)

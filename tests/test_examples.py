@@ -52,6 +52,7 @@ def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {*MADE, "mine.txt"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keys", ["exact", "hashed"])
 def test_an_ngram_memory_lowers_the_loss_of_a_language_model(tmp_path: Path, keys: str) -> None:
     """In several passes, whose bytes are the planned ones."""
@@ -128,6 +129,7 @@ def run_script(folder: Path, *command: str) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_of_a_user_learns_resumes_and_says_when_nothing_is_left(tmp_path: Path, ranks: int) -> None:
     """On one process and on two; its own data are learned by heart."""
@@ -167,6 +169,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "'vector': (2, 16)" in printed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("example", "says"),
     [

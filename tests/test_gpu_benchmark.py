@@ -48,6 +48,7 @@ def figures(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_every_part_runs_without_a_gpu_and_writes_its_figures(tmp_path: Path) -> None:
     """The dry form, of all parts."""
     run("-m", "benchmarks.gpu", str(tmp_path), "--dry")

@@ -12,9 +12,8 @@ from tests.lazy_updates import RULES, losses
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 
 
-@pytest.mark.parametrize(
-    "rule", [rule if rule == "Adam" else pytest.param(rule, marks=pytest.mark.long) for rule in RULES]
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rule", RULES)
 def test_the_page_tells_the_measured_losses(rule: str) -> None:
     """From `python -m tests.lazy_updates`, within another machine's rounding."""
     row = re.search(rf"^\| `{re.escape(rule)}`[^|]*\| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)

@@ -89,6 +89,7 @@ def numbers(lines: list[list[str]], word: str) -> torch.Tensor:
     return torch.tensor([float(words[1]) for words in lines if words[0] == word], dtype=torch.float64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LINES)
 def test_losses_are_those_of_torch_also_after_a_kill(name: str, tmp_path: Path) -> None:
     """Losses of every batch, and of the validation after each epoch; the second run resumes from the last commit."""

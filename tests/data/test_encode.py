@@ -56,7 +56,7 @@ def test_unsigned_integers_keep_their_64_bits() -> None:
 
 
 @given(st.lists(st.text(max_size=50), min_size=1, max_size=20), st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_strings_are_hashed_the_same_in_every_arrow_type(texts: list[str], skip: int) -> None:
     """The key is XXH64 of the UTF-8 bytes, for strings, large strings, dictionaries and slices."""
     texts = [t.encode("utf-8", "ignore").decode() for t in texts]
@@ -68,7 +68,7 @@ def test_strings_are_hashed_the_same_in_every_arrow_type(texts: list[str], skip:
 
 
 @given(st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.text(max_size=9), st.integers(0, 255)), min_size=1))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_crosses_hash_the_words_of_their_columns(rows: list[tuple[int, str, int]]) -> None:
     """The key is XXH64 over each column's 8 bytes: an integer's value, a string's hash."""
     rows = [(i, t.encode("utf-8", "ignore").decode(), b) for i, t, b in rows]

@@ -95,7 +95,7 @@ def assert_same_files(one: PassDataset, other: PassDataset) -> None:
     seed=st.integers(0, 3),
     chunk=st.sampled_from([1 << 12, 1 << 15, 1 << 22]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 def test_passes_close_before_the_unit_that_exceeds_the_budget(
     cuts: list[int], batch_multiple: int, slack: float, seed: int, chunk: int
 ) -> None:

@@ -61,6 +61,7 @@ def counted(dataset: tc.PassDataset, name: str) -> Counter[int]:
     return total
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_bytes", [1 << 17, 1 << 30])
 def test_rare_keys_share_the_out_of_vocabulary_row(
     tmp_path: Path, run_bytes: int, monkeypatch: pytest.MonkeyPatch

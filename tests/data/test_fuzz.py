@@ -147,7 +147,7 @@ def as_toml(value: Any) -> str:
 RATE = list(places(tomllib.loads(TOML))).index(["tables", "user", "optimizer", "learning_rate"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @example(which=RATE, value=1 << 1100, raw=None)
 @given(which=st.integers(0, 1 << 16), value=VALUES, raw=st.none() | st.binary(max_size=60))
 def test_a_schema_with_any_value_is_refused_or_read(

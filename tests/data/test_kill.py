@@ -61,6 +61,7 @@ def whole(data: Path) -> dict[str, tuple[dict[str, bytes], int]]:
     return results
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_killed_at_any_event_it_ends_with_the_same_files(
     folder: Path, whole: dict[str, tuple[dict[str, bytes], int]], name: str

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-LIMIT = 64 << 20
+LIMIT = 32 << 20
 NAMES = ("a", "b", "c", "d")
 SCHEMA = Schema(label="y", features=tuple(tc.Feature(name=n) for n in NAMES), tables=tuple(table(n) for n in NAMES))
 
@@ -55,7 +55,7 @@ def write(path: Path, num_samples: int) -> None:
 def test_a_file_of_ten_times_the_memory_limit_is_extracted_within_it(tmp_path: Path) -> None:
     """The kernel refuses every further byte; Python, its libraries and compiled kernels were loaded before."""
     write(tmp_path / "small.parquet", 5000)
-    write(tmp_path / "large.parquet", 17_000_000)
+    write(tmp_path / "large.parquet", 8_500_000)
     assert (tmp_path / "large.parquet").stat().st_size > 10 * LIMIT
     run_alone(limited, tmp_path)
     assert len(tc.PassDataset.open(tmp_path / "large")) > 10

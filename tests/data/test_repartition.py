@@ -230,6 +230,7 @@ def test_training_of_aligned_batches_over_parts_has_the_same_bits(tmp_path: Path
         assert_same_bits(expected, result_of(store, old, model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("pass_index", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
 def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_index: int, batches: int) -> None:
     """Also from inside a pass, and from its very end: the bits of a training that keeps the larger passes."""

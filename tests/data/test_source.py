@@ -205,6 +205,7 @@ def test_an_error_names_the_first_bad_row(tmp_path: Path) -> None:
         Source(find_inputs(tmp_path), named)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bad_rows", ["skip", "pad"])
 @pytest.mark.parametrize("label_null", ["error", "drop"])
 def test_reading_goes_on_behind_any_cursor(

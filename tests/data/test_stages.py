@@ -56,7 +56,7 @@ def job(schema: Schema, split_by: str, unit: int, budget: int) -> Job:
     split_by=st.sampled_from(["budget", "budget", "rows=700", "rows=1500", "file", "column=day", "column=at"]),
     seed=st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 def test_passes_are_placed_where_one_machine_ends_them(
     cuts: list[int], unit: int, slack: float, split_by: str, seed: int
 ) -> None:
@@ -151,6 +151,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Sta
     os.environ.update(environment)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("call", "out"), [("open", "{}"), ("put_file", "shared://{}")])
 def test_a_cluster_whose_worker_dies_in_a_stage_writes_the_files_of_one_machine(
     cluster: tuple[Any, Stages, Path], tmp_path: Path, call: str, out: str

@@ -91,7 +91,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
     picks=st.lists(st.integers(0, 10_000), max_size=80),
     block=st.sampled_from([64, 1000, 1 << 20]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list[int], block: int) -> None:
     """Every feature, label, weight and offset of any indices, repeated or not, in any blocks."""
     samples = some_samples(num_samples, seed)

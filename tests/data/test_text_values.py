@@ -380,6 +380,7 @@ def _polars(table: pa.Table, path: Path) -> None:
         frame.write_csv(path, separator=_separator(path), quote_style=style)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(TEXTS, min_size=1, max_size=20))
 @pytest.mark.parametrize("write", [_pyarrow, _duckdb, _polars])
@@ -390,6 +391,7 @@ def test_texts_that_other_programs_quote_come_back(tmp_path: Path, write: Any, t
     assert keys_of(path, feature("string")) == [NULL_KEY if text is None else tc.key_of(text) for text in texts]
 
 
+@pytest.mark.sampled(4)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.lists(st.one_of(st.none(), st.integers(-(2**63) + 2, 2**63 - 1)), min_size=1, max_size=20))
 @pytest.mark.parametrize("write", [_pyarrow, _duckdb, _pandas, _polars])
@@ -408,6 +410,7 @@ def test_integers_that_other_programs_write_come_back(
         assert keys_of(path, feature("integer")) == [NULL_KEY if number is None else number for number in numbers]
 
 
+@pytest.mark.sampled(1)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=20),

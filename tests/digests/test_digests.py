@@ -23,6 +23,7 @@ COMMITTED = json.loads(PATH.read_text())
 ENGINES = ("lmdb", "zarr")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("given", TRAININGS)
 def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, engine: str) -> None:
@@ -35,6 +36,7 @@ def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, 
     assert digests(tmp_path, dense) == COMMITTED[given]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("given", GIVEN)
@@ -52,6 +54,7 @@ def test_any_number_of_ranks_ends_with_the_same_digests(
         assert digests(tmp_path, dense) == COMMITTED[given]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "engine", "at", "commits"),
     [("batches", "lmdb", (5, 0), False), ("raw", "zarr", (3, 1), True)],

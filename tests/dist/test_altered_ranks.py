@@ -64,6 +64,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     assert verify(tmp_path / "s")["problems"] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [table.name for table in TABLES])
 def test_rows_of_every_sharding_are_forgotten_on_all_ranks(path: Path, name: str) -> None:
     """A row of column slices is one row; other tables, dense state and position stay; a rewrite frees the bytes."""
@@ -91,6 +92,7 @@ def test_rows_of_every_sharding_are_forgotten_on_all_ranks(path: Path, name: str
         assert (rows_of(store), store.waiting_bytes) == (after, 0)
 
 
+@pytest.mark.sampled(1)
 def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
     """But a pinned one, which the report names."""
     with Store.open(path) as store:
@@ -106,6 +108,7 @@ def test_rows_that_are_forgotten_now_are_in_no_commit(path: Path) -> None:
         assert store.retention == 2
 
 
+@pytest.mark.sampled(1)
 def test_rows_that_no_later_commit_wrote_are_forgotten(path: Path) -> None:
     """On all ranks, including rows with slices on several."""
     with Store.open(path) as store:
@@ -176,6 +179,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Path, change: str) -> None:
     """Rows, before and after a rewrite, equal those in a store of one rank with the same alteration."""
@@ -221,6 +225,7 @@ def test_tables_of_several_ranks_change_as_those_of_one(path: Path, tmp_path: Pa
         store.rollback(kept)
 
 
+@pytest.mark.sampled(1)
 def test_a_rollback_brings_the_tables_and_the_sharding_of_all_ranks_back(path: Path) -> None:
     """From before an alteration, and to it again."""
     with Store.open(path) as store:
@@ -268,6 +273,7 @@ def test_a_training_goes_on_with_altered_tables(ranks_pool: RanksPool, tmp_path:
         np.testing.assert_array_equal(theirs[1][0][name], value, err_msg=name)
 
 
+@pytest.mark.sampled(1)
 def test_a_forget_that_fails_on_one_rank_is_one_of_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks before it drop the prepared commit, and the store continues."""
     with Store.open(path) as store:

@@ -150,6 +150,7 @@ def read_id(path: Path) -> int:
     return int(record.id)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_rank_that_the_commit_does_not_name_is_refused(
@@ -166,6 +167,7 @@ def test_a_rank_that_the_commit_does_not_name_is_refused(
     assert_refused(path, CorruptStoreError, LISTS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("what", ["of another store", "of another rank", "missing", "without a marker"])
 def test_a_folder_of_another_rank_is_known_by_its_marker(tmp_path: Path, what: str, engine: str) -> None:
@@ -220,6 +222,7 @@ def damage(path: Path, name: str, engine: str) -> None:
         opened.engine.publish(head, head)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str) -> None:
     """The others are read; ``verify`` and ranks report the damage."""
@@ -240,6 +243,7 @@ def test_damage_to_an_older_commit_of_a_rank_is_told(tmp_path: Path, engine: str
         assert re.search(r"ranks/1\.1 of .* is not what was written: restore the store from a copy", sentence)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
     """Also if a rank has prepared a commit, and after rollbacks and compactions; digests follow the format."""
@@ -259,6 +263,7 @@ def test_a_copy_of_the_store_is_the_store(tmp_path: Path, engine: str) -> None:
     assert train_shards(tmp_path / "copy", 2, 0) == [None] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_rank_that_is_copied_back_with_a_prepared_commit_is_the_same(tmp_path: Path, engine: str) -> None:
     """It has the data that the newest commit names: the prepared commit is dropped."""

@@ -94,6 +94,7 @@ def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "kind"), [(1, "row_wise"), (2, "table_wise")])
 def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
@@ -112,6 +113,7 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     assert_same_rows(stored(tmp_path), rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "order_seed"), [(1, None), (1, 5), (3, None)])
 def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small_for_them(
     ranks_pool: RanksPool, tmp_path: Path, size: int, order_seed: int | None
@@ -156,6 +158,7 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
             assert store.retention == retention
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order_seed", [None, 5])
 def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
@@ -176,6 +179,7 @@ def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_
     assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_passes_cut_for_several_devices_are_trained_on_as_many(
     ranks_pool: RanksPool, tmp_path: Path, size: int

@@ -61,6 +61,7 @@ def lists_of(store: Store, rank: int) -> list[int]:
     return sorted(int(name.partition("-")[0]) for name in lists)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
     """Exactly as many as requested, on every rank, also by later openings."""
@@ -92,6 +93,7 @@ def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int
     assert kept_by_ranks(path) == [kept(path)] * num_ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str) -> None:
@@ -113,6 +115,7 @@ def test_each_rank_is_read_at_each_commit(tmp_path: Path, engine: str, mode: str
         assert leased_commits(store._opened.engine.lease_folder) == ({4} if mode == "r" else set())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["r", "a"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_view_of_one_rank_keeps_what_it_reads(tmp_path: Path, engine: str, mode: str) -> None:
@@ -178,6 +181,7 @@ def test_what_ranks_could_not_free_goes_when_they_open_the_store(
     assert kept_by_ranks(path) == [[6]] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
 def test_a_commit_that_was_prepared_and_not_published_costs_nothing(tmp_path: Path, who: tuple[int, ...]) -> None:
     """Whichever ranks prepared it, time and again: readers see none of it, and the next opening drops it."""
@@ -195,6 +199,7 @@ def test_a_commit_that_was_prepared_and_not_published_costs_nothing(tmp_path: Pa
     assert kept_by_ranks(path) == [[3, 4, 5]] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_commit_that_other_ranks_did_not_hear_of_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
@@ -221,16 +226,17 @@ def test_a_commit_that_other_ranks_did_not_hear_of_stands(
     assert verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("to", "ahead", "engine"),
     [
-        (2, None, "lmdb"),
         (3, 1, "zarr"),
+        (2, None, "lmdb"),
         (4, 0, "lmdb"),
-        *(
-            pytest.param(*way, marks=pytest.mark.long)
-            for way in ((2, 1, "zarr"), (3, 0, "lmdb"), (3, None, "lmdb"), (4, None, "zarr"))
-        ),
+        (2, 1, "zarr"),
+        (3, 0, "lmdb"),
+        (3, None, "lmdb"),
+        (4, None, "zarr"),
     ],
 )
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
@@ -443,6 +449,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 # -- changes since a commit ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
     """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""

@@ -29,6 +29,7 @@ def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int)
         assert found == [expected, [0, 0], splits, [0, -(2**40) * (size - 1)]]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["int64", "int32", "float32", "bfloat16", "float16", "uint8"])
 def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
@@ -40,6 +41,7 @@ def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, 
             assert got[rank] == [value for value, count in from_each for _ in range(count)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
@@ -144,6 +146,7 @@ def test_ranks_that_exchange_splits_for_different_things_say_so(ranks_pool: Rank
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "after", "part"), [(2, 0, False), (2, 3, False), (3, 1, True)])
 def test_a_rank_that_is_gone_while_groups_are_made_is_waited_for_no_longer_than_was_said(
     ranks_pool: RanksPool, size: int, after: int, part: bool

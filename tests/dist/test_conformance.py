@@ -77,15 +77,11 @@ def assert_as_alone(
             np.testing.assert_allclose(mine, other[order], rtol=tolerance, atol=tolerance, err_msg=table.name)
 
 
-@pytest.mark.parametrize(
-    ("entry", "size"),
-    [
-        pytest.param(entry, size, marks=() if size == SIZES[turn % 3] else pytest.mark.long)
-        for turn, entry in enumerate([*MERLIN, *BEYOND]) for size in SIZES
-    ],
-)  # fmt: skip
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("entry", [*MERLIN, *BEYOND])
 def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int) -> None:
-    """Five steps: the first lookup within 1e-6, all else within 1e-5. On 2, 3 or 4 ranks by turns."""
+    """Five steps: the first lookup within 1e-6, all else within 1e-5."""
     known(entry).cut(tmp_path / "passes")
     parts = ranks_pool.run(size, BODY, name=entry, folder=str(tmp_path))
     assert_as_alone(parts, tmp_path, alone(entry))
@@ -96,6 +92,7 @@ def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone
         assert sum(part["read"] for part in parts) > 0, "no row ever left host memory"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["", ", bfloat16 rows", ", float16 rows"])
 def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
@@ -110,6 +107,7 @@ def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
     assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "comm_dtype"), [(2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")])
 def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, size: int, comm_dtype: str
@@ -127,6 +125,7 @@ def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("comm_dtype", ["bfloat16", "float16"])
 def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, comm_dtype: str
@@ -157,6 +156,7 @@ def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: Ra
         assert replicated["bytes"] < divided["bytes"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "bad_rank", "number"), [(2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
 def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
@@ -200,6 +200,7 @@ def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp
     assert told == [[], []]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_path: Path, size: int) -> None:
     """Columns of both types look into one table; ranks find its rows by the same hashes."""
@@ -220,6 +221,7 @@ def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_
     assert_as_alone(parts, tmp_path, train_alone(entry, passes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("entry", ["evaluated", "evaluated, with rows for unknown keys"])
 def test_evaluation_finds_the_rows_of_one_process(
@@ -258,6 +260,7 @@ def test_evaluation_finds_the_rows_of_one_process(
             np.testing.assert_allclose(one, other[order], rtol=1e-5, atol=1e-5, err_msg=table.name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 1, 3), (4, 3, 2)])
 def test_other_ranks_go_on_as_one_process(
     ranks_pool: RanksPool, tmp_path: Path, alone: Any, sizes: tuple[int, ...]

@@ -70,7 +70,7 @@ def compare(pool: RanksPool, record: dict[str, Any], size: int) -> None:
         assert_as_alone(parts, Path(folder), train_alone(entry, passes))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=ANY)
+@settings(max_examples=4, deadline=None, suppress_health_check=ANY)
 @given(record=records(), size=st.integers(2, 4))
 def test_random_trainings_are_those_of_one_process(ranks_pool: RanksPool, record: dict[str, Any], size: int) -> None:
     """Any tables, features, sharding plans, batches, accumulation and commits on 2 to 4 ranks."""
@@ -176,6 +176,7 @@ def sharded(way: str, size: int) -> TableSharding:
     return TableSharding(way)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_literal_rows_bags_and_steps(ranks_pool: RanksPool, tmp_path: Path, size: int) -> None:
     """A table [[0, 1], [2, 3], [4, 5], [6, 7]] in every sharding: sums, ragged means, empty bags, and the step of

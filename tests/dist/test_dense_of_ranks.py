@@ -154,6 +154,7 @@ def train_normalized(ranks: AnyCommunicator, folder: str, *, broadcasts: bool, s
         return dense_of(model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("broadcasts", [False, True])
 def test_ranks_resume_with_their_own_buffers(ranks_pool: RanksPool, tmp_path: Path, broadcasts: bool) -> None:
     """The statistics of a batch norm are those of an uninterrupted training, on each rank."""

@@ -87,6 +87,7 @@ def trained(path: Path, engine: str, between: Callable[[Path], None]) -> list[An
     return meet(2, body)
 
 
+@pytest.mark.sampled(4)
 @KINDS
 @pytest.mark.parametrize("change", OF_THE_STORE)
 def test_ranks_whose_store_was_moved_write_nothing_there(
@@ -124,6 +125,7 @@ def rank_of(path: Path) -> dict[str, Any]:
     return marker_of(path / "rank-1")
 
 
+@pytest.mark.sampled(4)
 @KINDS
 @pytest.mark.parametrize("change", OF_A_RANK, ids=lambda change: change.__name__)
 def test_ranks_of_which_one_was_moved_make_no_commit(
@@ -154,6 +156,7 @@ def test_ranks_of_which_one_was_moved_make_no_commit(
     assert verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", ["another store's", "none", "an older one"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path, change: str, rank: int) -> None:
@@ -180,6 +183,7 @@ def test_ranks_do_not_write_over_a_head_that_something_else_wrote(tmp_path: Path
     assert files_of(path / inside) == kept
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_ranks_keep_out_a_second_training_whose_locks_were_deleted(tmp_path: Path, engine: str) -> None:
     """Each rank is also locked by its marker: the first training continues, and none of its commits is lost."""

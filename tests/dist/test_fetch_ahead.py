@@ -114,6 +114,7 @@ def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str,
     assert_same_rows(stored(folder, name), stored(folder, theirs))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("depth", "prefetch", "options"),
     [(1, None, {}), (3, 2, {}), (3, None, {"kind": "table_wise"}), (1, 0, {"kind": "column_wise", "queued": True}),
@@ -134,6 +135,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     assert_same(folder, name, found, plain(theirs, **options), theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("steps", "how", "at"),
     [(10, "given up", (1, 0)), (6, "committed", (1, 2 * CASE.batch)), (31, "closed", (7, 3 * CASE.batch))],
@@ -158,6 +160,7 @@ def test_what_is_refused_over_the_end_of_a_pass_is_what_one_rank_refuses(
     ranks_pool.run(2, f"{__name__}:go_through", folder=str(folder), name=f"{what}.tc", what=what)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("queued", [False, True])
 def test_micro_batches_of_a_pass_that_was_fetched_ahead_look_up_its_rows(
     ranks_pool: RanksPool, folder: Path, queued: bool

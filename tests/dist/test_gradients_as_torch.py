@@ -197,6 +197,7 @@ def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -
         return {"losses": losses, "error": error}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("how", ["static", "fsdp", "by hand"])
 def test_other_wrappers_train_as_plain_data_parallel(
@@ -429,6 +430,7 @@ def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any
     return {"losses": losses}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
     ranks_pool: RanksPool, tmp_path: Path, name: str

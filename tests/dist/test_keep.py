@@ -13,6 +13,7 @@ from tests.dist.trainings import CASES, stored
 MOMENTS = {"middle": [2, 1], "last": [1, 3]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("commit_every", [1, 2])
 def test_ranks_go_on_from_what_they_kept_to_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, commit_every: int

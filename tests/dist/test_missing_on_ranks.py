@@ -42,6 +42,7 @@ def read(ranks: AnyCommunicator, folder: str, *, sizes: list[int], ended: bool) 
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_rank_reads_by_its_own_choice(ranks_pool: RanksPool, tmp_path: Path, sizes: str, ended: bool) -> None:

@@ -25,6 +25,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", [*SMALL, *OF_WRITERS])
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: str) -> None:
@@ -60,6 +61,7 @@ def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: st
     assert verify(sharded)["problems"] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_what_has_the_name_of_a_new_rank_is_not_written_over(tmp_path: Path, what: str) -> None:
     """Every rank names the obstacle, and both stay unchanged; an empty folder is used."""

@@ -235,6 +235,7 @@ def assert_equal(
     np.testing.assert_allclose(vectors_of(ours), vectors_of(theirs), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
     [
@@ -259,6 +260,7 @@ def test_features_pooled_by_their_owners_train_as_on_one_rank(
     assert_equal(tmp_path, ours, theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_two_runs_with_pooled_features_end_with_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path, read_by: str
@@ -271,6 +273,7 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
     assert_equal(tmp_path, ours, theirs, tolerance=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "kind"), [(3, "table_wise"), (2, "column_wise")])
 def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str

@@ -27,6 +27,7 @@ from tiercache.store import (
 )
 
 
+@pytest.mark.sampled(4)
 @ENGINES
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2), (2, 2)])
 def test_ranks_of_another_division_take_the_place_of_the_old_ones(
@@ -59,6 +60,7 @@ def test_ranks_of_another_division_take_the_place_of_the_old_ones(
     assert folders(path) == rank_folders(after)
 
 
+@pytest.mark.sampled(3)
 @ENGINES
 @pytest.mark.parametrize("until", ["opened", "filled", "prepared"])
 def test_a_division_that_was_begun_changes_nothing(tmp_path: Path, until: str, engine: str) -> None:

@@ -180,6 +180,7 @@ def _swap(values: dict[str, Any]) -> None:
     values["ranks"][1], values["ranks"][2] = values["ranks"][2], values["ranks"][1]
 
 
+@pytest.mark.sampled(13)
 @ENGINES
 @pytest.mark.parametrize(
     ("change", "words"),

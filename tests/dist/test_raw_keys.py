@@ -78,13 +78,9 @@ def assert_same_bits(folder: Path, ours: str, theirs: str) -> None:
     assert_same_rows(stored(folder, ours), stored(folder, theirs))
 
 
-@pytest.mark.parametrize(
-    ("size", "sharding"),
-    [
-        (2, mixed(0)), (2, mixed(2)), (3, mixed(1)),
-        *(pytest.param(size, every(kind), marks=pytest.mark.long) for size in (2, 3, 4) for kind in KINDS),
-    ],
-)  # fmt: skip
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sharding", [*map(mixed, range(3)), *map(every, KINDS)])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, size: int, sharding: dict[str, str]
 ) -> None:
@@ -99,6 +95,7 @@ def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
     assert all(one["index_bytes"] >= 20 * 100 for one in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("deal", ["uneven", "ended"])
 def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, deal: str
@@ -112,13 +109,9 @@ def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
         assert_same_bits(place, "raw-0.tc", "raw-1.tc")
 
 
-@pytest.mark.parametrize(
-    ("missing", "size"),
-    [
-        ("zero", 2), ("init", 2), ("load", 2),
-        *(pytest.param(way, size, marks=pytest.mark.long) for way in ("zero", "init", "load") for size in (3, 4)),
-    ],
-)  # fmt: skip
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("missing", ["zero", "init", "load"])
 def test_missing_keys_are_looked_up_and_not_trained_as_on_one_process(
     ranks_pool: RanksPool, place: Path, alone: Any, missing: str, size: int
 ) -> None:
@@ -197,6 +190,7 @@ def test_weights_that_the_schema_does_not_know_or_that_are_not_given_are_those_o
     assert_close(place, found[0], alone(reweighs=True)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_training_by_raw_keys_goes_on_behind_a_commit_inside_a_pass(
     ranks_pool: RanksPool, place: Path, alone: Any, size: int

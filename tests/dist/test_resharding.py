@@ -79,7 +79,7 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
     return numbers
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(old=shardings(), new=shardings(), commits=st.integers(0, 7))
 def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
@@ -128,6 +128,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
 # -- with a training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stops", "order_seed", "shuffle"),
     [
@@ -170,6 +171,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
             assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
 def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
     """Passes are split at aligned samples, and the new shards continue from the middle of an old one."""

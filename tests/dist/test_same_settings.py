@@ -73,6 +73,7 @@ def train(ranks: AnyCommunicator, folder: str, *, what: str, when: str) -> dict[
     return {"error": error, "batches": batches}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("when", ["after a pass", "before a commit"])
 @pytest.mark.parametrize("what", CHANGED)
 def test_settings_of_one_rank_alone_are_never_committed(

@@ -173,6 +173,7 @@ def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
         find_owners(sharding, 3, tables, groups, lambda _: cast("Any", Many()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 def test_a_cache_walks_the_passes_of_a_share(

@@ -122,6 +122,7 @@ def hooked(patch: pytest.MonkeyPatch, where: str, call: Callable[[], None]) -> N
     patch.setattr(of, name, slow)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize(
     ("where", "commits"), [("folder", 2), ("folder", 0), ("lease", 2), ("lease", 0), ("ranks", 2), ("ranks", 0)]
@@ -150,6 +151,7 @@ def test_a_reader_stands_at_one_commit_if_a_training_goes_on_while_it_opens(
         assert times[0] == (3 if commits else 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["folder", "lease", "ranks"])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_opens_while_a_store_gets_several_ranks_or_one(
@@ -192,6 +194,7 @@ def test_a_store_of_one_rank_is_read_on_while_it_gets_several(tmp_path: Path, en
         assert [name for name in store.reader.stored() if name.startswith("commits/")] == ["commits/8"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str

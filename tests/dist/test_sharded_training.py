@@ -60,6 +60,7 @@ def test_folders_of_ranks_that_make_no_sense_are_refused(
     assert [entry.name for entry in tmp_path.iterdir()] == ["passes"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [2, 5])
 def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, micro_batches: int) -> None:
     """All see the rows before the step; micro-batches without samples on a rank are among them."""
@@ -68,6 +69,7 @@ def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, m
     assert_close(tmp_path, "bags", found[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_whose_rows_are_a_gpus_ends_as_on_one_process(
     ranks_pool: RanksPool, tmp_path: Path, kind: str
@@ -93,6 +95,7 @@ def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
         assert sum(event.startswith("input all_to_all") for event in before) >= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_a_gpu_has_the_host_wait_for_nothing(ranks_pool: RanksPool, tmp_path: Path, kind: str) -> None:
     """Forward, backward and step: the exchange must not read from the device, which would wait."""
@@ -141,6 +144,7 @@ def test_micro_batches_that_are_resumed_in_the_next_pass_are_refused(
     assert all("which has ended: use batches inside their own loop" in one for one in told)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path, within: bool) -> None:
     """Left in the middle of a pass, after a commit there or not."""
@@ -183,6 +187,7 @@ def sharded(case: str, kind: str) -> dict[str, str]:
     return dict.fromkeys([table.name for table in CASES[case].tables], kind)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -209,6 +214,7 @@ def test_a_training_goes_on_with_another_number_of_ranks(
     assert_close(tmp_path, "bags", found[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("before", "after", "engine"), [(2, 2, "lmdb"), (2, 2, "zarr"), (2, 1, "lmdb"), (1, 2, "zarr"), (3, 2, "lmdb")]
 )
@@ -229,6 +235,7 @@ def test_a_compacted_store_goes_on_where_it_stood(
     assert tc.store.verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(("sizes", "engine"), [((1, 2), "lmdb"), ((2, 1), "zarr"), ((1, 3, 1, 2, 1), "lmdb")])
 def test_a_plain_store_is_sharded_and_made_plain_again(
@@ -322,6 +329,7 @@ def assert_form(path: Path, size: int, engine: str, disk: Path | None = None) ->
         assert (marker["format"], marker["engine"], marker["rank"]) == ("tiercache rank", engine, rank)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_rows_from_outside_are_trained_by_several_ranks(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
     """An import makes a store of one rank without a schedule: ranks begin with its rows, as one process does."""
@@ -346,6 +354,7 @@ def test_rows_from_outside_are_trained_by_several_ranks(ranks_pool: RanksPool, t
         np.testing.assert_allclose(found[0][name], value, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sizes", "within"), [((3, 1), True), ((2, 2), True), ((1, 2), False), ((1, 1), True)])
 def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, int], within: bool
@@ -375,6 +384,7 @@ def test_two_commits_at_one_place_lose_nothing(ranks_pool: RanksPool, tmp_path: 
     assert_same_rows(stored(tmp_path / "twice"), stored(tmp_path / "whole"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["prepare", "publish", "hear"])
 def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
     ranks_pool: RanksPool, tmp_path: Path, what: str
@@ -388,6 +398,7 @@ def test_a_training_goes_on_in_the_same_process_after_one_rank_failed(
     assert_same_rows(stored(tmp_path / "failed"), stored(tmp_path / "whole"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_caches_of_ranks_that_are_garbage_let_others_train(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
     """Their stores close themselves, with the locks of all ranks; uncommitted passes are trained again."""

@@ -86,6 +86,7 @@ def digest(path: Path) -> str:
         return store.commit.digest
 
 
+@pytest.mark.sampled(3)
 @ENGINES
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num_ranks: int, engine: str) -> None:
@@ -106,6 +107,7 @@ def test_a_store_of_several_ranks_resumes_where_they_stopped(tmp_path: Path, num
     assert folders(path) == rank_folders(num_ranks)
 
 
+@pytest.mark.sampled(5)
 @ENGINES
 @pytest.mark.parametrize("ahead", [[0], [1], [0, 1], [2], [0, 1, 2]])
 def test_what_some_ranks_prepared_is_dropped_at_the_next_opening(tmp_path: Path, ahead: list[int], engine: str) -> None:
@@ -147,6 +149,7 @@ def test_ranks_keep_as_many_commits_as_asked_for(tmp_path: Path, engine: str) ->
         assert [len(of_rank) for of_rank in names] == [kept, kept]
 
 
+@pytest.mark.sampled(1)
 @ENGINES
 def test_a_rank_that_prepared_a_commit_prepares_no_other_one(tmp_path: Path, engine: str) -> None:
     """A compaction of one rank is not a commit of the store; one of all ranks is."""
@@ -280,6 +283,7 @@ def test_a_publication_that_found_no_room_may_be_made_again(
     check_shards(path, Cursor(1, 5))
 
 
+@pytest.mark.sampled(2)
 @ENGINES
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
@@ -321,6 +325,7 @@ def test_a_commit_that_one_rank_found_no_room_for_is_no_commit_of_any(
     assert verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(3)
 @ENGINES
 @pytest.mark.parametrize("heard", [[0], [0, 2], [0, 1, 2]])
 def test_a_commit_that_not_all_ranks_heard_of_is_there(

@@ -101,6 +101,7 @@ def damage(path: Path, what: str, engine: str) -> None:
             replace_in(marker, format="tiercache passes")
 
 
+@pytest.mark.sampled(15)
 @ENGINES
 @pytest.mark.parametrize(
     ("what", "kind", "words"),

@@ -35,6 +35,7 @@ def train(ranks: AnyCommunicator, folder: str, name: str, *, how: str, stop: int
         return dense_of(training.net) | {"lengths": [*lengths, len(loader)]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_end_with_the_bits_of_a_loop_over_passes(tmp_path: Path, ranks_pool: RanksPool, size: int) -> None:
     """All at once, by batches up to the length, and resumed after a stop inside a pass."""

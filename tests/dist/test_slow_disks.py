@@ -83,6 +83,7 @@ def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", ["read", "put", "publish"])
 def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
     """At a switch, while a dump is written, and at a commit inside a pass: the rows end with the same bits."""

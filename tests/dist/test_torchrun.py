@@ -112,6 +112,7 @@ def launch(module: str, size: int, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.long
 @needs_flights
 def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """After 5 steps rows and states within 1e-5; at the end areas within 0.002; two runs on 2 ranks the same bits."""
@@ -147,6 +148,7 @@ def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
     assert re.search(r"2 ranks: area under the curve 0\.[56]\d+, rows [0-9a-f]{16}", printed)
 
 
+@pytest.mark.long
 def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
     """The example compares them itself and ends with an error if they differ."""
     assert "in 2 stages" in launch("tests.dist.pipeline_stages", 2, "--folder", str(tmp_path / "made"))

@@ -47,6 +47,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
         return {group["table"]: group["step"] for group in cache.optimizer.rows.param_groups}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise", "data_parallel"])
 def test_a_table_counts_the_steps_of_any_rank(ranks_pool: RanksPool, tmp_path: Path, sharding: str) -> None:
     """Tables of one layout end like tables of two layouts, which differ only in a setting without effect."""

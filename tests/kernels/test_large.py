@@ -120,6 +120,7 @@ def test_a_piece_that_begins_behind_two_billion_floats_is_the_right_one(kind: st
         assert not m.read(memory[far - 100 : far]).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind_of_row", [UNIFORM, NORMAL])
 def test_initial_rows_beyond_two_billion_elements_are_the_right_ones(kind_of_row: int) -> None:
     """The last row of 2^31 elements and more, as if it were made alone."""

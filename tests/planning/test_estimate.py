@@ -121,6 +121,7 @@ TOLERANCE = 0.15
 """Tolerance of an estimate for a dataset whose keys do not follow Zipf's law."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=["two tables", "16 bits"])
 def test_an_estimate_of_a_real_dataset_agrees_with_its_plan_and_its_store(tmp_path: Path, case: Case) -> None:
     """Within 15 percent, from its numbers of rows, samples, passes and keys of a pass alone."""

@@ -60,6 +60,7 @@ class PinningGpu(ShimRuntime):
         self.unpins += 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("share", "order_seed"), [(1.0, None), (1.0, 3), (1.3, None), (4.0, None)])
 def test_each_region_is_pinned_once_whatever_the_host_keeps(
     tmp_path: Path, share: float, order_seed: int | None

@@ -79,6 +79,7 @@ def bits(
     return reports
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", ["64MiB", None])
 @pytest.mark.parametrize("device", [*DEVICES, "late"])
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(
@@ -112,6 +113,7 @@ def test_a_row_that_is_loaded_into_a_slot_in_use_is_caught(tmp_path: Path, monke
         bits(CASE, tmp_path, shim(), in_memory="cpu", device_budget=None, each_batch=arrive)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("late_loads", [True, False])
 def test_a_loop_that_is_left_while_rows_travel_ahead_goes_on_with_the_same_bits(
     tmp_path: Path, late_loads: bool

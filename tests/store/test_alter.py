@@ -118,6 +118,7 @@ CHANGES: dict[str, Callable[[list[Table]], list[Table]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("make", [small_tables, narrow_tables])
 @pytest.mark.parametrize("change", CHANGES)
 def test_rows_are_those_of_the_new_tables_at_once_and_after_a_rewrite(
@@ -150,6 +151,7 @@ def test_rows_are_those_of_the_new_tables_at_once_and_after_a_rewrite(
     check(store, rows)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compact", [False, True])
 def test_training_continues_as_in_a_store_that_was_made_of_the_converted_rows(home: Home, compact: bool) -> None:
     """The schedule resumes at the same place; the rows that it loads are those in the new tables."""
@@ -211,7 +213,7 @@ def test_rows_keep_their_digest_until_a_commit_changes_them() -> None:
         assert len({*digests}) == len(digests)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 99), steps=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4))
 def test_several_alterations_are_those_of_one_after_the_other(seed: int, steps: list[str]) -> None:
     """State that started over does not come back, and a table that was dropped and added again has no rows."""
@@ -270,6 +272,7 @@ def test_settings_alone_keep_the_schedule_and_every_segment(home: Home) -> None:
     check(store, world.rows)
 
 
+@pytest.mark.sampled(1)
 def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
     """Its rows stay until the rewrite; verification does not miss them, though an older commit has them."""
     world = World(small_tables())
@@ -288,6 +291,7 @@ def test_a_table_that_is_dropped_and_added_again_is_empty(home: Home) -> None:
     check(store, world.rows)
 
 
+@pytest.mark.sampled(1)
 def test_a_rollback_brings_the_tables_back(home: Home) -> None:
     """With the rows and the schedule of the earlier commit."""
     world = World(small_tables())

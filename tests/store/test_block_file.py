@@ -135,6 +135,7 @@ def bytes_of(file: BlockFile, room: Extents) -> bytes:
 SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 100, 1_048_577, 2_500_001]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("stable", [True, False])

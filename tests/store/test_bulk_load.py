@@ -150,6 +150,7 @@ def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
             load_rows(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
     """At any call of the engine."""

@@ -94,6 +94,7 @@ with Store.open(path, tables=small_tables(), engine=engine) as store:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [("lmdb", "sort"), ("zarr", "sort"), ("lmdb", "write"), ("zarr", "write"), ("lmdb", "temporary file")],

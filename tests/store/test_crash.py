@@ -20,6 +20,8 @@ from tests.store.big import BIG, dump, load, publish
 from tiercache.store import Store, StoreFullError, verify
 
 ENGINES = ("lmdb", "zarr")
+A_FEW = ["--points", "12", "--torn", "3", "--instants", "3", "--replays", "8", "--full", "3"]
+"""Of each kind: what `make test` has the time for."""
 
 
 def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -28,7 +30,9 @@ def crash(*options: object, code: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options", [A_FEW, *(pytest.param(more, marks=pytest.mark.long) for more in (["--quick"], []))]
+)
 def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit(
     tmp_path: Path, engine: str, options: list[str]
 ) -> None:
@@ -38,8 +42,10 @@ def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text())
     assert found["lost"] == found["failing"] == found["silent"] == 0
-    assert min(QUICK["points"], found["points"]) <= found["points_tried"] <= found["points"]
     assert found["kills"] >= found["points_tried"]
+    if options == A_FEW:
+        return
+    assert min(QUICK["points"], found["points"]) <= found["points_tried"] <= found["points"]
     assert min(found["torn"], found["instants"], found["second_kills"], found["replays"], found["full_disks"]) >= 10
     least = len(STEPS) * 3 // 4 if "--quick" in options else len(STEPS)
     assert found["commits_found"] >= least, "some commit was never the one that was found"
@@ -130,6 +136,7 @@ def finish(path: Path, **options: Any) -> None:
     assert verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("most", [4096, 400_000, 620_000, 1_000_000, 3_000_000])
 def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
@@ -157,6 +164,7 @@ def block_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.exists())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("number", [0, 1, 3, 6, 7])  # later steps fit into freed space
 def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: Path, engine: str, number: int) -> None:

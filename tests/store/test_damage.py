@@ -28,6 +28,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "s.tc"
 
 
+@pytest.mark.sampled(1)
 def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(path: Path) -> None:
     """In rows, keys and the dense state; the message names block, segment and table."""
     for kind in ("rows", "keys", "states/"):
@@ -56,6 +57,7 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(path: Path) -> No
     assert verify(path)["problems"] == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["commits/0", "ranks/0.0", "segments/0.0/meta"])
 def test_a_flipped_byte_of_a_record_is_refused_wherever_it_is(path: Path, name: str) -> None:
     """Its digest is stored in the record that names it: a commit and its lists are refused when the store is opened,
@@ -198,6 +200,7 @@ def replace_each(path: Path, engine: str) -> None:
     assert refused > 2 * len(names)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_file_that_is_another_is_refused_or_without_effect(tmp_path: Path, engine: str) -> None:
     """In a separate process: no signal, no traceback, and no endless wait."""

@@ -21,7 +21,7 @@ from tiercache.store.snapshot import Snapshot
 from tiercache.store.verification import Verification
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 999),
     count=st.integers(0, 3000),
@@ -69,6 +69,7 @@ def report(path: Path) -> tuple[dict[str, Any], int]:
         return {name: value for name, value in found.items() if name != "seconds"}, store.counters.key_bytes_read
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("retention", [1, 3])
 @pytest.mark.parametrize("careless", [False, True])
 def test_keys_are_read_once_whatever_fits_into_memory(

@@ -152,6 +152,7 @@ def test_records_of_any_bytes_are_refused_in_a_sentence(written: tuple[World, Me
     assert refused > 400
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_whose_records_lie_is_refused_or_read_right(written: tuple[World, MemoryEngine], seed: int) -> None:

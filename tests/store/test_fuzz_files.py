@@ -86,7 +86,7 @@ def read_damaged(path: Path, low: int, high: int) -> None:
 def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> None:
     """In a separate process, because signals must not occur: neither SIGSEGV nor SIGBUS, for any bytes."""
     code = "import sys; from pathlib import Path; from tests.store.test_fuzz_files import read_damaged; "
-    code += "read_damaged(Path(sys.argv[1]), 0, 150)"
+    code += "read_damaged(Path(sys.argv[1]), 0, 60)"
     done = ran(code, lmdb_path)
     assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
 

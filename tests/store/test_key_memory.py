@@ -60,6 +60,7 @@ def look_for_none(path: Path, commit: int) -> int:
         return store.counters.key_bytes_read
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memory: KeyMemory, tmp_path: Path) -> None:
     """Newer and older ones in turns, through a rollback after which other segments get the same numbers."""
@@ -198,6 +199,7 @@ VIEWS: dict[str, Callable[[Store], Store]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("num_ranks", [0, 1, 3])

@@ -94,6 +94,7 @@ GIVING_UP: dict[str, Callable[[Store], object]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("give_up", GIVING_UP.values(), ids=GIVING_UP.keys())
 def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
     store: Store, monkeypatch: pytest.MonkeyPatch, give_up: Callable[[Store], object]
@@ -245,6 +246,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(there)], check=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.disk
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Path, mounted: Path, kind: str) -> None:

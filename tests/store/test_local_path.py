@@ -152,6 +152,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         assert store.path == tmp_path / "latest" / ".." / "latest"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 @pytest.mark.parametrize("name", ["caf\udce9", "\udcff\udcfe", "a b", "ü", "new\nline", "%s", "x" * 200, "-r"])
 def test_a_folder_may_have_any_name(tmp_path: Path, kind: str, name: str) -> None:

@@ -80,7 +80,7 @@ def test_contiguous_pages_are_read_at_once(home: Home, tables: list[Table]) -> N
     assert store.counters.reads - before == segment.layouts[0].num_blocks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]), st.sampled_from([1, 3, 1 << 20]))
 def test_a_lookup_gives_the_row_of_each_key_however_much_is_read_at_once(
     seed: int, passes: int, batch_bytes: int, page_keys: int

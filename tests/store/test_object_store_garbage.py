@@ -180,6 +180,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(monkeypatch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("distance", [700.0, 300.0, 150.0, 50.0])
 def test_garbage_of_a_short_run_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:

@@ -67,6 +67,7 @@ def one_block_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zarr_layout, "PART_BYTES", 5000)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("one_block_a_chunk")
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_puts_reads_and_deletes_are_in_flight_together(compression: str | None) -> None:
@@ -131,6 +132,7 @@ def test_the_list_of_a_store_reads_descriptions_together() -> None:
     engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_no_more_requests_are_in_flight_than_allowed(concurrency: int) -> None:
     """Over all threads."""

@@ -29,7 +29,7 @@ def check_overlaid(store: Store, world: World, commit: Commit) -> None:
     assert (store.commit.schedule_digest, store.state()) == ("", world.state)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 99),
     trained=st.integers(1, 5),

@@ -194,6 +194,7 @@ def test_what_cannot_be_pinned_is_refused(tmp_path: Path) -> None:
 # -- a store of several ranks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_all_ranks_keep_a_pinned_commit(tmp_path: Path, engine: str) -> None:
     """Through further training, another pin, a compaction and a rollback to it; once unpinned, no rank has any of

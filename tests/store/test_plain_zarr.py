@@ -53,6 +53,7 @@ def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Gr
             assert changed.tolist() == [world.changed[pair] for pair in pairs]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("where", ["disk", "elsewhere"])
 @pytest.mark.parametrize("chunk_bytes", [zarr_layout.PART_BYTES, 400])
 @pytest.mark.parametrize(

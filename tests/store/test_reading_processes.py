@@ -44,8 +44,9 @@ def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]
     return store, done
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(4, id="some seconds"), pytest.param(60, marks=pytest.mark.long, id="a minute")]
+    "seconds", [pytest.param(2, id="some seconds"), pytest.param(60, marks=pytest.mark.long, id="a minute")]
 )
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_beside_a_writer_see_no_wrong_row(engine: str, seconds: int, tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ TRAINED, PASSES, PASS_ROWS = 50, 6, 1000
 PASS_BYTES = PASS_ROWS * BIG.row_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("commits", [1, 3])
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(

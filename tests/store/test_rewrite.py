@@ -70,7 +70,7 @@ def changed_rows(store: Store, since: int) -> dict[tuple[str, int], bytes]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 30),
     passes=st.integers(1, 5),
@@ -143,6 +143,7 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
     assert not list(tmp_path.glob("s.tc/tmp*"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_after_any_failure_the_store_stands_where_it_stood(retain_segments: bool) -> None:
     """At any failing call of the engine: exactly the commit and its rows remain."""
@@ -205,7 +206,7 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
         assert rows_of(store) == world.rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 99),
     before=st.integers(0, 4),
@@ -340,6 +341,7 @@ def filled(rows: int) -> Store:
     return store
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("retain_segments", [False, True])
 def test_a_rewrite_writes_scratch_files_front_to_back_whatever_the_passes(
     retain_segments: bool,

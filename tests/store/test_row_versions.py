@@ -52,6 +52,7 @@ def mixed(store: Store, world: World) -> None:
     world.compact(store)
 
 
+@pytest.mark.sampled(1)
 def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
     """Also after a reopen; repeated rewrites keep it, and the store verifies."""
     world = World(small_tables(), keys_per_pass=9, universe=40, block_rows=6)
@@ -113,6 +114,7 @@ def test_rows_that_one_commit_changed_need_no_last_changes_stored(home: Home) ->
             check_all(store, world)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_path: Path) -> None:
     """``info`` includes their bytes; they are freed together with the segment."""

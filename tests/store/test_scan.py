@@ -41,7 +41,7 @@ def check(store: Store, world: World, **options: Any) -> None:
         assert store.live_rows(table.name) == len(expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 99),
     passes=st.integers(1, 4),
@@ -118,6 +118,7 @@ def test_a_key_with_two_live_rows_is_an_error() -> None:
             list(store.scan("day", memory_bytes=1_000))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranges", [1, 8, 300])
 def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: int) -> None:
     """A store of several times the memory: few ranges are merged, many are sorted, in an unlinked file."""
@@ -146,7 +147,7 @@ def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: i
         assert store.counters.spill_bytes_written == sorted_rows * (BIG.row_bytes + 8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 99),
     count=st.integers(1, 9),

@@ -58,6 +58,7 @@ def trained(kind: str, tmp_path: Path) -> Iterator[Trained]:
     found.store.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("missing", ["error", "zeros", "initial"])
 def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(trained: Trained, missing: str) -> None:
     """With one commit or several before any of its reads: never zeros, and never false damage."""
@@ -147,6 +148,7 @@ def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: 
         read_found(trained.store.reader, trained.store.snapshot, group, ids, rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("since", [-1, 4])
 def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, since: int) -> None:
     """Before any read: every row comes from the commit at the start."""

@@ -142,6 +142,7 @@ def plain(**changes: object) -> Table:
     return dataclasses.replace(table, **changes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, kind: str) -> None:
     """Through passes, a commit inside one, a reopen, a rollback and a compaction: loads, lookups, scans and changes."""

@@ -88,6 +88,7 @@ class Life:
             assert stored_bytes(store) == needed_bytes(store)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [25, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_commits_shows_what_plain_dicts_show(home: Home, steps: int, seed: int) -> None:

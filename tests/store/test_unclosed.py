@@ -35,6 +35,7 @@ def trained(path: Path, kind: str) -> Store:
     return store
 
 
+@pytest.mark.sampled(1)
 @KINDS
 def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) -> None:
     """The warning names it; appended but uncommitted data is lost, as with close."""
@@ -49,6 +50,7 @@ def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) ->
         assert set(load(store, 90)) == {0, 1}
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_a_cycle: bool) -> None:
@@ -179,6 +181,7 @@ CALLS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @KINDS
 @pytest.mark.parametrize("call", [*CALLS])
 def test_a_store_is_not_closed_from_within(tmp_path: Path, kind: str, call: str) -> None:
@@ -204,6 +207,7 @@ READS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @KINDS
 @pytest.mark.parametrize("call", [*READS])
 def test_what_only_reads_ends_with_an_error_where_it_is_closed(tmp_path: Path, kind: str, call: str) -> None:

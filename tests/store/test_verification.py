@@ -88,6 +88,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     assert f"is intact: {found['rows']:,} rows in 3 commits; the checksums of all {found['pages']:,} pages" in told
 
 
+@pytest.mark.sampled(1)
 def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     """In rows, keys, state and segment metadata: as reading each commit alone finds it; blobs that only older
     commits need count.
@@ -105,6 +106,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     assert any(max(commits) < max(KEPT) for commits in hit)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("passes", range(1, 5))
 def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, passes: int) -> None:
     """Before verification leases them, it reads the remaining ones. After that, they stay until it has read them."""
@@ -179,6 +181,7 @@ def test_keys_that_exceed_the_memory_of_verification_are_sorted_in_a_file(tmp_pa
     run_alone(measure, tmp_path / "s")
 
 
+@pytest.mark.sampled(1)
 def test_a_look_at_what_describes_rows_reads_none_of_them(path: Path) -> None:
     """It finds errors in commits, metadata and key maps, and missing blobs, but not a flipped bit of a row."""
     assert verify(path, deep=False)["problems"] == []

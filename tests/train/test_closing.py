@@ -170,6 +170,7 @@ def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDatas
     make(kind, passes, gpu).close()
 
 
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
@@ -317,6 +318,7 @@ def test_a_block_is_not_written_to_before_its_copy() -> None:
     assert first.array(0, 64, np.uint8).tolist() == [7] * 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
@@ -341,6 +343,7 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
     loop.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
@@ -394,6 +397,7 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
     assert left() == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", ["error", "zero", "load"])
 def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(

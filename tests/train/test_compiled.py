@@ -63,6 +63,7 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
         return result_of_resident(cache, model), logits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
     """Rows, their optimizers' state and dense weights; an unused feature gets no gradient."""

@@ -58,6 +58,7 @@ def trained_before() -> DLRM:
     return DLRM(list(tables))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
     """Four lines are changed; out of core, with its weights, stopped in the middle and resumed."""

@@ -100,6 +100,7 @@ def test_a_compiled_model_or_part_is_converted_back(tmp_path: Path, part: str, h
     torch.testing.assert_close(made(torch.arange(ROWS)), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:

@@ -147,6 +147,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Res
     return passes, resident_result(SMALL, passes)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 9, 14, 20, 27, 35])
 def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
     small: tuple[tc.PassDataset, Result], call: int
@@ -222,6 +223,7 @@ def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, p
 USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["a number", "two swapped", "all zeros", "a checksum", "cut short", "none"])
 def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) -> None:
     """A resumed run ends with the same bits, and rewrites the file with its first content."""
@@ -267,6 +269,7 @@ def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], Non
         train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
     """A reader sees rows, states and dense state of exactly one commit, and they do not change."""

@@ -48,7 +48,7 @@ def go_on(store: tc.Store, passes: tc.PassDataset, case: Case, **options: Any) -
         return train(cache, case, seed=1 if store.commit is None else 99)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 99),
     pass_index=st.integers(0, 13),
@@ -89,6 +89,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
         assert_bits_of_memory(store, passes, model, case)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("order_seed", [None, 5])
 def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
@@ -135,6 +136,7 @@ def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: 
         load_rows(store, [(table, (keys, tuple(fields))) for keys, fields in store.scan(table, chunk_rows=5)][:1])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("done", UNTRAINED.values(), ids=UNTRAINED.keys())
 @pytest.mark.parametrize(("engine", "order_seed", "at"), [("lmdb", None, 5), ("zarr", 5, 7), ("memory", None, 15)])
 def test_a_commit_that_trains_nothing_keeps_the_position(

@@ -118,6 +118,7 @@ def test_an_epoch_that_is_left_early_is_an_error_at_the_next(tmp_path: Path) -> 
             next(iter(batches))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stops_at", [(0, 0), (0, 5), (1, 0), (2, 0), (2, 3), (2, 7), (3, 1)])
 def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
     tmp_path: Path, stops_at: tuple[int, int]

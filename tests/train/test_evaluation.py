@@ -99,6 +99,7 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> No
     assert samples == others.samples
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("engine", "commit_every", "device"), [("memory", 1, "cpu"), ("lmdb", 3, "cpu"), ("lmdb", 1, "cuda")]
 )

@@ -117,6 +117,7 @@ def plain_on(passes: tc.PassDataset, device: Any) -> Plain:
         return result_of(store, passes, training.net), training.losses
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3])

@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
     tmp_path: Path, passes: tc.PassDataset, engine: str

@@ -83,6 +83,7 @@ def assert_rows_at(store: tc.Store, theirs: Any) -> None:
         assert there.sum() > 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("commit_every", [1, 3])
 def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits(

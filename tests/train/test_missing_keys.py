@@ -192,6 +192,7 @@ def missing_some(case: Case, samples: tc.PassDataset) -> Callable[[int, dict[str
     return change
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", OTHER_MISSING)
 def test_with_missing_keys_the_tiers_end_with_the_bits_of_memory(tmp_path: Path, missing: str, device: str) -> None:

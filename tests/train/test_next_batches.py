@@ -34,6 +34,7 @@ def no_thread_is_left() -> Iterator[None]:
     wait_for(lambda: not threads())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_batches_begun_for_the_next_pass_bind_it_to_nothing(tmp_path: Path, device: str, ahead: int) -> None:

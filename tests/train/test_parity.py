@@ -62,6 +62,7 @@ INITIALIZERS = [
 DTYPES = ("float32", "float32", "bfloat16", "float16")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("device", "engine"), [("cpu", "memory"), ("cuda", "lmdb")])
 @pytest.mark.parametrize(("optimizer", "initializer"), list(zip(OPTIMIZERS, cycle(INITIALIZERS))))
 def test_tiered_training_ends_with_the_bits_of_training_in_memory(
@@ -92,6 +93,7 @@ def test_tiered_training_ends_with_the_bits_of_training_in_memory(
         assert not gpu._runtime.pinned_pages, "the cache is closed and pages are still pinned"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("device", "engine", "dtype", "optimizer", "compression"),
     [
@@ -239,7 +241,7 @@ def interrupted(
         return result_of(store, passes, model)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 @example(resumed_in_a_seeded_order())
 @given(cases())
 def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, dict[str, Any]]) -> None:
@@ -250,7 +252,7 @@ def test_budgets_engines_commits_and_restarts_change_no_bit(drawn: tuple[Case, d
         assert_same_bits(interrupted(case, how, passes, Path(folder)), resident_result(case, passes))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sampled_from(("forward", "reversed", "random")))
 def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, dict[str, Any]], order: str) -> None:
     """The same bits as in memory on CUDA, and nearly the CPU's."""
@@ -263,7 +265,7 @@ def test_budgets_commits_and_restarts_on_cuda_change_no_bit(drawn: tuple[Case, d
             assert_close(ended, resident_result(case, passes, device="cpu"))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.lists(st.integers(1, 6), min_size=2, max_size=2, unique=True))
 def test_aligned_cuts_of_the_same_samples_end_with_the_same_bits(drawn: tuple[Case, Any], cuts: list[int]) -> None:
     """With any tables, optimizers, hotness, accumulation and commits; steps end where passes may."""

@@ -70,6 +70,7 @@ def taken(folder: Path, data: tc.PassDataset, dataset: Any, epochs: int = 1, **a
 # -- the same training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_losses_are_those_of_torch_in_memory_with_the_same_batches(
     tmp_path: Path, data: tc.PassDataset, workers: int
@@ -117,6 +118,7 @@ def run(
     raise AssertionError
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_training_that_stops_inside_passes_ends_with_the_same_bits(
     tmp_path: Path, data: tc.PassDataset, workers: int
@@ -167,6 +169,7 @@ def flat(cache: tc.TierCache, ahead: int) -> Iterator[Any]:
     yield from waiting
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", [0, 4, 5, 17])
 def test_a_loop_may_take_one_batch_ahead(tmp_path: Path, data: tc.PassDataset, stop: int) -> None:
     """Also the first one of the next pass: a commit counts the batches that were trained."""
@@ -205,6 +208,7 @@ def steps(cache: tc.TierCache, per_step: int, **options: Any) -> Iterator[list[A
         yield together
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_trainer_may_take_the_batches_of_a_step_at_once(
     tmp_path: Path, in_order: tc.PassDataset, shuffle: bool
@@ -262,6 +266,7 @@ def test_a_step_of_two_passes_is_refused(tmp_path: Path) -> None:
 # -- batches ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_has_its_samples_in_an_order_of_each_epoch(tmp_path: Path, data: tc.PassDataset, workers: int) -> None:
     """Every sample once, in batches whose number the loader knows; random numbers differ, with any workers."""
@@ -306,6 +311,7 @@ def test_a_loader_is_sized_and_leaves_random_numbers_alone(tmp_path: Path, data:
             assert sum(step(batch) > 0 for batch in made) > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: Path, shuffle: bool) -> None:
     """Whole, in their order or shuffled as batches."""
@@ -331,6 +337,7 @@ def test_batches_of_a_batch_sampler_are_trained_as_they_were_recorded(tmp_path: 
     assert resumed == [tuple(users[list(one)].tolist()) for one in seen]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize(
     "sampling",

@@ -52,6 +52,7 @@ def no_thread_is_left() -> Iterator[None]:
 # -- the same batches ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_are_the_same_however_far_ahead_they_are_made(
@@ -79,6 +80,7 @@ def test_batches_are_the_same_however_far_ahead_they_are_made(
     loop.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_has_the_same_bits_however_far_ahead_batches_are_made(passes: tc.PassDataset, device: str) -> None:
     """Rows, optimizer state and dense weights, of every kind of feature, with commits inside passes."""
@@ -254,6 +256,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(passes: tc.PassDatase
     assert "feature 'h' has local id 1000000 at entry 5 of the batch, but table 'b' has local ids 0 to" in said[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
     passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +294,7 @@ def test_arrays_that_nobody_waits_for_are_not_there(passes: tc.PassDataset, monk
 # -- threads and memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["exhausted", "break", "error", "next pass", "close"])
 def test_threads_make_nothing_after_whatever_ends_first(
     passes: tc.PassDataset, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

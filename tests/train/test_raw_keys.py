@@ -67,7 +67,7 @@ CASE = Case(
 )
 
 
-@settings(max_examples=20 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8 if DEVICE != "shim" else 6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_training_by_raw_keys_ends_with_the_bits_of_training_from_local_ids(drawn: tuple[Case, dict[str, Any]]) -> None:
     """In memory and on the tiers, for any features, budgets, commits inside passes and a restart."""

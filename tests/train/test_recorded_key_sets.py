@@ -233,6 +233,7 @@ BATCHED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BATCHED)
 def test_a_batch_sampler_of_torch_is_recorded_as_the_loader_that_would_make_it(tmp_path: Path, name: str) -> None:
     """It is the same as shuffle, batch_size and drop_last, and it trains the same batches."""
@@ -301,6 +302,7 @@ def test_the_digest_of_a_lookup_is_that_of_the_format() -> None:
 # -- stops ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"min_count": 2}], ids=["", "min_count"])
 def test_a_killed_recording_goes_on_and_ends_with_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
     """After kill -9 at several moments, from the last closed sub-dataset on."""

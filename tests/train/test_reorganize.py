@@ -82,6 +82,7 @@ def day_by_day(
             yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "slice_bytes"), [("memory", None), ("lmdb", None), ("zarr", None), ("memory", 2000), ("lmdb", 500)]
 )
@@ -125,7 +126,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(
         assert verify(tmp_path / "s.tc")["problems"] == []
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 99),
     days=st.integers(2, 4),

@@ -88,6 +88,7 @@ def test_loops_have_the_lengths_of_what_they_yield(passes: tc.PassDataset) -> No
         assert len(cache.passes(3)) == 4
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("size", [16, 7, 64, 1000])
 @pytest.mark.parametrize("stop", [0, 1, 6, 15, 31])
 def test_the_length_of_a_resumed_loop_is_what_is_left(passes: tc.PassDataset, stop: int, size: int) -> None:
@@ -437,6 +438,7 @@ def recorded_loop(folder: Path, name: str, *, is_flat: bool, stop: int | None = 
     return rows | {name: value.tolist() for name, value in model.top.state_dict().items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", [None, 1, 7, 20])
 def test_a_flat_loop_takes_its_batches_out_of_ones_own_dataset(tmp_path: Path, stop: int | None) -> None:
     """A trainer that takes ``len`` batches ends with the bits of a loop over loaders, also after a resume."""

@@ -54,6 +54,7 @@ def held(path: Path, store: tc.Store) -> int:
     return file_bytes_of(path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "retention", "commit_every", "order_seed", "compression"),
     [
@@ -137,6 +138,7 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
         assert 1.15 * keys.size * row_bytes < needed(store, passes) - before < 2 * keys.size * row_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 @pytest.mark.parametrize("retention", [1, 3])
 def test_what_a_reorganization_leaves_is_counted(
@@ -261,15 +263,10 @@ LITTLE = 1 << 16
 """So little memory for sorting that everything is sorted in files: a minute or two for the larger days."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("engine", "retention"), [("lmdb", 1), ("zarr", 2)])
-@pytest.mark.parametrize(
-    ("day", "memory"),
-    [
-        *((day, None) for day in DAYS),
-        ("a small day", LITTLE),
-        *(pytest.param(day, LITTLE, marks=pytest.mark.long) for day in DAYS if day != "a small day"),
-    ],
-)
+@pytest.mark.parametrize("memory", [None, LITTLE])
+@pytest.mark.parametrize("day", sorted(DAYS, key="a small day".__ne__))
 def test_a_reorganization_takes_no_more_than_was_said(
     day: str, engine: str, retention: int, memory: int | None, tmp_path: Path, passes: tc.PassDataset, monkeypatch: Any
 ) -> None:
