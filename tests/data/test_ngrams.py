@@ -88,6 +88,18 @@ def test_a_map_of_tokens_may_be_a_view(dtype: Any) -> None:
     np.testing.assert_array_equal(grams._on_device(tokens).numpy(), expected)
 
 
+@pytest.mark.parametrize("factor", [(1 << 63) - 1, 1 << 63, (1 << 64) - 59, -5, (1 << 70) + 3])
+def test_factors_are_taken_modulo_2_to_the_64(factor: int) -> None:
+    """With NumPy and with torch's operators; moduli may be as large as keys."""
+    grams = replace(
+        MADE["exact"], orders=(2,), factors=(factor, 3), moduli=((101, (1 << 62) + 1, (1 << 63) - 102),),
+        offsets=((0, 101, 101),),
+    )  # fmt: skip
+    row = [12, 0, 7, 7]
+    np.testing.assert_array_equal(grams(np.array(row)), obvious(grams, row))
+    np.testing.assert_array_equal(grams._on_device(torch.tensor(row)).numpy(), obvious(grams, row))
+
+
 def test_exact_keys_are_those_of_one_ngram_alone() -> None:
     """For either order, also if tokens are missing at the beginning."""
     grams = tc.ngrams("exact", vocab_size=3, orders=(2, 3))
@@ -141,6 +153,15 @@ def test_published_tables_have_their_sizes_and_factors() -> None:
         (ValueError, r"token_map and padding go up to 5: expected numbers of canonical tokens, \[0, 4\)",
          lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, token_map=[0, 5])),
         (ValueError, "moduli are", lambda: replace(MADE["exact"], moduli=((0,), (-3,)))),
+        (ValueError, "modulus 9 and offset 9223372036854775800 has keys that are not in",
+         lambda: replace(MADE["exact"], moduli=((9,), (1,)), offsets=(((1 << 63) - 8,), (0,)))),
+        (ValueError, r"modulus 3 and offset -1 has keys that are not in \[0, 7\): use smaller ones",
+         lambda: replace(MADE["exact"], moduli=((5,), (3,)), offsets=((0,), (-1,)), num_embeddings=7)),
+        (ValueError, "have 1.5: expected whole numbers", lambda: replace(MADE["exact"], factors=(1, 1.5, 2, 3))),
+        (ValueError, r"token_map has float64 of shape \(2,\): expected an integer for each",
+         lambda: tc.ngrams("engram", vocab_size=4, rows_per_head=9, padding=0, token_map=[0.5, 1.7])),
+        (ValueError, "divisible_by is -3: expected a divisor",
+         lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9, border=0, divisible_by=-3)),
         (TypeError, "border", lambda: tc.ngrams("qwen4_exp", vocab_size=4, rows_per_head=9)),
         (ValueError, r"token 13 is outside the vocabulary, \[0, 13\)", lambda: MADE["exact"](np.array([1, 13]))),
         (ValueError, r"token -1 is outside", lambda: MADE["exact"](torch.tensor([-1, 3]))),

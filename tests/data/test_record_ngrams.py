@@ -103,6 +103,14 @@ def test_a_stop_at_any_pass_resumes_to_the_same_files(tmp_path: Path) -> None:
         tc.record_ngrams(tc.TokenFiles(changed, LENGTH), GRAMS, out, **OPTIONS)
 
 
+def test_tokens_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+    """The same bytes read with another dtype are other tokens, and the same tokens in another dtype are the same."""
+    path = tmp_path / "t.bin"
+    tokens_of().astype("<u2").tofile(path)
+    facts = {dtype: tc.TokenFiles(path, LENGTH, dtype=dtype).facts for dtype in ("<u2", ">u2")}
+    assert facts["<u2"] == tc.TokenFiles(tokens_of().astype(np.int32), LENGTH).facts != facts[">u2"]
+
+
 def test_a_model_trains_on_the_recorded_sequences_as_in_torch(tmp_path: Path) -> None:
     """Shuffled, out of core, with the losses of nn.Embedding and Adagrad on the same batches."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -61,6 +62,10 @@ class NGrams:
     def __post_init__(self) -> None:
         """Raise ValueError if the settings are inconsistent."""
         _orders(self.orders)
+        numbers = [*self.factors, self.padding, *chain(*self.moduli, *self.offsets)]
+        if wrong := [one for one in numbers if as_integer(one) is None]:
+            raise ValueError(f"factors, moduli, offsets or padding have {wrong[0]!r}: expected whole numbers")
+        object.__setattr__(self, "factors", tuple(map(_signed, self.factors)))
         if len(self.factors) != self.orders[-1]:
             raise ValueError(
                 f"orders up to {self.orders[-1]} have {len(self.factors)} factors: expected one for each token"
@@ -70,12 +75,23 @@ class NGrams:
             raise ValueError("moduli and offsets have different heads or orders: pass one of each for every head")
         if any(not of or any((one > 0) != (of[0] > 0) or one < 0 for one in of) for of in self.moduli):
             raise ValueError(f"moduli are {self.moduli}: expected positive ones for all heads of an order, or only 0")
-        if self.token_map is not None and self.token_map.shape != (self.vocab_size,):
-            raise ValueError(
-                f"token_map has shape {self.token_map.shape}: expected a number for each of {self.vocab_size} tokens"
-            )
-        numbers = range(self.vocab_size) if self.token_map is None else self.token_map
-        if self.border is not None and self.border not in numbers:
+        most = positive(self.num_embeddings, "num_embeddings", "the number of keys")
+        for modulus, offset in zip(chain(*self.moduli), chain(*self.offsets), strict=True):
+            if not 0 <= offset <= min(most, _MOST) - modulus:
+                raise ValueError(
+                    f"a head with modulus {modulus} and offset {offset} has keys that are not in [0, {most}): use "
+                    "smaller ones, or a larger num_embeddings, at most 2^63 - 1"
+                )
+        if self.token_map is not None:
+            of_token = np.asarray(self.token_map)
+            if of_token.shape != (self.vocab_size,) or of_token.dtype.kind not in "iu":
+                raise ValueError(
+                    f"token_map has {of_token.dtype} of shape {of_token.shape}: expected an integer for each of "
+                    f"{self.vocab_size} tokens"
+                )
+            object.__setattr__(self, "token_map", np.array(of_token, np.int64, order="C"))
+        tokens = range(self.vocab_size) if self.token_map is None else self.token_map
+        if self.border is not None and self.border not in tokens:
             raise ValueError(
                 f"border is {self.border}, which is not a token: pass the number of the token that ends a text"
             )
@@ -132,7 +148,7 @@ class NGrams:
         N-grams of one order have the same keys if they have the same number.
         """
         mixed = np.empty((len(self.orders), tokens.size), np.int64)
-        numbers = np.ascontiguousarray(tokens if self.token_map is None else self.token_map[tokens], np.int64)
+        numbers = np.ascontiguousarray(tokens if self.token_map is None else self.token_map[tokens])
         border = -1 if self.border is None else self.border
         mix_ngrams(numbers, np.array(self.factors), np.array(self.orders), border, self.padding, mixed)
         return mixed
@@ -154,7 +170,7 @@ class NGrams:
         if device not in self._on:
             arrays: list[Any] = [*self.moduli, *self.offsets]
             if self.token_map is not None:
-                arrays.append(np.array(self.token_map, np.int64, order="C"))  # torch has no negative strides
+                arrays.append(self.token_map)
             self._on[device] = [torch.as_tensor(one, dtype=torch.int64).to(device) for one in arrays]
         moduli, offsets = (self._on[device][first:][: len(self.orders)] for first in (0, len(self.orders)))
         if self.token_map is not None:
@@ -208,8 +224,8 @@ def ngrams(recipe: Recipe, *, vocab_size: int, orders: Sequence[int] = (2, 3), *
         raise ValueError(f"unknown recipe {recipe!r}: expected {', '.join(map(repr, makers))}; or create an NGrams")
     vocab_size, orders = positive(vocab_size, "vocab_size", "the number of tokens"), _orders(orders)
     options = {name: value if (number := as_integer(value)) is None else number for name, value in options.items()}
-    if "heads" in options:
-        positive(options["heads"], "heads", "the number of keys of each n-gram")
+    for name, what in (("heads", "the number of keys of each n-gram"), ("divisible_by", "a divisor")):
+        positive(options.get(name, 1), name, what)
     if recipe != "exact" and orders != tuple(range(2, len(orders) + 2)):
         raise ValueError(f"orders of {recipe!r} are {orders}: it has all from 2 on, such as (2, 3)")
     make: Any = makers[recipe]
@@ -285,7 +301,7 @@ def _engram(
     total = len(orders) * heads
     primes = _primes(rows_per_head, len(layers) * total)[[*layers].index(layer) * total :][:total]
     offsets = np.cumsum([0, *primes]).tolist()
-    numbers = None if token_map is None else np.asarray(token_map, np.int64)
+    numbers = None if token_map is None else np.asarray(token_map)
     largest = padding if numbers is None else max(padding, int(numbers.max(initial=0)))
     if not 0 <= largest < vocab_size or padding < 0 or (numbers is not None and int(numbers.min(initial=0)) < 0):
         raise ValueError(
@@ -300,6 +316,11 @@ def _engram(
 
 def _by_order(numbers: Sequence[int], heads: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[first : first + heads]) for first in range(0, len(numbers), heads))
+
+
+def _signed(number: int) -> int:
+    """Return the number that has the same 64 bits as an int64."""
+    return (operator.index(number) + (1 << 63) & _MASK) - (1 << 63)
 
 
 def _splitmix(value: int) -> int:
