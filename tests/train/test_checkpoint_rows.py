@@ -187,6 +187,12 @@ def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path
         tc.store.alter(store, [moved])
     for name, one in train(data, tmp_path / "store")[2].items():
         np.testing.assert_array_equal(one, rows[name])
+    save(tmp_path / "model.safetensors", model__embed__weight=weights(seed=1))  # another model at the old path
+    with tc.Store.open(tmp_path / "store", mode="r") as store:
+        found = tc.to_torch(Net(tc.Embedding(data.schema, "gram")), store, like=Net(nn.Embedding(ROWS, DIM)))
+        np.testing.assert_array_equal(
+            found.emb.weight.detach(), store.lookup("gram", np.arange(ROWS), missing="initial")["vector"]
+        )
     elsewhere = replace(moved, initializer=replace(moved.initializer, tensor="another"))
     with tc.Store.open(tmp_path / "store") as store, pytest.raises(CheckpointError, match="has no tensor 'another'"):
         tc.store.alter(store, [elsewhere])
@@ -267,6 +273,23 @@ def test_convert_takes_it_for_modules_on_meta(tmp_path: Path) -> None:
     assert next(iter(model.emb.table_specs.values())).initializer == start
     with pytest.raises(ValueError, match="initializer= is given, but emb has weights"):
         tc.convert(Net(nn.Embedding(ROWS, DIM)), initializer=start)
+
+
+def test_a_padding_row_of_the_checkpoint_that_is_not_zeros_is_refused(tmp_path: Path) -> None:
+    """A converted module would return zeros for it. Bags never read it."""
+    tensor = weights()
+    tensor[3] = 0
+    path = save(tmp_path / "m.safetensors", model__embed__weight=tensor)
+    start = tc.init.Checkpoint(path=str(path), tensor=TENSOR)
+
+    def on_meta(kind: Any, padding: int) -> nn.Module:
+        with torch.device("meta"):
+            return Net(kind(ROWS, DIM, padding_idx=padding))
+
+    with pytest.raises(ValueError, match=r"row 1999 of emb is padding and is not zero.*start from a checkpoint whose"):
+        tc.convert(on_meta(nn.Embedding, -1), initializer=start)
+    for kind, padding in ((nn.Embedding, 3), (nn.EmbeddingBag, -1)):
+        assert tc.convert(on_meta(kind, padding), initializer=start).emb.padding_idx == padding % ROWS
 
 
 def train_on_rank(ranks: AnyCommunicator, folder: str, name: str, **options: Any) -> int:

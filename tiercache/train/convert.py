@@ -20,7 +20,7 @@ from tiercache.train.parameter_table import (
     warn_of_tables,
 )
 from tiercache.train.plain_keys import refuse_weight, table_weight
-from tiercache.train.replaceable import check_replaceable, overlap, place_of, warn_of_references
+from tiercache.train.replaceable import check_padding, check_replaceable, overlap, place_of, warn_of_references
 from tiercache.train.table_module import TableModule, refuse_attribute, refuse_tables, table_modules
 from tiercache.train.torch_optimizers import as_list, check_owned_once, check_unused, replace_parameters, step_alike
 from tiercache.train.torchrec_modules import converted_collection, feature_names, is_collection, tables_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.store.initializer import Initializer
+    from tiercache.store.table import Table
     from tiercache.train.torch_optimizers import OptimizerOfRows
 
 _Lookup = TypeVar("_Lookup", bound=TableModule)
@@ -83,9 +84,10 @@ def convert(
     Raises:
         ValueError: the model has nothing to replace; no feature has the name of a module, or the feature's table has
             another dimension; a module has ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has
-            its own forward, parameters, attributes, hooks, a parametrization, or a padding row that is not zeros; its
-            weight is used elsewhere in the model, by a module of another table, or by one with another ``padding_idx``
-            or ``max_norm``; two modules of one table have different weights; a collection has ``need_indices``, or
+            its own forward, parameters, attributes, hooks, a parametrization, or a padding row that is not zeros, in
+            its weight or in the checkpoint of a module on "meta"; its weight is used elsewhere in the model, by a
+            module of another table, or by one with another ``padding_idx`` or ``max_norm``; two modules of one table
+            have different weights; a collection has ``need_indices``, or
             weights of ids where the schema has none, or has none where the schema has some; no row optimizer does the
             same as torch's, torch's has already trained a weight, or two of them have it. The model is unchanged then.
             ``sparse`` is ignored: no gradient of a whole table exists.
@@ -278,6 +280,8 @@ class _Replacer:
         if old.scale_grad_by_freq:
             raise ValueError(f"{name} has scale_grad_by_freq=True: create it without, and pass weights for ids instead")
         lookups: dict[str, EmbeddingBag | Embedding] = {}
+        if isinstance(old, nn.Embedding):
+            check_padding(old, name, self._table(features[0]))
         for feature in features:
             made: EmbeddingBag | Embedding
             if isinstance(old, nn.EmbeddingBag):
@@ -291,6 +295,9 @@ class _Replacer:
                 )
             lookups[feature] = self._prepared(made, old.weight, kept, is_training=old.training)
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
+
+    def _table(self, feature: str) -> Table:
+        return next(one for one in self._schema.tables if one.name == self._tables[feature])
 
     def _prepared(
         self, made: _Lookup, weight: torch.Tensor, kept: dict[str, torch.Tensor], *, is_training: bool
@@ -329,7 +336,7 @@ class _Replacer:
                 f"{name} looks up {features[0]!r} and {others[0]!r}, which are of tables {table!r} and "
                 f"{self._tables[others[0]]!r}: use one table for both features"
             )
-        dim = next(one.dim for one in self._schema.tables if one.name == table)
+        dim = self._table(features[0]).dim
         if weight.shape[1] != dim:
             raise ValueError(f"{name} has {weight.shape[1]} columns, but table {table!r} has {dim}: make them the same")
         kept = None if weight.is_meta else weight.detach()

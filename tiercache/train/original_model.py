@@ -25,13 +25,13 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
     """Copy the dense values of ``model`` and the rows of ``store`` to ``like``; see `to_torch`."""
     if like is model:
         raise ValueError("like= is the converted model itself: pass a new one of the original class, as in like=Net()")
-    weights = _weights(like, model)
-    for name, (table, weight) in weights.items():
+    weights, tables = {}, {one.name: one for one in store.tables}
+    for name, (of_table, weight) in _weights(like, model).items():
+        if (table := tables.get(of_table)) is None:
+            raise ValueError(f"{store.label} has no table {of_table!r}: it has {', '.join(tables)}")
         if weight.shape[1] != table.dim:
             raise ValueError(f"{name} has {weight.shape[1]} columns in like=, but table {table.name!r} has {table.dim}")
-    tables = {one.name: one for one in store.tables}
-    if unknown := [table.name for table, _ in weights.values() if table.name not in tables]:
-        raise ValueError(f"{store.label} has no table {unknown[0]!r}: it has {', '.join(tables)}")
+        weights[name] = table, weight
     own = like.state_dict()
     inside = tuple(f"{name}." for name, part in model.named_modules() if isinstance(part, SharedLookup))
     dense = {_plain(name): value for name, value in model.state_dict().items() if not name.startswith(inside)}
@@ -52,9 +52,9 @@ def fill_original(like: nn.Module, model: nn.Module, store: Store, unseen: Unsee
     return like
 
 
-def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Parameter]]:
-    """Return, by name in ``like``, each weight that is rows of a table, with the table. Raises ValueError."""
-    found: dict[str, tuple[Table, nn.Parameter]] = {}
+def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+    """Return, by name in ``like``, each weight that is rows of a table, with the table's name. Raises ValueError."""
+    found: dict[str, tuple[str, nn.Parameter]] = {}
     shared: tuple[str, ...] = ()
     for name, part in model.named_modules(remove_duplicate=False):
         if name.startswith(shared):
@@ -79,7 +79,7 @@ def _weights(like: nn.Module, model: nn.Module) -> dict[str, tuple[Table, nn.Par
             weight = None
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
             raise ValueError(f"like= has no embedding {name!r}, which the model has: pass one of the original class")
-        found[place] = (one.table_specs[one.tables[0]], weight)
+        found[place] = (one.tables[0], weight)
     if not found:
         raise ValueError("the model has no tiercache embedding, so there is nothing to convert back")
     return found

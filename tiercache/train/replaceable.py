@@ -14,10 +14,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tiercache.store.checkpoint import initial_checkpoint_vectors
+from tiercache.store.initializer import Checkpoint
 from tiercache.train.derived_schema import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from tiercache.store.table import Table
 
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _HOOKS = (
@@ -111,12 +115,25 @@ def _check_lookup(old: Any, name: str) -> None:
             f"{name} ({kind}) has its own {own[0]}, which the new module would not have: move it to the module that "
             "calls it, delete it, or exclude this module with filter_fn"
         )
-    is_padded = isinstance(old, nn.Embedding) and old.padding_idx is not None and not old.weight.is_meta
-    if is_padded and bool(old.weight[old.padding_idx].detach().any()):
+
+
+def check_padding(old: nn.Embedding, name: str, table: Table) -> None:
+    """Raise ValueError if the row of a padding key is not zeros: in the weight, or in the checkpoint of the table."""
+    if old.padding_idx is None:
+        return
+    row: Any
+    if not old.weight.is_meta:
+        row = old.weight[old.padding_idx].detach()
+        remedy = f"zero it (with torch.no_grad(): {name}.weight[{old.padding_idx}] = 0)"
+    elif isinstance(table.initializer, Checkpoint):
+        row = initial_checkpoint_vectors(table, np.array([old.padding_idx]))
+        remedy = f"start from a checkpoint whose {table.initializer.tensor} has zeros there"
+    else:
+        return
+    if bool(row.any()):
         raise ValueError(
             f"row {old.padding_idx} of {name} is padding and is not zero, but a converted module returns zeros for "
-            f"padding: zero it (with torch.no_grad(): {name}.weight[{old.padding_idx}] = 0), or create the module "
-            "without padding_idx, and the row will be trained"
+            f"padding: {remedy}, or create the module without padding_idx, and the row will be trained"
         )
 
 
