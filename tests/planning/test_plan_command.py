@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,7 +127,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], w
 
 
 def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
-    """Rows are exact, bytes are a bound that the training keeps; it says how they are read."""
+    """Rows are exact, bytes are a bound that the training keeps; it says how they are read. Files may have moved."""
     from tests.train.test_checkpoint_rows import prepared, train
 
     data = prepared(tmp_path)
@@ -138,3 +139,8 @@ def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
         assert 0 < report.checkpoint_bytes <= one["bytes"]
         assert one["how"] == "in order"
     assert "start from checkpoints in 4 passes that read in order: at most" in " ".join(planned(str(data.path)).split())
+    (table,), new = data.tables, tmp_path / "moved.safetensors"
+    (tmp_path / "model.safetensors").rename(new)
+    with tc.Store.open(tmp_path / "store") as store:
+        tc.store.alter(store, [replace(table, initializer=replace(table.initializer, path=str(new)))])
+    assert json.loads(planned(str(data.path), "--store", str(tmp_path / "store"), "--json"))["checkpoint"] == record

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.dist.training_store import at_stored_paths
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.pass_plan import PassPlan
 
@@ -54,6 +55,7 @@ def plan(
 
     from tiercache.cli.dataset_info import curve_record, curve_table, reuse_of
     from tiercache.data.dataset import PassDataset
+    from tiercache.dist.training_store import at_stored_paths
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.schedule import order_rule
     from tiercache.rows.sizing import MEMORY_SHARE
@@ -61,6 +63,8 @@ def plan(
     from tiercache.sizes import format_bytes, parse_bytes
     from tiercache.store.checkpoint import tensor_sizes
     from tiercache.store.files import local_path
+    from tiercache.store.locks import MARKER
+    from tiercache.store.opening import newest_record
 
     if trial:
         from tiercache.train.trial import samples_per_second as tried
@@ -68,6 +72,8 @@ def plan(
     if optimize not in ("speed", "memory"):
         raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
     data = PassDataset.open(dataset)
+    if store is not None and (store / MARKER).exists() and (found := newest_record(store)) is not None:
+        data = at_stored_paths(data, found.tables)
     reuse = reuse_of(data, order_rule(data, order))
     budget = None if device_budget is None else parse_bytes(device_budget)
     need = _device_budget(data, device, budget, plain_keys=plain_keys)

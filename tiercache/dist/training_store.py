@@ -71,7 +71,7 @@ class StoreOptions:
         }
 
 
-def _at_stored_paths(passes: PassDataset, stored: Iterable[Table]) -> PassDataset:
+def at_stored_paths(passes: PassDataset, stored: Iterable[Table]) -> PassDataset:
     """Return passes with tables that find their checkpoints where ``stored`` finds the same ones."""
     schema, moved = passes.schema, moved_with(passes.schema.tables, stored)
     if [one.to_record() for one in moved] == [one.to_record() for one in schema.tables]:
@@ -86,7 +86,7 @@ class TrainingStore:
                  options: StoreOptions) -> None:  # fmt: skip
         self._store_given = place if isinstance(place, Store) else None
         self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
-        self.passes = _at_stored_paths(passes, self._stored_tables())
+        self.passes = at_stored_paths(passes, self._stored_tables())
         """The passes, with tables that find their checkpoints where the store does."""
         self._ranks, self._options = ranks, options
         self.sharding: ShardingPlan | None = None
