@@ -109,6 +109,11 @@ def test_scales_are_found_by_name_and_refused_where_there_are_none(tmp_path: Pat
     np.testing.assert_array_equal(initial_vectors(table_of(one, scale="mine"), some_keys()), 3.0)
     with pytest.raises(CheckpointError, match="needs the tensor of their scales: pass its name as scale"):
         initial_vectors(table_of(path), some_keys())
+    columns = save(tmp_path / "c.safetensors", model__embed__weight=values, mine=torch.arange(1.0, 1.0 + DIM))
+    with pytest.raises(CheckpointError, match="has 20 scales for 2000 numbers, and no block fits: pass scale_block"):
+        initial_vectors(table_of(columns, scale="mine"), some_keys())  # of columns, not of blocks of 100 rows
+    blocks = table_of(columns, scale="mine", block=(100, DIM))
+    np.testing.assert_array_equal(initial_vectors(blocks, np.array([0, 100, 1999]))[:, 0], [1, 2, 20])
     other = save(tmp_path / "n.safetensors", model__embed__weight=weights())
     with pytest.raises(CheckpointError, match="takes no scale: leave it out"):
         initial_vectors(table_of(other, scale="mine"), some_keys())

@@ -64,8 +64,8 @@ def export_overlay(
     checkpoint, to whose nearest numbers rows are rounded, ties to even.
 
     ``store``: an open store, at any of its commits, or the path of one. ``base``: a .safetensors file, an index, or a
-    folder; ``tensor``: a name in it. The default is the checkpoint that the table starts from, if there is one; a base
-    must then be the file that the store knows. ``table``: None if there is one. ``progress(done, total)`` is called
+    folder; ``tensor``: a name in it. The default is the checkpoint that the table starts from, if there is one; they
+    must then be the tensor that the store knows. ``table``: None if there is one. ``progress(done, total)`` is called
     with rows. Memory: 8 bytes per row and 128 MiB. The file gets its name when it is on disk.
 
     Raises ImportExportError, CheckpointError and what ``Store.open`` and ``Store.scan`` raise.
@@ -188,7 +188,10 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
         if base is None or tensor is None:
             raise ImportExportError(f"table {table.name!r} does not start from a checkpoint: pass base and tensor")
         start = Checkpoint(path=str(to_path(base, "a checkpoint")), tensor=tensor)
-    start = replace(start, tensor=tensor or start.tensor)
+    elif tensor not in {None, start.tensor}:
+        raise ImportExportError(
+            f"table {table.name!r} starts from tensor {start.tensor!r}, but {tensor!r} was given: omit tensor (--tensor)"
+        )
     if base is not None:
         start = replace(start, path=str(to_path(base, "a checkpoint")))
     found = CheckpointTensor(start)

@@ -64,7 +64,9 @@ class _Part:
         if scale is not None:
             if scale.dtype not in _DTYPES or len(scale.shape) > 2:
                 raise CheckpointError(f"{scale.label} has dtype {scale.dtype} and shape {list(scale.shape)}: no scales")
-            shape = scale.shape if len(scale.shape) == 2 else (1, 1) if scale.shape[0] == 1 else (scale.shape[0], 1)
+            shape = scale.shape if len(scale.shape) == 2 else (scale.shape[0], 1)
+            if len(scale.shape) == 1 < scale.shape[0]:  # a vector has scales of rows; of columns it would fit too
+                block = block or (1, self.dim)
             self._columns = shape[1]
             self._rows_of_scale, self._columns_of_scale = (
                 _block(numbers, scales, size, scale)

@@ -77,7 +77,8 @@ class Checkpoint:
     """The name of the tensor with the scales of an 8-bit one: a number for each block, row, or for all. None:
     ``<tensor>_scale_inv``."""
     scale_block: tuple[int, int] | None = None
-    """The rows and columns that share a scale; None: as the shapes say, which must leave one choice."""
+    """The rows and columns that share a scale; None: as the shapes say, which must leave one choice. A vector has a
+    scale of each row."""
 
     def __post_init__(self) -> None:
         for name, value in (("path", self.path), ("tensor", self.tensor), ("scale", self.scale)):
