@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.store.checkpoints import save
 from tests.store.conftest import Home, narrow_tables, small_tables, stored_bytes
 from tests.store.world import Key, World
 from tiercache.store import (
     SGD,
     Adagrad,
     Adam,
+    Checkpoint,
     Constant,
     Cursor,
     MemoryEngine,
@@ -427,3 +431,21 @@ def test_info_says_how_many_bytes_wait(home: Home) -> None:
     assert found["rows"] == sum(name != "word" for name, _ in world.rows)
     store.compact()
     assert info(home.path)["waiting_bytes"] == 0
+
+
+def test_new_columns_are_those_of_a_checkpoint_that_moved(tmp_path: Path) -> None:
+    """Before the rows are rewritten too. Keys without a row need none in the tensor."""
+    table, new = Table(name="gram", dim=2, optimizer=SGD(), initializer=Zeros()), tmp_path / "new.safetensors"
+    path = save(tmp_path / "m.safetensors", wide=torch.arange(30.0).view(10, 3))
+    wide = replace(table, dim=3, initializer=Checkpoint(path=str(path), tensor="wide"))
+    moved = replace(wide, initializer=Checkpoint(path=str(new), tensor="wide"))
+    with Store.open(tmp_path / "store", tables=[table]) as store:
+        load_rows(store, [("gram", (np.array([5]), (np.full((1, 2), -1.0, np.float32),)))])
+        alter(store, [wide])
+        found = store.lookup("gram", np.array([5, 10]), missing="zeros")["vector"]
+        assert found.tolist() == [[-1, -1, 17], [0, 0, 0]]
+        path.rename(new)
+        alter(store, [moved])
+        for _ in range(2):
+            assert store.lookup("gram", np.array([5]))["vector"].tolist() == [[-1, -1, 17]]
+            store.compact()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tiercache.data.dataset import PassDataset
-    from tiercache.dist.training_store import at_stored_paths
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.pass_plan import PassPlan
 

@@ -190,7 +190,7 @@ def _base(store: Store, table: Table, base: str | os.PathLike[str] | None, tenso
         start = Checkpoint(path=str(to_path(base, "a checkpoint")), tensor=tensor)
     elif tensor not in {None, start.tensor}:
         raise ImportExportError(
-            f"table {table.name!r} starts from tensor {start.tensor!r}, but {tensor!r} was given: omit tensor (--tensor)"
+            f"table {table.name!r} starts from tensor {start.tensor!r}, not {tensor!r}: omit tensor (--tensor)"
         )
     if base is not None:
         start = replace(start, path=str(to_path(base, "a checkpoint")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.checkpoint import tensor_sizes
+from tiercache.store.checkpoint import moved_with, tensor_sizes
 from tiercache.store.commit import between_passes
 from tiercache.store.lookup import check_keys, locate
 from tiercache.store.records import integer
@@ -55,7 +55,7 @@ def alter(store: Store, tables: Iterable[Table]) -> Commit:
     if moves:
         between_passes(commit, store.label, "tables, dims or optimizers change")
         changes |= {
-            "stored": (*commit.stored, commit.tables),
+            "stored": tuple(moved_with(tables, requested) for tables in (*commit.stored, commit.tables)),
             "since": commit.id + 1,
             "origin": "",
             "schedule_digest": "",

@@ -296,8 +296,10 @@ def lookup(
     else:
         words = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
         if stored.before:
-            cuts = np.cumsum([field.words for field in table.fields])[:-1]
-            words = tuple(np.split(stored.rows(keys, np.concatenate(words, axis=1)), cuts, axis=1))
+            cuts, found = np.cumsum([field.words for field in table.fields])[:-1], ids >= 0
+            whole = np.zeros((keys.size, table.row_bytes // 4), np.float32)
+            whole[found] = stored.rows(keys[found], np.concatenate(words, axis=1)[found])
+            words = tuple(np.split(whole, cuts, axis=1))
         fields = from_words(table.fields, words)
     firsts = initial_rows(table, keys[absent]) if missing == "initial" else [np.float32(0)] * len(fields)
     for values, first in zip(fields, firsts, strict=True):
