@@ -165,6 +165,8 @@ def test_several_tables_have_ngrams_of_their_own(tmp_path: Path) -> None:
         assert set(data.passes[0].keys(name)) == set(one(tokens.read(0, len(tokens))).reshape(-1).tolist())
     with pytest.raises(ValueError, match="n-grams were given for layer1, but the tables are layer1, layer4"):
         tc.record_ngrams(tokens, {"layer1": grams["layer1"]}, tmp_path / "x", **OPTIONS | {"tables": tables})
+    with pytest.raises(ValueError, match="but the tables are layer1, layer4, layer1: pass a dict with the NGrams"):
+        tc.record_ngrams(tokens, grams, tmp_path / "x", **OPTIONS | {"tables": [*tables, tables[0]]})
 
 
 def test_budgets_and_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:

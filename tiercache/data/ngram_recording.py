@@ -75,17 +75,18 @@ def record_ngrams(
         BudgetError: the n-grams of one block of sequences, at least ``batch_multiple``, exceed the budget.
         ExtractionError: ``out`` holds a dataset of other arguments, or another process writes it.
     """
-    of_table = {one.name: one for one in ([tables] if isinstance(tables, Table) else tables)}
-    by_table = dict.fromkeys(of_table, grams) if isinstance(grams, NGrams) else dict(grams)
-    if by_table.keys() != of_table.keys() or (isinstance(grams, NGrams) and len(of_table) != 1):
+    listed = (tables,) if isinstance(tables, Table) else tuple(tables)
+    names = [one.name for one in listed]
+    by_table = dict.fromkeys(names, grams) if isinstance(grams, NGrams) else dict(grams)
+    if sorted(by_table) != sorted(names) or (isinstance(grams, NGrams) and len(names) != 1):
         raise ValueError(
-            f"n-grams were given for {', '.join(by_table) or 'no table'}, but the tables are {', '.join(of_table)}: "
+            f"n-grams were given for {', '.join(by_table) or 'no table'}, but the tables are {', '.join(names)}: "
             "pass a dict with the NGrams of each table"
         )
     batch_multiple, min_count = positive(batch_multiple, "batch_multiple"), positive(min_count, "min_count")
     devices = positive(devices, "devices")
-    features = tuple(Feature(name=name, table=name, hotness="ragged") for name in of_table)
-    schema = Schema(label=None, dense=(), features=features, tables=tuple(of_table.values()))
+    features = tuple(Feature(name=name, table=name, hotness="ragged") for name in names)
+    schema = Schema(label=None, dense=(), features=features, tables=listed)
     budget, row_bytes = parse_bytes(device_budget), max(map(device_bytes, group_tables(schema.tables)))
     most_keys = sum(one.num_heads for one in by_table.values())
     block_tokens = min(_LARGEST_BLOCK, budget * devices // (row_bytes * most_keys * _BLOCKS_OF_PASS))
