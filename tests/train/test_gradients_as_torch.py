@@ -120,6 +120,23 @@ def test_a_gradient_that_comes_after_a_step_waits_for_the_next(world: World) -> 
     assert not torch.equal(world.rows("a"), once)
 
 
+def test_a_gradient_of_weights_that_comes_after_a_step_is_refused(world: World) -> None:
+    """As torch refuses it: it needs the rows that were looked up. A step of other tables does not change these."""
+    weights = torch.ones(16 * 3, requires_grad=True)
+    world.model.bag(world.batches[0], per_sample_weights=weights).square().sum().backward(retain_graph=True)
+    once, weights.grad = weights.grad, None
+    world.optimizer.zero_grad()
+    loss = world.model.bag(world.batches[0], per_sample_weights=weights).square().sum()
+    world.model.rows(world.batches[0]).square().sum().backward()
+    world.optimizer.step()
+    loss.backward(retain_graph=True)
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, once)
+    world.optimizer.step()
+    with one_sentence(StateError, "weights of 'f'", "backward() before optimizer.step()"):
+        loss.backward()
+
+
 def test_a_gradient_that_comes_after_its_pass_is_refused(tmp_path: Any) -> None:
     """4: its rows are gone."""
     passes = Case(tables=CASE.tables, specs=CASE.specs, num_samples=64, pass_rows=32, num_keys=20).cut(tmp_path / "p")

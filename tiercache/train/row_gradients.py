@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.train.anchors import Anchors
@@ -45,6 +46,8 @@ class RowGradients:
         """True if rows were looked up for training, and neither a backward nor a step came since."""
         self.unstepped: set[int] = set()
         """The ends of the batches whose rows were looked up for training since the last step."""
+        self.num_steps = Counter[str]()
+        """The steps so far that moved rows of a table."""
 
     def defer(self, group: int, save: Save, arrival: Arrival) -> None:
         """Add the gradients of one lookup, to be read at the step."""

@@ -229,7 +229,9 @@ class RowOptimizer(torch.optim.Optimizer):
         for one in found:
             one.state = State.STEPPING
         self.anchors.note_step(applied=bool(found) or any(self.gradients.collected))
-        return {table for one in found for table in one.tables}
+        tables = {table for one in found for table in one.tables}
+        self.gradients.num_steps.update(tables)
+        return tables
 
     def _check_zeroed(self, dense: torch.optim.Optimizer | None) -> None:
         """Warn, once, if a step follows another one without zero_grad(): torch steps its gradients again."""

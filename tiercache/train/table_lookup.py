@@ -231,6 +231,7 @@ class TableLookup:
         self.entries = read_entries(part, batch, weights or {})
         self.found: LookedUp
         """The backend's results, set by forward."""
+        self._steps = self._num_steps() if weights else []
 
     @property
     def rows(self) -> GroupRows:
@@ -272,9 +273,20 @@ class TableLookup:
         )  # fmt: skip
         self.batch.rows.gradients.defer(self.part.group, partial(save, made), arrival)
 
+    def _num_steps(self) -> list[int]:
+        """Return the number of steps that each feature's table has taken."""
+        gradients = self.batch.rows.gradients
+        return [] if gradients is None else [gradients.num_steps[table] for table in self.part.tables]
+
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
-        """Return d loss / d weight by feature."""
+        """Return d loss / d weight by feature. Raises StateError if the rows were stepped since the lookup."""
         self.batch.rows.check()
+        if self._steps != self._num_steps():
+            raise StateError(
+                f"the gradient of the weights of {', '.join(map(repr, self.part.features))} needs the rows that were "
+                "looked up, but a step has changed them since: call backward() before optimizer.step(), or look up "
+                "again"
+            )
         out = self.batch.rows.backend.weight_gradient(self.rows, self.entries, self.found, grad_NT)
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
