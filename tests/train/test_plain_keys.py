@@ -364,7 +364,9 @@ def test_what_a_weight_says_and_what_it_does_not_have(small: tuple[Any, Any, Any
     assert bag.weight.device.type == "cpu"
     assert rows.weight.dtype == torch.float32
     assert rows.weight.shape[1] == rows.embedding_dim == 4
-    assert (bag.padding_idx, rows.padding_idx) == (3, None)
+    assert (bag.padding_idx, rows.padding_idx, bag.mode) == (3, None, "mean")
+    with pytest.raises(AttributeError, match="mode"):
+        bag.mode = "sum"
     assert (rows.weight.dim(), len(rows.weight.size()), rows.weight.numel() % 4) == (2, 2, 0)
     with pytest.raises(AttributeError, match="the weight of table 'a' has no data here: its rows are in the store"):
         rows.weight.data.uniform_(-1, 1)

@@ -269,6 +269,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         return self._mode
 
     weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
+    mode = property(lambda module: module._mode, doc='"sum", "mean" or "max".')
 
     def forward(  # type: ignore[override]
         self,
