@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+import tiercache as tc
 from tests.train.beside_torch import CASE as LOOPS_CASE
 from tests.train.beside_torch import World, plain
+from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import tiercache as tc
+    from pathlib import Path
 
 CASE = LOOPS_CASE
 
@@ -266,3 +268,60 @@ def test_gradients_that_are_zeroed_before_the_next_step_raise_no_warning(world: 
             for parameter in model.parameters() if how == "data" else ():
                 assert parameter.grad is not None
                 parameter.grad.data.zero_()
+
+
+def frozen(model: Any) -> None:
+    """Freeze one of the modules of a shared weight."""
+    model.one.requires_grad_(False)
+    loss_of(model).backward()
+
+
+def dropped(model: Any) -> None:
+    """Drop the gradients of one of them."""
+    loss_of(model).backward()
+    model.one.zero_grad()
+
+
+def of_inputs(model: Any) -> None:
+    """A backward to the parameters of one of them."""
+    loss_of(model).backward(inputs=[*model.one.parameters()])
+
+
+def one_by_one(model: Any) -> None:
+    """A backward for each of them, and a module that is gone."""
+    model.one(KEYS).square().sum().backward()
+    del model.one
+    gc.collect()
+    model.two(KEYS.view(2, 4)).square().sum().backward()
+
+
+KEYS = torch.tensor([0, 1, 2, 3, 3, 2, 1, 5])
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    """Look up in both modules of a shared weight, and in a dense layer."""
+    pooled: torch.Tensor = model.top(model.one(KEYS).sum(0) + model.two(KEYS.view(2, 4)).sum(0))
+    return pooled.square().sum()
+
+
+@pytest.mark.parametrize("change", [frozen, dropped, of_inputs, one_by_one])
+def test_modules_that_shared_a_weight_share_a_parameter(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    """As in torch, what is done to the parameters of one is done to those of both."""
+    torch.manual_seed(0)
+    theirs: Any = nn.ModuleDict({"one": nn.Embedding(6, 4), "two": nn.EmbeddingBag(6, 4), "top": nn.Linear(4, 1)})
+    theirs.two.weight = theirs.one.weight
+    ours = copy.deepcopy(theirs)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    tc.convert(ours, optimizer=optimizers[1])
+    assert len([*ours.parameters()]) == len([*theirs.parameters()])
+    data = tc.write_key_sets(tmp_path / "keys", ours.one.schema, [{"one": np.arange(6)}])
+    with tiered(tmp_path / "m.tc", data, model=ours, optimizer=optimizers[1]) as cache:
+        for p in cache.passes(epochs=1):
+            for model, optimizer in ((theirs, optimizers[0]), (ours, cache.optimizer)):
+                change(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            rows = torch.from_numpy(cache.live_rows().fields("one", np.arange(6))[0])
+            torch.testing.assert_close(rows, theirs.two.weight.detach())
+            torch.testing.assert_close(ours.top.weight, theirs.top.weight)
+            p.skip()

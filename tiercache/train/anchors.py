@@ -36,8 +36,6 @@ _UNIT = 2.0**-60
 """Too small to change a gradient norm; the sum of up to 2^24 units is exact, also after unscaling."""
 _HALF_UNIT = 2.0**-14
 """The same for 16-bit dtypes with 5 exponent bits."""
-
-
 _LARGEST = 2.0**-40
 """Above every finite anchor gradient from lookups; the gradient of a penalty is larger."""
 _CHECKED_EVERY = 1024
@@ -47,10 +45,10 @@ _ROUNDING = 1e-3
 
 
 class Anchor:
-    """The gradients of one module's rows since the last step."""
+    """The gradients of the rows of a module, or of several with one parameter, since the last step."""
 
     def __init__(self, module: TableModule, anchors: Anchors) -> None:
-        self._module, self._anchors = weakref.ref(module, _forget(weakref.ref(anchors), id(module))), anchors
+        self._anchors, self.modules = anchors, list["weakref.ref[TableModule]"]()
         self.tables = ", ".join(map(repr, module.tables))
         """Names of the tables, as shown in messages."""
         self.table_names = tuple(module.tables)
@@ -82,9 +80,12 @@ class Anchor:
         self._unchecked = 0
         """Steps until the next check of a gradient on a GPU."""
 
+    def _module(self) -> TableModule | None:
+        return next((one for each in self.modules if (one := each()) is not None), None)
+
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter; None if its module is gone."""
+        """The parameter; None if its modules are gone."""
         module = self._module()
         return None if module is None else module._parameters["anchor"]
 
@@ -394,13 +395,15 @@ class Anchors:
         """True if unregistered modules must not train rows, because no commit has their model."""
 
     def __iter__(self) -> Iterator[Anchor]:
-        return iter(list(self._anchors.values()))
+        return iter(dict.fromkeys(self._anchors.values()))
 
     def of(self, module: TableModule) -> Anchor:
-        """Return the anchor of a module."""
+        """Return the anchor of a module: one for all modules with its parameter."""
         found = self._anchors.get(id(module))
         if found is None:
-            found = self._anchors[id(module)] = Anchor(module, self)
+            found = next((one for one in self if one.parameter is module.anchor), None) or Anchor(module, self)
+            self._anchors[id(module)] = found
+            found.modules.append(weakref.ref(module, _forget(weakref.ref(self), id(module))))
         return found
 
     def check_reader(self, module: TableModule) -> bool:

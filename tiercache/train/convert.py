@@ -112,13 +112,13 @@ def convert(
     replacer = _Replacer(schema)
     made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
     warn_of_references(model, _weights(names), as_list(optimizer))
-    anchors: dict[int, tuple[torch.Tensor, list[nn.Parameter]]] = {}
+    anchors: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for old in names:
         if not is_collection(old):
             weight = weight_of(old)
-            anchors.setdefault(id(weight), (weight, []))[1].extend(made[id(old)].parameters())
-            if data is None:
-                for module in table_modules([made[id(old)]]):
+            for module in table_modules([made[id(old)]]):
+                _, module.anchor = anchors.setdefault(id(weight), (weight, module.anchor))
+                if data is None:
                     is_default = optimizer is None or (
                         isinstance(optimizer, Mapping) and module.tables[0] not in optimizer
                     )
@@ -149,7 +149,7 @@ class SharedLookup(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            return table_weight(*self.lookups.values())  # type: ignore[arg-type]
+            return table_weight(next(iter(self.lookups.values())))  # type: ignore[arg-type]
         if name in ("embedding_dim", "num_embeddings", "padding_idx"):
             return getattr(next(iter(self.lookups.values())), name)
         refuse_attribute(self, name)

@@ -23,7 +23,7 @@ from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, NoTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -240,10 +240,9 @@ def refuse_weight(name: str, table: str) -> None:
         )
 
 
-def table_weight(*modules: TableModule) -> TableWeight:
-    """Return the replacement of ``weight`` for modules that look up one table."""
-    first = modules[0]
-    return TableWeight([one.anchor for one in modules], (first.num_embeddings, first.dims[0]), first.tables[0])
+def table_weight(module: TableModule) -> TableWeight:
+    """Return the replacement of ``weight`` for a module that looks up one table."""
+    return TableWeight(module.anchor, (module.num_embeddings, module.dims[0]), module.tables[0])
 
 
 class TableWeight(NoTensor):
@@ -257,14 +256,13 @@ class TableWeight(NoTensor):
     shape: torch.Size
     ndim: int
     _table: str
-    _anchors: tuple[torch.Tensor, ...]
+    _anchor: torch.Tensor
     _error = AttributeError
 
-    def __init__(self, anchors: Sequence[torch.Tensor], shape: tuple[int, int], table: str) -> None:
-        of_one = anchors[0]
+    def __init__(self, anchor: torch.Tensor, shape: tuple[int, int], table: str) -> None:
         for name, value in {
-            "device": of_one.device, "dtype": of_one.dtype, "shape": torch.Size(shape), "ndim": 2, "_table": table,
-            "_anchors": tuple(anchors),
+            "device": anchor.device, "dtype": anchor.dtype, "shape": torch.Size(shape), "ndim": 2, "_table": table,
+            "_anchor": anchor,
         }.items():  # fmt: skip
             object.__setattr__(self, name, value)
 
@@ -283,12 +281,11 @@ class TableWeight(NoTensor):
     @property
     def requires_grad(self) -> bool:
         """True if the rows are trained."""
-        return all(one.requires_grad for one in self._anchors)
+        return self._anchor.requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
         """Train the rows or freeze them, as the module's ``requires_grad_`` does."""
-        for one in self._anchors:
-            one.requires_grad_(requires_grad)
+        self._anchor.requires_grad_(requires_grad)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -116,25 +116,21 @@ def step_alike(
 
 
 def replace_parameters(
-    optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, tuple[torch.Tensor, list[torch.nn.Parameter]]]
+    optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[int, tuple[torch.Tensor, torch.nn.Parameter]]
 ) -> None:
     """Put anchors in the place of replaced weights in optimizers.
 
-    replaced: by the id of a weight, the weight and the anchors that replace it.
+    replaced: by the id of a weight, the weight and the anchor that replaces it.
     """
     for one in optimizers:
         for group in one.param_groups:
-            params: list[torch.Tensor] = []
-            for parameter in group["params"]:
-                weight, anchors = replaced.get(id(parameter), (parameter, None))
-                if anchors is None:
-                    params.append(parameter)
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in replaced:
                     continue
-                params += anchors
-                state = one.state.pop(weight, None)
-                for anchor in anchors if state else ():
+                weight, anchor = replaced[id(parameter)]
+                group["params"][i] = anchor
+                if state := one.state.pop(weight, None):
                     one.state[anchor] = {key: _like_anchor(value, weight, anchor) for key, value in state.items()}
-            group["params"] = params
 
 
 def check_owned_once(optimizers: Sequence[torch.optim.Optimizer], tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
