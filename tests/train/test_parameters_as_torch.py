@@ -325,3 +325,17 @@ def test_modules_that_shared_a_weight_share_a_parameter(tmp_path: Path, change: 
             torch.testing.assert_close(rows, theirs.two.weight.detach())
             torch.testing.assert_close(ours.top.weight, theirs.top.weight)
             p.skip()
+
+
+@pytest.mark.parametrize("write", [nn.init.zeros_, lambda parameter: parameter.data.uniform_(-0.1, 0.1)])
+def test_an_initialization_after_the_registration_is_refused(world: World, write: Callable[..., Any]) -> None:
+    """It would not reach the rows. A value that stays the same is none, and so is a copy in inference mode."""
+    for parameter in world.model.parameters():
+        parameter.data.copy_(parameter.clone())
+    with torch.inference_mode():
+        assert torch.equal(copy.deepcopy(world.model)(world.batches[0]), world.model(world.batches[0]))
+    world.model(world.batches[0])
+    for parameter in world.model.parameters():
+        write(parameter)
+    with one_sentence(StateError, "overwritten after their model was passed", "rows of 'a'", "before tc.convert"):
+        world.model(world.batches[0])

@@ -74,7 +74,7 @@ class Anchor:
         """The anchor's gradient at the end of the last backward."""
         self._exposed: SeenGradient | None = None
         """The anchor's gradient when the loop got those of rows, if it had changed before."""
-        self.writes, self.stepped = ParameterWrites(self.tables, self._value_of), SteppedGradient(self._value_of)
+        self.writes, self.stepped = ParameterWrites(module, self._value_of), SteppedGradient(self._value_of)
         self._hooked: nn.Parameter | None = None
         self._hook: Any = None
         self._unchecked = 0

@@ -14,6 +14,8 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiercache.train.table_module import TableModule
+
 
 class _Seen(NamedTuple):
     """A parameter at some time."""
@@ -55,9 +57,13 @@ class SeenGradient(NamedTuple):
 class ParameterWrites:
     """Compares an anchor with itself after the last backward and after the last step."""
 
-    def __init__(self, tables: str, value_of: Callable[[torch.Tensor], float | None]) -> None:
+    def __init__(self, module: TableModule, value_of: Callable[[torch.Tensor], float | None]) -> None:
         """value_of: returns None if reading it would wait."""
-        self._tables, self._value_of = tables, value_of
+        self._tables, self._value_of = ", ".join(map(repr, module.tables)), value_of
+        self._first = self._see(module.anchor, module.num_resets)
+        """The parameter when its module was registered, until a backward or a step."""
+        if self._first is not None and not module.anchor.is_meta:
+            self._first = self._first._replace(value=module.anchor.item())
         self._after_backward: _Seen | None = None
         """The parameter after a backward that has not been stepped yet."""
         self._after_step: _Seen | None = None
@@ -68,13 +74,13 @@ class ParameterWrites:
         """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
 
     def _see(self, parameter: torch.Tensor | None, num_resets: int) -> _Seen | None:
-        if parameter is None or hasattr(parameter, "to_local"):  # a DTensor, of which this process may have no element
-            return None
+        if parameter is None or parameter.is_inference() or hasattr(parameter, "to_local"):
+            return None  # this process may have no element of a DTensor
         return _Seen(parameter._version, parameter.data_ptr(), self._value_of(parameter.detach()), num_resets)
 
     def end_backward(self, parameter: torch.Tensor | None, num_resets: int) -> None:
         """Record the parameter after a backward; None: it belongs to a wrapper."""
-        self._after_backward = self._see(parameter, num_resets)
+        self._first, self._after_backward = None, self._see(parameter, num_resets)
 
     def end_step(self, parameter: torch.Tensor | None, num_resets: int, *, has_stepped: bool) -> None:
         """Record the parameter after a step. has_stepped: True if gradients of rows were stepped."""
@@ -89,7 +95,7 @@ class ParameterWrites:
 
     def forget(self) -> None:
         """Allow a dense optimizer to write the parameter."""
-        self._after_backward = self._after_step = None
+        self._first = self._after_backward = self._after_step = None
 
     def drop(self, parameter: torch.Tensor | None, num_resets: int, *, pending: bool) -> None:
         """Record that the gradients were dropped. pending: True if there were any."""
@@ -98,17 +104,24 @@ class ParameterWrites:
         self._after_backward = None
 
     def check(self, parameter: torch.Tensor, num_resets: int, *, steps: bool) -> None:
-        """Raise StateError, once, if the loop changed parameters since a backward, or since the last step.
+        """Raise StateError, once, if the loop changed parameters since a backward, a step, or their registration.
 
         Only warn if it may have dropped the gradients of the backward first, as after a skipped batch. steps: True
         before a step, which applies no dropped gradients; False before a lookup.
         """
         if self._is_perturbed and not steps:
             self._refuse_perturbed()
-        if self._after_backward is None and self._after_step is None:
+        if self._first is None and self._after_backward is None and self._after_step is None:
             return
         if (now := self._see(parameter, num_resets)) is None:
             return
+        if self._first is not None and self._first.differs(now) and parameter.item() != self._first.value:
+            self._first = None
+            raise StateError(
+                "parameters were overwritten after their model was passed to the cache, as to initialize them, but "
+                f"the rows of {self._tables} were not: initialize the model before tc.convert, or leave out the "
+                "parameters of the modules that look up rows and set the initializers of tables"
+            )
         if self._after_backward is not None and self._after_backward.differs(now):
             self._after_backward = None
             if parameter.grad is not None:
