@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import tiercache as tc
 from tests.train.beside_torch import CASE as LOOPS_CASE
@@ -339,3 +340,15 @@ def test_an_initialization_after_the_registration_is_refused(world: World, write
         write(parameter)
     with one_sentence(StateError, "overwritten after their model was passed", "rows of 'a'", "before tc.convert"):
         world.model(world.batches[0])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: prune.l1_unstructured(m, "anchor", 0.5), lambda m: parametrizations.weight_norm(m, "anchor")]
+)
+def test_a_parameter_that_is_computed_from_others_is_refused(world: World, change: Callable[..., Any]) -> None:
+    """As by pruning or normalizing all parameters: rows do not follow it."""
+    plain(*world.sides(0)[0])
+    change(world.model.rows)
+    world.optimizer.zero_grad()
+    with one_sentence(StateError, "looks up 'b' was replaced by a computed tensor", "dense modules only"):
+        world.model(world.batches[1])

@@ -87,7 +87,7 @@ class Anchor:
     def parameter(self) -> nn.Parameter | None:
         """The parameter; None if its modules are gone."""
         module = self._module()
-        return None if module is None else module._parameters["anchor"]
+        return None if module is None else module._parameters.get("anchor")
 
     @property
     def has_gradient(self) -> bool:
