@@ -168,7 +168,7 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
     model(next(batches)).sum().backward()
     optimizer.step()
     batch = next(batches)
-    with one_sentence(StateError, "cache.optimizer was never stepped", "optimizer=..."):
+    with one_sentence(StateError, "cache.optimizer was not stepped", "optimizer=..."):
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients

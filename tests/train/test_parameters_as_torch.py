@@ -176,7 +176,8 @@ def test_parameters_written_after_a_step_are_refused(world: World, how: str) -> 
     plain(model, optimizer, batch)
     with torch.no_grad():
         AFTER[how](model)
-    with one_sentence(StateError, "since the last optimizer.step()", "rows of 'a'", "register_row_hook(table, hook)"):
+    words = "since the last optimizer.step()", "rows of 'a'", "register_row_hook(table, hook)", "optimizer of your own"
+    with one_sentence(StateError, *words):
         model(batch)
 
 

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from tiercache.train.table_module import TableModule
 
 
+_OR_STEPPED = (
+    "; if an optimizer of your own stepped them, cache.optimizer was not stepped: pass that optimizer to the cache "
+    "(optimizer=...)"
+)
+
+
 class _Seen(NamedTuple):
     """A parameter at some time."""
 
@@ -137,7 +143,7 @@ class ParameterWrites:
             raise StateError(
                 f"parameters were changed by hand since the last optimizer.step(), as to clamp, decay or average "
                 f"them, but the rows of {self._tables} were not: leave out the parameters of the modules that look up "
-                "rows, and change rows with cache.optimizer.register_row_hook(table, hook)"
+                f"rows, and change rows with cache.optimizer.register_row_hook(table, hook){_OR_STEPPED}"
             )
 
     def _refuse_perturbed(self) -> None:
@@ -145,8 +151,7 @@ class ParameterWrites:
         raise StateError(
             f"parameters were changed between a backward and its optimizer.step(), as in sharpness-aware "
             f"minimization, but the rows of {self._tables} cannot be: leave out the parameters of the modules that "
-            "look up rows, or change parameters in the optimizer; if an optimizer of your own stepped them, "
-            "cache.optimizer was never stepped: pass that optimizer to the cache (optimizer=...)"
+            f"look up rows, or change parameters in the optimizer{_OR_STEPPED}"
         )
 
 
