@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.optimizer import Field
     from tiercache.store.scan import Chunk
-    from tiercache.store.table import Field, Table
+    from tiercache.store.table import Table
 
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")

@@ -17,7 +17,8 @@ from tiercache.store.optimizer import Adagrad, Adam
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.store.table import Field, Table
+    from tiercache.store.optimizer import Field
+    from tiercache.store.table import Table
 
 _STATE_FILES: dict[type, dict[str, str]] = {
     Adagrad: {"sum": "AdaGrad.accm"},

@@ -16,7 +16,8 @@ from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, Table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.store.table import Field, Table
+    from tiercache.store.optimizer import Field
+    from tiercache.store.table import Table
 
 
 def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.optimizer import Field
     from tiercache.store.scan import Chunk
-    from tiercache.store.table import Field, Table
+    from tiercache.store.table import Table
 
 _GROUP_BYTES = 32 << 20
 """Approximate bytes of a row group, and so the memory of a reader."""

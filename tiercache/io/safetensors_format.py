@@ -19,7 +19,8 @@ from tiercache.store.optimizer import optimizer_to_record
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.store.table import Field, Table
+    from tiercache.store.optimizer import Field
+    from tiercache.store.table import Table
 
 _NAMES = {"int64": "I64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tiercache.store.table import Field, Table
+    from tiercache.store.optimizer import Field
+    from tiercache.store.table import Table
 
 
 def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:

@@ -14,9 +14,9 @@ from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.rows.store_kernels import COMPUTE
 from tiercache.store.bits import nearest
 from tiercache.store.checkpoint import checkpoint_vectors, initial_checkpoint_vectors
+from tiercache.store.initializer import Checkpoint, initializer_code
 from tiercache.store.reading import Pages
 from tiercache.store.row_codec import to_words
-from tiercache.store.table import Checkpoint, initializer_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

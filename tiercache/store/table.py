@@ -10,50 +10,18 @@ import numpy as np
 
 from tiercache.store.bits import ITEM_BYTES, nearest, xxh64
 from tiercache.store.initializer import (
-    Checkpoint,
-    Constant,
     Initializer,
     Normal,
     Uniform,
     Zeros,
-    initializer_code,
     initializer_from_record,
     initializer_to_record,
 )
-from tiercache.store.optimizer import (
-    KINDS,
-    SGD,
-    Adagrad,
-    Adam,
-    Field,
-    Optimizer,
-    RowWiseAdagrad,
-    optimizer_from_record,
-    optimizer_to_record,
-)
+from tiercache.store.optimizer import KINDS, SGD, Adagrad, Field, Optimizer, optimizer_from_record, optimizer_to_record
 from tiercache.store.records import as_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Checkpoint",
-    "Constant",
-    "Field",
-    "Group",
-    "Initializer",
-    "Normal",
-    "Optimizer",
-    "RowWiseAdagrad",
-    "Table",
-    "Uniform",
-    "Zeros",
-    "group_tables",
-    "initializer_code",
-]
 
 COMPRESSIONS = ("zstd", "blosc")
 _DTYPES = "'float32', 'bfloat16' or 'float16'"

@@ -27,7 +27,7 @@ from tiercache.rows.backends.base import RowArrays
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedRing, PinnedUpload, index_bytes
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
-from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
+from tiercache.store.initializer import Constant, Uniform, Zeros, initializer_code
 from tiercache.values.lookups import LookedUp, SortedSlots
 from tiercache.values.torch_internals import below_autograd
 
