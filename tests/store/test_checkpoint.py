@@ -405,7 +405,7 @@ def test_a_full_disk_fails_the_commit_and_not_the_store(tmp_path: Path, monkeypa
     commit = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
     with Store.open(tmp_path / "store", tables=[table_of(path)]) as store:
         store.lookup("gram", np.arange(5), missing="initial")
-        monkeypatch.setattr("tiercache.store.notes.replace_file", full)
+        monkeypatch.setattr("tiercache.store.files.replace_file", full)
         with pytest.raises(StoreFullError):
             store.publish(Cursor(0), **commit)
         assert store.commit is None

@@ -19,7 +19,7 @@ MODULES = {
     if path.name != "__init__.py"
 }
 BELOW_ENGINES = {
-    "bits", "files", "initializer", "layout", "locks", "notes", "optimizer", "range_reader", "records", "store_errors",
+    "bits", "files", "initializer", "layout", "locks", "optimizer", "range_reader", "records", "store_errors",
     "table",
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.notes import Note, Notes
+    from tiercache.store.files import Note, Notes
     from tiercache.store.table import Table
     from tiercache.store.tensor_file import Checksums
 

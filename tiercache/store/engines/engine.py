@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.files import Notes
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.notes import Notes
     from tiercache.store.table import Group
 
     Part = tuple[int, int, NDArray[Any]]

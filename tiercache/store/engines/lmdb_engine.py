@@ -38,6 +38,7 @@ from tiercache.store.engines.lmdb_map import (
 from tiercache.store.files import (
     FULL,
     ROOM_FOR_RECORDS,
+    FolderNotes,
     check_limit,
     check_room,
     full_disk,
@@ -47,7 +48,6 @@ from tiercache.store.files import (
     writing,
 )
 from tiercache.store.locks import WriterLock
-from tiercache.store.notes import FolderNotes
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
-    from tiercache.store.notes import Notes
+    from tiercache.store.files import Notes
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
 _MAP_BYTES = 16 << 20

@@ -22,9 +22,8 @@ from tiercache.store.engines.zarr_inventory import (
 )
 from tiercache.store.engines.zarr_layout import NODE, Arrays, arrays_of, group_node, nodes_of, plain_keys, plain_places
 from tiercache.store.engines.zarr_objects import CONCURRENCY, ObjectNotes, Objects
-from tiercache.store.files import ROOM_FOR_RECORDS, check_room, writing
+from tiercache.store.files import ROOM_FOR_RECORDS, FolderNotes, check_room, writing
 from tiercache.store.locks import WriterLock
-from tiercache.store.notes import FolderNotes
 from tiercache.store.store_errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Blob, Head, Part, ReadRequest
-    from tiercache.store.notes import Notes
+    from tiercache.store.files import Notes
 
 KEEP_SECONDS = 600.0
 _SMALL_BYTES = 64 << 10
