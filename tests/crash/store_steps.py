@@ -32,7 +32,7 @@ from tiercache.store import (
     hash_keys,
     mix,
 )
-from tiercache.store.engines import write_queue
+from tiercache.store.engines import queues
 
 TABLES = (
     Table(name="item", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),  # rows of 2 KiB
@@ -149,8 +149,8 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     """
     store = _open(path, engine, relieve)
     reader: Store | None = None
-    as_they_are = write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES
-    write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = (
+    as_they_are = queues.REQUEST_BYTES, queues.SHORT_BYTES
+    queues.REQUEST_BYTES, queues.SHORT_BYTES = (
         64 << 10,
         0,
     )  # as in a large store, two requests are in flight at a time
@@ -182,7 +182,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
                 store = _open(path, engine, relieve)
                 take(store, number, note)
     finally:
-        write_queue.REQUEST_BYTES, write_queue.SHORT_BYTES = as_they_are
+        queues.REQUEST_BYTES, queues.SHORT_BYTES = as_they_are
         store.close()
         if reader is not None:
             reader.close()
