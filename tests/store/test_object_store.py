@@ -26,8 +26,7 @@ from tests.store.blobs import (
     some_bytes,
 )
 from tests.store.damage import assert_sentence
-from tiercache.store.engines.zarr_engine import ZarrEngine
-from tiercache.store.engines.zarr_heads import Heads
+from tiercache.store.engines.zarr_engine import Heads, ZarrEngine
 from tiercache.store.engines.zarr_objects import object_store
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreInUseError
 

@@ -104,13 +104,13 @@ PLANTED = {
     ),
     "zarr: heads not synced": ("engines.zarr_objects.Objects.publish", ZARR_UNSYNCED_HEADS, "--replays 60", LOSS),
     "zarr: published before the syncs": (
-        "engines.zarr_heads.Heads._sync",
+        "engines.zarr_engine.Heads._sync",
         ZARR_PUBLISHED_EARLY,
         "--replays 120",
         LOSS,
     ),
     "zarr: the head before deleted first": (
-        "engines.zarr_heads.Heads.publish",
+        "engines.zarr_engine.Heads.publish",
         ZARR_DELETED_EARLY,
         "--points 150",
         KILL,
