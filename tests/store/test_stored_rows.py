@@ -30,8 +30,8 @@ from tiercache.store import (
 )
 from tiercache.store.bits import from_bits, nearest, to_bits
 from tiercache.store.bulk_load import load_rows
-from tiercache.store.changes import differences
 from tiercache.store.engines.zarr_layout import cut
+from tiercache.store.inspect import differences
 from tiercache.store.row_codec import initial_rows, row_words
 from tiercache.store.segment import base_layout
 
@@ -89,7 +89,7 @@ def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
     most = 1 << 14
     monkeypatch.setattr("tiercache.store.scan.SCAN_CHUNK_BYTES", most)
-    monkeypatch.setattr("tiercache.store.changes._CHUNK_BYTES", most)
+    monkeypatch.setattr("tiercache.store.reads._CHANGES_BYTES", most)
     with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
         load_rows(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])
         scans = [keys.nbytes + sum(field.nbytes for field in fields) for keys, fields in store.scan("t")]

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tiercache.store.bits import mix as mix
     from tiercache.store.bits import xxh64 as xxh64
     from tiercache.store.bulk_load import load_rows as load_rows
-    from tiercache.store.changes import Difference as Difference
-    from tiercache.store.changes import differences as differences
     from tiercache.store.commit import Commit as Commit
     from tiercache.store.commit import Cursor as Cursor
     from tiercache.store.engines.engine import Counters as Counters
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from tiercache.store.initializer import Uniform as Uniform
     from tiercache.store.initializer import Zeros as Zeros
     from tiercache.store.initializer import initializer_code as initializer_code
+    from tiercache.store.inspect import Difference as Difference
+    from tiercache.store.inspect import differences as differences
     from tiercache.store.inspect import info as info
     from tiercache.store.inspect import verify as verify
     from tiercache.store.layout import NEVER as NEVER
@@ -65,13 +65,12 @@ _NAMES = {
     "alteration": "alter forget Forgotten",
     "bits": "hash_keys mix xxh64",
     "bulk_load": "load_rows",
-    "changes": "Difference differences",
     "commit": "Commit Cursor",
     "engines.engine": "Counters Engine MemoryEngine",
     "engines.lmdb_engine": "LmdbEngine",
     "engines.zarr_engine": "ZarrEngine",
     "initializer": "Checkpoint Constant initializer_code Normal Uniform Zeros",
-    "inspect": "info verify",
+    "inspect": "Difference differences info verify",
     "layout": "NEVER Range SegmentLayout",
     "optimizer": "Adagrad Adam Field RowWiseAdagrad SGD",
     "segment": "Segment",

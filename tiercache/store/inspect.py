@@ -1,4 +1,4 @@
-"""The contents of a store, and the check of all its blocks."""
+"""The contents of a store, the check of all its blocks, and the difference between two stores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tiercache.store import store_errors
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
+from tiercache.store.external_sort import SortedCursor, hashed, merged
 from tiercache.store.opening import store_path
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tiercache.store.commit import Commit
+    from tiercache.store.table import Table
 
 
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -216,3 +221,69 @@ def _describe_ranks(store: Store, path: str | os.PathLike[str]) -> dict[str, Any
         "folders": [str(rank.path) for rank in store.ranks],
         "shards": shards,
     }
+
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Counts of differing rows in one table; vectors and optimizer state are compared bit for bit."""
+
+    table: str
+    only_first: int
+    """Rows whose keys the second does not have."""
+    only_second: int
+    different: int
+    same: int
+    examples: tuple[int, ...]
+    """The first few keys, in hash order, whose rows are not the same."""
+
+
+def differences(first: Store, second: Store, *, progress: Callable[[int, int], None] | None = None) -> list[Difference]:
+    """Compare all rows of two stores of the same tables, table by table, in about 512 MiB of memory.
+
+    ``progress(done, total)`` is called with rows of both.
+
+    Raises ValueError for stores of different tables, or without a commit, and CorruptStoreError.
+    """
+    if first.tables != second.tables:
+        names = sorted({table.name for table in {*first.tables} ^ {*second.tables}})
+        raise ValueError(
+            f"{first.label} and {second.label} have different tables (see {', '.join(names)}): "
+            "compare stores of the same tables"
+        )
+    total = sum(store.live_rows(table.name) for store in (first, second) for table in first.tables)
+    found, done = [], 0
+    for table in first.tables:
+        one, other = (_cursor(store, table) for store in (first, second))
+        only_first = only_second = different = same = 0
+        examples: list[int] = []
+        for (hashes, keys, rows), (second_hashes, second_keys, second_rows) in merged(one, other):
+            _, first_at, second_at = np.intersect1d(hashes, second_hashes, assume_unique=True, return_indices=True)
+            unequal = first_at[np.any(rows[first_at].view(np.uint32) != second_rows[second_at].view(np.uint32), axis=1)]
+            left, right = np.delete(keys, first_at), np.delete(second_keys, second_at)
+            only_first, only_second = only_first + left.size, only_second + right.size
+            different, same = different + unequal.size, same + first_at.size - unequal.size
+            done += 2 * first_at.size + left.size + right.size
+            if progress is not None:
+                progress(done, total)
+            examples += np.concatenate([keys[unequal], left, right]).tolist()[: _EXAMPLES - len(examples)]
+        found.append(
+            Difference(
+                table=table.name,
+                only_first=only_first,
+                only_second=only_second,
+                different=different,
+                same=same,
+                examples=tuple(examples),
+            )
+        )
+    return found
+
+
+def _cursor(store: Store, table: Table) -> SortedCursor:
+    """Return a cursor over the hashes, keys and rows of a table."""
+    rows = ((keys, np.concatenate(fields, axis=1)) for keys, fields in store.scan(table.name))
+    width = sum(field.width for field in table.fields)
+    return SortedCursor(hashed(table, rows), np.int64, (np.float32, (width,)))

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.bits import HASHES, hash_keys
-from tiercache.store.changes import changed_rows, changes, may_have_forgotten
+from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.files import local_path
 from tiercache.store.lookup import check_keys, locate, lookup, missing_keys, read_rows
 from tiercache.store.reading import Pages
-from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
+from tiercache.store.scan import SCAN_BYTES, VersionReader, check_scan, output_row_bytes, runs_of, scan_segments
 from tiercache.store.sharding import Slice, TableSharding, hash_bounds
-from tiercache.store.store_errors import CorruptStoreError, KeyMissingError
+from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, KeyMissingError
 from tiercache.store.table import table_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from tiercache.store.live_keys import KeyMemory
     from tiercache.store.lookup import Fields, Found
     from tiercache.store.reading import BlockReader
-    from tiercache.store.scan import Chunk
+    from tiercache.store.scan import Chunk, RowFilter, SortedRun
     from tiercache.store.segment import Segment
     from tiercache.store.sharding import ShardingPlan
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
+
+_CHANGES_BYTES = 16 << 20
+_COUNT_BYTES = 64 << 20
 
 
 class StoreReads:
@@ -262,7 +265,7 @@ class StoreReads:
         def changed(part: StoreReads) -> Iterator[Chunk]:
             with part.pinned() as snapshot:
                 share = SCAN_BYTES // max(1, len(slices))
-                yield from changes(part.reader, snapshot, table_name, since, in_order=in_order, memory_bytes=share)
+                yield from _changes(part.reader, snapshot, table_name, since, in_order=in_order, memory_bytes=share)
 
         parts = [changed(part) for part in ([self.parts[one.rank] for one in slices] or self.parts)]
         whole = Slice(0, 0, table.dim)
@@ -275,12 +278,14 @@ class StoreReads:
         total = 0
         for part in self._counting(table_name):
             with part.pinned() as snapshot:
-                total += changed_rows(part.reader, snapshot, table_name, since)
+                total += _changed_rows(part.reader, snapshot, table_name, since)
         return total
 
     def warn_of_forgotten(self, table_name: str, *, since: int) -> None:
         """Warn if rows of a table may have been forgotten after commit ``since``: copies of them are to be removed."""
-        if any(may_have_forgotten(part.snapshot, table_name, since, self.label) for part in self._counting(table_name)):
+        if any(
+            _may_have_forgotten(part.snapshot, table_name, since, self.label) for part in self._counting(table_name)
+        ):
             warnings.warn(
                 f"rows of table {table_name!r} of {self.label} may have been forgotten after commit {since}, and "
                 "changes do not list them: remove these keys from your copy, or copy all rows again (since=-1)",
@@ -333,3 +338,119 @@ def _columns(
         once = field.width != table.dim
         out.append(slices[0][1][i] if once else found[0] if len(found) == 1 else np.concatenate(found, axis=1))
     return tuple(np.ascontiguousarray(values) for values in out)
+
+
+def _changes(
+    reader: BlockReader, snapshot: Snapshot, table_name: str, since: int, *, in_order: bool = False,
+    memory_bytes: int = SCAN_BYTES,
+) -> Iterator[Chunk]:  # fmt: skip
+    """Yield keys and rows of one rank that changed after commit ``since``.
+
+    ``in_order``: in hash order, as ``scan_segments``, with the same memory. Last changes of moved rows are read only
+    for blocks that have both changed and unchanged rows.
+    """
+    stored = snapshot.find(table_name, reader.label)
+    table, group = stored.table, stored.group
+    changed, choice = _changed(reader, snapshot, group, since)
+    if group is None:
+        return
+    rows = max(1, _CHANGES_BYTES // output_row_bytes(table))
+    if in_order or stored.before or snapshot.has_tombstones or snapshot.stale_rows(changed, group, table):
+        # A moved row keeps its last change and a newer one has a greater: if an older copy is chosen, so is the newer.
+        chunks = scan_segments(
+            reader, snapshot, changed, table_name,
+            choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
+        )  # fmt: skip
+    else:
+        chunks = _unordered(reader, runs_of(reader, snapshot, changed, group, table), group, choice, rows)
+    yield from chunks
+
+
+def _changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since: int) -> int:
+    """Return how many rows ``_changes`` yields. Reads last changes as it does, and keys if some rows are stale."""
+    stored = snapshot.find(table_name, reader.label)
+    table, group = stored.table, stored.group
+    changed, choice = _changed(reader, snapshot, group, since)
+    if group is None:
+        return 0
+    stale = snapshot.stale_rows(changed, group, table)
+    if choice is None:
+        return snapshot.living_rows(changed, group, table)
+    if snapshot.has_tombstones:
+        return sum(keys.size for keys, _ in _changes(reader, snapshot, table_name, since))
+    runs = runs_of(reader, snapshot, changed, group, table, choice)
+    return _count_keys(reader, runs, group, table, choice) if stale else sum(run.remaining for run in runs)
+
+
+def _may_have_forgotten(snapshot: Snapshot, table_name: str, since: int, label: str) -> bool:
+    """Return True if rows of a table may have been forgotten after commit ``since``, which ``_changes`` does not list.
+
+    Tombstones tell. A rewrite leaves them out with the rows, and only its number is kept.
+    """
+    commit, stored = snapshot.commit, snapshot.find(table_name, label)
+    if commit is None or since < 0 or commit.forgot > since or stored.group is None:
+        return commit is not None and 0 <= since < commit.forgot
+    new = [one for one in snapshot.committed if one.tombstone and commit.named[one.id] > since]
+    return snapshot.rows_in(new, stored.group, stored.table) > 0
+
+
+def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
+    """Return how many keys the chosen rows of runs have."""
+    what = f"counting the changed keys of table {table.name!r}"
+    with ExternalSorter([], reader.scratch, what, _COUNT_BYTES, reader.counters) as sorter:
+        for run in runs:
+            for block, low, high in run.blocks():
+                chosen = choice(run.segment, group.index, low, high)
+                if np.any(chosen):
+                    keys = reader.keys(run.segment, group.index, block)
+                    start = block * run.block_rows
+                    sorter.add(hash_keys(keys[low - start : high - start][chosen], table.table_id))
+        return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
+
+
+def _changed(
+    reader: BlockReader, snapshot: Snapshot, group: Group | None, since: int
+) -> tuple[list[Segment], RowFilter | None]:
+    """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
+    commit, segments = snapshot.commit, snapshot.segments
+    newest = -1 if commit is None else commit.id
+    if len(segments) > len(snapshot.committed):
+        raise ValueError(f"{reader.label} has rows that no commit names: publish or discard them first")
+    if not -1 <= since <= newest:
+        raise CommitMissingError(
+            f"{reader.label} is at commit {newest} and has no changes since {since}: pass -1 to {newest}"
+        )
+    if commit is None:
+        return [], None
+    for first, last in commit.abandoned:
+        if first <= since <= last:
+            raise CommitMissingError(
+                f"commit {since} of {reader.label} was dropped by a rollback to commit {first - 1}: "
+                f"pass {first - 1}, or get all rows with -1"
+            )
+    changed: list[Segment] = []
+    changes, choice = VersionReader(reader, commit.named), None
+    for segment in segments:
+        if group is None:
+            break
+        blocks = range(snapshot.first_block(segment, group.index), segment.layouts[group.index].num_blocks)
+        bounds = [changes.bounds(segment, group.index, block) for block in blocks]
+        if any(newest > since for _, newest in bounds):
+            changed.append(segment)
+            if any(oldest <= since for oldest, _ in bounds):
+                choice = changes.after(since)
+    return changed, choice
+
+
+def _unordered(
+    reader: BlockReader, runs: Iterable[SortedRun], group: Group, choice: RowFilter | None, step: int
+) -> Iterator[Chunk]:
+    """Yield the chosen rows of runs, at most ``step`` at a time, never beyond a block."""
+    for run in runs:
+        for block, low, high in run.blocks(step):
+            rows = np.arange(low, high)
+            if choice is not None:
+                rows = rows[choice(run.segment, group.index, low, high)]
+            if rows.size:
+                keys = reader.keys(run.segment, group.index, block)[rows - block * run.block_rows]
+                yield keys, read_rows(reader, run.segment, group.index, rows)
