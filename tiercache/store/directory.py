@@ -96,10 +96,9 @@ class StoreDirectory:
     def finish(self, engine: str) -> None:
         """Write the marker, durably: from now on this is a store. All files of the engine must exist."""
         values = {"format": FORMAT, "version": FORMAT_VERSION, "engine": engine, "id": uuid.uuid4().hex}
-        text = json.dumps(values) + "\n"
         with room_for(_EMPTY_BYTES, self.path, f"the store at {self.path}"):
             sync(self.path)
-            replace_file(self.path / MARKER, text.encode(), suffix=".new")
+        write_json(self.path / MARKER, values, _EMPTY_BYTES, f"the store at {self.path}")
 
     def marker(self) -> dict[str, Any]:
         """Return the marker's contents. Raises NotAStoreError."""
@@ -126,6 +125,12 @@ class StoreDirectory:
                 f"{self.path / MARKER} is not the marker of a store: pass the path of a store, or an unused one"
             )
         check_version(marker.get("version"), f"the store at {self.path}")
+
+
+def write_json(path: Path, values: object, needed_bytes: int, what: str) -> None:
+    """Replace a small file by plain JSON values, durably. Raises StoreFullError: ``what`` needed ``needed_bytes``."""
+    with room_for(needed_bytes, path.parent, what):
+        replace_file(path, json.dumps(values).encode() + b"\n", suffix=".new")
 
 
 def delete_folder(folder: Path) -> None:

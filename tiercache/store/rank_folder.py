@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.store.commit import rank_folder
 from tiercache.store.commit_reader import record_at
-from tiercache.store.directory import FORMAT_VERSION, RANK_FORMAT, StoreDirectory, check_version, delete_folder
-from tiercache.store.files import read_whole, reason, replace_file, room_for, sync
+from tiercache.store.directory import (
+    FORMAT_VERSION,
+    RANK_FORMAT,
+    StoreDirectory,
+    check_version,
+    delete_folder,
+    write_json,
+)
+from tiercache.store.files import read_whole, reason, sync
 from tiercache.store.locks import MARKER
 from tiercache.store.opening import ENGINES, Opened, RankPlace, label_of, open_folder
 from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
@@ -38,6 +45,9 @@ _NOTE = "other-ranks.json"
 _NOTE_DRAFT = f"{_NOTE}.new"
 _MARKER_BYTES = 4096
 """More than a marker has."""
+HOME = "home.json"
+_HOME_BYTES = 16384
+"""More than the file has."""
 
 
 class RankFolder:
@@ -69,10 +79,32 @@ class RankFolder:
             raise NotAStoreError(f"{self.path} has rank {marker.get('rank')!r:.20} of {whose}, not {what}: {advice}")
         return directory.engine(tuple(ENGINES), None)
 
-    @property
-    def home(self) -> RankHome:
-        """The store that may write here."""
-        return RankHome(self.path, self._store, self._id, self._rank)
+    def check_home(self) -> None:
+        """Raise StoreError if another store with the same id is the home: writing here would change its rows.
+
+        A store missing from its path was moved. A folder that is a copy of the one it names has no home yet.
+        """
+        own, store = self._resolved()
+        if (values := _home_of(own, store)) is None:
+            return
+        home, folder = Path(values["store"]), Path(values["folder"])
+        is_copy = not _is_same(folder, own) and self._is_rank(folder)
+        if is_copy or _is_same(home, store) or not self._is_store(home):
+            return
+        raise StoreError(
+            f"{own} has rank {self._rank} of the store at {home}, and the store at {store} is a copy of that one, "
+            "without this folder: writing to the copy would change the original. Copy the folders of the other ranks "
+            f"too, and pass the copies as shard_dirs=; or delete {home} if the copy replaces it; or open the copy with "
+            "mode='r'"
+        )
+
+    def take_home(self) -> None:
+        """Make the store the home, durably. Call it with the lock of the folder held. Raises as ``check_home``."""
+        self.check_home()
+        folder, store = self._resolved()
+        values = {"store": str(store), "folder": str(folder)}
+        if not folder.is_relative_to(store) and values != _home_of(folder, store):
+            write_json(folder / HOME, values, _HOME_BYTES, f"{HOME} of rank {self._rank}")
 
     def make(self, engine: str) -> None:
         """Make an empty folder, durably, in place of this rank's remains.
@@ -94,14 +126,13 @@ class RankFolder:
                 raise NotAStoreError(
                     f"{self.path} exists and is not a rank of this store: pass unused folders as shard_dirs="
                 ) from error
-            self.home.check()
+            self.check_home()
             self._empty()
         StoreDirectory(self.path).create()
         values = {
             "format": RANK_FORMAT, "version": FORMAT_VERSION, "engine": engine, "store": self._id, "rank": self._rank,
         }  # fmt: skip
-        with room_for(_MARKER_BYTES, self.path, f"the marker of rank {self._rank}"):
-            replace_file(self.path / MARKER, json.dumps(values).encode() + b"\n", suffix=".new")
+        write_json(self.path / MARKER, values, _MARKER_BYTES, f"the marker of rank {self._rank}")
 
     def delete(self) -> None:
         """Delete the folder, durably, if it is empty or belongs to this rank and store; several may do so at once."""
@@ -111,11 +142,32 @@ class RankFolder:
                 self.path.rmdir()
         with suppress(StoreError, FileNotFoundError, NotADirectoryError):
             self.check()
-            self.home.check()
+            self.check_home()
             self._empty()
             (self.path / MARKER).unlink(missing_ok=True)
             delete_folder(self.path)
             sync(self.path.parent)
+
+    def _resolved(self) -> tuple[Path, Path]:
+        """Return the folder and its store, links followed. Raises StoreError."""
+        try:
+            return self.path.resolve(), self._store.resolve()
+        except (OSError, RuntimeError) as error:  # a loop of links
+            raise StoreError(f"{self.path}, the folder of rank {self._rank}, cannot be found: {error}") from error
+
+    def _is_store(self, folder: Path) -> bool:
+        """Return True if a folder has a store with this id, or one whose marker cannot be read."""
+        try:
+            return StoreDirectory(folder).marker().get("id") == self._id
+        except StoreError:
+            return os.path.lexists(folder / MARKER)
+
+    def _is_rank(self, folder: Path) -> bool:
+        """Return True if a folder has the same rank of a store with this id."""
+        with suppress(StoreError):
+            marker = StoreDirectory(folder).marker()
+            return (marker.get("store"), marker.get("rank")) == (self._id, self._rank)
+        return False
 
     def _empty(self) -> None:
         """Delete everything but the marker."""
@@ -178,11 +230,11 @@ def open_rank(
         folder.make(engine)
     kind = folder.check()
     if mode == "a":
-        folder.home.check()
+        folder.check_home()
     opened = open_folder(folder.path, tables, kind, mode, store_budget, create=bool(engine))
     if mode == "a":
         try:
-            folder.home.take()
+            folder.take_home()
         except BaseException:
             opened.close()
             raise
@@ -227,7 +279,7 @@ def check_homes(path: Path, folders: Sequence[str]) -> None:
     """Raise StoreError if a store is a copy and its ranks' folders belong to the original."""
     id_ = store_id(path)
     for rank, folder in enumerate(folders[1:], 1):
-        RankFolder(path, folder, rank, id_).home.check()
+        RankFolder(path, folder, rank, id_).check_home()
 
 
 def note_folders(path: Path, folders: Sequence[str]) -> None:
@@ -241,9 +293,7 @@ def note_folders(path: Path, folders: Sequence[str]) -> None:
         with suppress(OSError):  # a kill left it, or it is not ours
             (path / _NOTE_DRAFT).unlink()
         return
-    data = json.dumps(outside).encode() + b"\n"
-    with room_for(_MARKER_BYTES + len(data), path, f"the ranks of the store at {path}"):
-        replace_file(path / _NOTE, data, suffix=".new")
+    write_json(path / _NOTE, outside, _MARKER_BYTES + len(json.dumps(outside)), f"the ranks of the store at {path}")
 
 
 def noted_folders(path: Path) -> tuple[str, ...]:
@@ -279,81 +329,26 @@ def delete_others(path: Path, folders: Sequence[str], left: Sequence[str] = ()) 
             RankFolder(path, folder, int(number), id_).delete()
 
 
-HOME = "home.json"
-_HOME_BYTES = 16384
-"""More than the file has."""
+def _home_of(folder: Path, store: Path) -> Mapping[str, str] | None:
+    """Return the paths in the file of a rank's folder; None without one, which a folder inside its store needs not.
 
-
-class RankHome:
-    """The home of the folder of one rank; a folder inside its store, with links followed, needs none."""
-
-    def __init__(self, folder: Path, store: Path, id_: str, rank: int) -> None:
-        """``id_``: the id of the store at ``store``."""
-        try:
-            self._folder, self._store = folder.resolve(), store.resolve()
-        except (OSError, RuntimeError) as error:  # a loop of links
-            raise StoreError(f"{folder}, the folder of rank {rank}, cannot be found: {error}") from error
-        self._id, self._rank = id_, rank
-        self._is_inside = self._folder.is_relative_to(self._store)
-
-    def check(self) -> None:
-        """Raise StoreError if another store with the same id is the home: writing here would change its rows.
-
-        A store missing from its path was moved. A folder that is a copy of the one it names has no home yet.
-        """
-        values = self._read()
-        if values is None:
-            return
-        home, folder = Path(values["store"]), Path(values["folder"])
-        is_copy = not _is_same(folder, self._folder) and self._is_rank(folder)
-        if is_copy or _is_same(home, self._store) or not self._is_store(home):
-            return
+    Raises StoreError for a file that cannot be read.
+    """
+    path = folder / HOME
+    if folder.is_relative_to(store):
+        return None
+    try:
+        values: Any = json.loads(read_whole(str(path)))
+        if not isinstance(values, dict) or not {*map(type, map(values.get, ("store", "folder")))} <= {str}:
+            raise ValueError("it does not name two folders")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreError(
-            f"{self._folder} has rank {self._rank} of the store at {home}, and the store at {self._store} is a copy "
-            "of that one, without this folder: writing to the copy would change the original. Copy the folders of "
-            f"the other ranks too, and pass the copies as shard_dirs=; or delete {home} if the copy replaces "
-            "it; or open the copy with mode='r'"
-        )
-
-    def take(self) -> None:
-        """Make the store the home, durably. Call it with the lock of the folder held. Raises as ``check`` does."""
-        self.check()
-        values = {"store": str(self._store), "folder": str(self._folder)}
-        if not self._is_inside and values != self._read():
-            with room_for(_HOME_BYTES, self._folder, f"{HOME} of rank {self._rank}"):
-                replace_file(self._folder / HOME, json.dumps(values).encode() + b"\n", suffix=".new")
-
-    def _read(self) -> Mapping[str, str] | None:
-        """Return the paths in the file; None if it is missing. Raises StoreError for a file that cannot be read."""
-        path = self._folder / HOME
-        if self._is_inside:
-            return None
-        try:
-            values: Any = json.loads(read_whole(str(path)))
-            if not isinstance(values, dict) or not {*map(type, map(values.get, ("store", "folder")))} <= {str}:
-                raise ValueError("it does not name two folders")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise StoreError(
-                f"{path}, which names the store of the rank, cannot be read ({reason(error)}): delete it if the folder "
-                f"belongs to the store at {self._store}"
-            ) from error
-        return values
-
-    def _is_store(self, folder: Path) -> bool:
-        """Return True if a folder has a store with this id, or one whose marker cannot be read."""
-        try:
-            return StoreDirectory(folder).marker().get("id") == self._id
-        except StoreError:
-            return os.path.lexists(folder / MARKER)
-
-    def _is_rank(self, folder: Path) -> bool:
-        """Return True if a folder has the same rank of a store with this id."""
-        with suppress(StoreError):
-            marker = StoreDirectory(folder).marker()
-            return (marker.get("store"), marker.get("rank")) == (self._id, self._rank)
-        return False
+            f"{path}, which names the store of the rank, cannot be read ({reason(error)}): delete it if the folder "
+            f"belongs to the store at {store}"
+        ) from error
+    return values
 
 
 def _is_same(one: Path, other: Path) -> bool:
