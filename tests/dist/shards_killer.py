@@ -32,8 +32,7 @@ from tests.dist.meeting import Processes, meet
 from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
-from tiercache.store.directory import StoreDirectory
-from tiercache.store.opening import newest_record, open_folder
+from tiercache.store.opening import StoreDirectory, newest_record, open_folder
 
 if TYPE_CHECKING:
     import random

@@ -35,8 +35,8 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store import store as store_module
-from tiercache.store.directory import StoreDirectory
 from tiercache.store.locks import Lease
+from tiercache.store.opening import StoreDirectory
 from tiercache.store.row_codec import initial_rows
 from tiercache.store.sharding import ShardingPlan
 

@@ -38,8 +38,8 @@ from tiercache.store import (
 )
 from tiercache.store.commit import CommitRecord, RankList, head_of
 from tiercache.store.commit_reader import tables_at
-from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import BlobBytes, Head
+from tiercache.store.opening import StoreDirectory
 from tiercache.store.records import PagedArrays, encode
 from tiercache.store.segment import Segment, meta_from_bytes
 from tiercache.store.store_errors import FormatVersionError

@@ -17,10 +17,9 @@ from tiercache.errors import StateError
 from tiercache.store import Cursor, Store, StoreError, Table
 from tiercache.store.commit import CommitRecord
 from tiercache.store.commit_reader import CommitReader, record_at
-from tiercache.store.directory import StoreDirectory
 from tiercache.store.engines.engine import Head, MemoryEngine
 from tiercache.store.locks import WriterLock
-from tiercache.store.opening import RankPlace, label_of, open_engine, store_path
+from tiercache.store.opening import RankPlace, StoreDirectory, label_of, open_engine, store_path
 from tiercache.store.rank_folder import (
     RankFolder,
     check_homes,

@@ -17,7 +17,7 @@ from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, load_rows
 from tiercache.store.bulk_load import LOAD_BYTES
-from tiercache.store.directory import StoreDirectory
+from tiercache.store.opening import StoreDirectory
 from tiercache.store.scan import chunk_rows_of
 
 if TYPE_CHECKING:

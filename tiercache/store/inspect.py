@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store import store_errors
-from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
 from tiercache.store.external_sort import SortedCursor, hashed, merged
-from tiercache.store.opening import store_path
+from tiercache.store.opening import FORMAT_VERSION, StoreDirectory, store_path
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError
 

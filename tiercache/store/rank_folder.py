@@ -10,8 +10,10 @@ folder, and writes it under that lock.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.store.commit import rank_folder
 from tiercache.store.commit_reader import record_at
-from tiercache.store.directory import (
-    FORMAT_VERSION,
-    RANK_FORMAT,
-    StoreDirectory,
-    check_version,
-    delete_folder,
-    write_json,
-)
 from tiercache.store.files import read_whole, reason, sync
 from tiercache.store.locks import MARKER
-from tiercache.store.opening import ENGINES, Opened, RankPlace, label_of, open_folder
+from tiercache.store.opening import (
+    ENGINES,
+    FORMAT_VERSION,
+    RANK_FORMAT,
+    Opened,
+    RankPlace,
+    StoreDirectory,
+    check_version,
+    label_of,
+    open_folder,
+    write_json,
+)
 from tiercache.store.store_errors import NotAStoreError, StoreError, StoreMissingError
 
 if TYPE_CHECKING:
@@ -145,7 +150,7 @@ class RankFolder:
             self.check_home()
             self._empty()
             (self.path / MARKER).unlink(missing_ok=True)
-            delete_folder(self.path)
+            _delete(self.path)
             sync(self.path.parent)
 
     def _resolved(self) -> tuple[Path, Path]:
@@ -173,10 +178,21 @@ class RankFolder:
         """Delete everything but the marker."""
         for entry in list(os.scandir(self.path)):
             if entry.is_dir(follow_symlinks=False):
-                delete_folder(Path(entry.path))
+                _delete(Path(entry.path))
             elif entry.name != MARKER:
                 Path(entry.path).unlink(missing_ok=True)
         sync(self.path)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder and everything in it, even if others delete files or readers take leases there meanwhile."""
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+            break
+        except OSError as error:  # errno is missing if a folder was recreated while it was opened
+            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY, None} or folder.is_symlink():
+                raise
 
 
 def is_among(folder: Path, others: Iterable[Path]) -> bool:
