@@ -285,7 +285,7 @@ class ShardWriter:
         sent: list[Any] | None = None
         with self._ranks.raise_on_all(f"reading the newest commit of {self.label}"):
             if self._ranks.rank == 0:
-                head, data = self.writer.newest_blobs()[-1]
+                head, data = self.writer.newest_blob()
                 sent = [head, b64encode(data).decode(), sorted(self.writer.leased_now())]
         head, text, leased = self._ranks.all_gather_object(sent)[0]
         with self._ranks.raise_on_all(f"taking the newest commit of {self.label}"):

@@ -377,7 +377,7 @@ class CommitWriter:
         before = self._publisher.head
         commit = replace(
             commit, parent="" if before is None else before.digest,
-            kept=tuple(Kept(one.id, _head(one)) for one in kept),
+            kept=tuple(Kept(one.id, head_of_commit(one)) for one in kept),
         )  # fmt: skip
         commit_bytes = commit.to_bytes()
         check_readable(commit.id, partial(CommitRecord.from_bytes, commit_bytes))
@@ -407,7 +407,7 @@ class CommitWriter:
 
     def _publish(self, after: Sequence[Snapshot]) -> None:
         """Make the newest commit of ``after`` the engine's head."""
-        self._publisher.publish(_head(after[-1]), partial(self._stand_at, after))
+        self._publisher.publish(head_of_commit(after[-1]), partial(self._stand_at, after))
 
     def _stand_at(self, after: Sequence[Snapshot], before: Head | None) -> None:
         """Make the last of ``after``, which is durable, the newest commit; ``before`` is the engine's previous head.
@@ -480,7 +480,8 @@ _NO_STATE = State.of("", np.empty(0, np.uint8))
 """A placeholder, replaced before the commit is written."""
 
 
-def _head(snapshot: Snapshot) -> Head:
+def head_of_commit(snapshot: Snapshot) -> Head:
+    """Return the head that names the commit of a snapshot."""
     assert snapshot.commit is not None, "it is kept"
     assert snapshot.commit.head is not None, "it is written"
     return snapshot.commit.head

@@ -22,7 +22,7 @@ import numpy as np
 
 from tiercache.store.commit import Commit, CommitRecord, before_commits, head_of
 from tiercache.store.commit_reader import read_whole
-from tiercache.store.commit_writer import CommitWriter
+from tiercache.store.commit_writer import CommitWriter, head_of_commit
 from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.locks import leased_commits
 from tiercache.store.snapshot import Snapshot
@@ -94,7 +94,8 @@ class RankWriter(CommitWriter):
         is_new = head is None or before_commits(head)  # this rank's engine is empty
         kept = () if is_new and self._place.anew else super()._opened_at()
         if kept and self.rank:
-            self._publish_list(_list_of(kept[-1]), head)
+            assert kept[-1].commit is not None, "it is a commit"
+            self._publish_list(kept[-1].commit.ranks[self.rank], head)
         if not self._place.anew:
             return kept
         self._replaced += kept
@@ -184,11 +185,10 @@ class RankWriter(CommitWriter):
         """False if a publish failed, so that the newest commit is unknown."""
         return self._publisher.is_known
 
-    def newest_blobs(self) -> list[tuple[Head, bytes]]:
-        """Return, on rank 0, the blobs of the newest commit, the kept ones, and leased ones that were dropped."""
-        snapshots = [*self._given_up, *(self._replaced or self.history.snapshots)]
-        heads = [one.commit.head for one in snapshots if one.commit is not None and one.commit.head is not None]
-        return [(head, read_whole(self._engine, head, head.name).tobytes()) for head in heads]
+    def newest_blob(self) -> tuple[Head, bytes]:
+        """Return, on rank 0, the blob of the newest commit."""
+        head = head_of_commit([*self._replaced, *self.history.snapshots][-1])
+        return head, read_whole(self._engine, head, head.name).tobytes()
 
     def take(self, head: Head, record: CommitRecord) -> None:
         """Make the commit that rank 0 has published the newest; ``leased`` are the commits in use."""
@@ -233,7 +233,7 @@ def commit_together(writers: Sequence[RankWriter], steps: Iterable[Callable[[], 
     before = zero.snapshot.commit
 
     def tell_others() -> None:
-        head, data = zero.newest_blobs()[-1]
+        head, data = zero.newest_blob()
         for one in others:
             one.take(head, CommitRecord.from_bytes(data, head.name))
 
@@ -285,9 +285,3 @@ def add_commits(copy: MemoryEngine, blobs: Sequence[tuple[Head, bytes]], kept: S
         ((i, 0, np.frombuffer(data, np.uint8)) for i, (_, data) in enumerate(blobs)),
     )
     copy.publish(blobs[-1][0], copy.newest())
-
-
-def _list_of(snapshot: Snapshot) -> Head:
-    commit = snapshot.commit
-    assert commit is not None, "it is a commit"
-    return commit.ranks[commit.own.rank]
