@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath, open_store
 from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiercache.store import Table
 
 
 def alter(
@@ -20,14 +25,13 @@ def alter(
     """Add or drop tables, grow dims, change optimizers and their settings. The next rewrite moves the rows."""
     from tiercache.schema import Schema
     from tiercache.store.alteration import alter as run
-    from tiercache.store.alteration import alterations
 
     tables = Schema.load(schema).tables
     with open_store(path, mode="a") as store:
         before, rows = store.commit, {table.name: store.live_rows(table.name) for table in store.tables}
         commit = run(store, tables)
         waiting, is_altered = store.waiting_bytes, bool(commit.stored)
-    changes = [] if before is None else alterations(before.tables, commit.tables)
+    changes = [] if before is None else _alterations(before.tables, commit.tables)
     dropped = {name: rows[name] for name in rows.keys() - {table.name for table in commit.tables}}
     lines = [*changes, *(f"table {name!r} had {count:,} rows" for name, count in sorted(dropped.items()))]
     if not changes:
@@ -81,3 +85,23 @@ def forget(
         "listed_by": list(done.listed_by),
     }  # fmt: skip
     output.result(record, "\n".join(lines))
+
+
+def _alterations(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
+    """Return the changes, a line for each new or dropped table and for each changed value."""
+    old, new = ({table.name: table for table in tables} for tables in (before, after))
+    lines = [f"table {name!r} is dropped" for name in sorted(old.keys() - new.keys())]
+    lines += [f"table {name!r} is new" for name in sorted(new.keys() - old.keys())]
+    for name in sorted(old.keys() & new.keys()):
+        one, other = old[name].to_record(), new[name].to_record()
+        for part in one:
+            if one[part] != other.get(part):
+                lines.append(f"table {name!r}: {part} {_text(one[part])} becomes {_text(other.get(part))}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    """Return a value of a table's record as one writes it in a schema."""
+    if not isinstance(value, dict):
+        return str(value)
+    return f"{value['kind']}({', '.join(f'{name}={one}' for name, one in value.items() if name != 'kind')})"

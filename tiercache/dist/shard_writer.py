@@ -12,13 +12,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
+import numpy as np
+
 from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
 from tiercache.store import Cursor, Store, StoreError, Table
-from tiercache.store.commit import CommitRecord
-from tiercache.store.commit_reader import CommitReader, record_at
-from tiercache.store.engines.engine import Head, MemoryEngine
-from tiercache.store.locks import WriterLock
+from tiercache.store.commit import CommitRecord, head_of
+from tiercache.store.commit_reader import CommitReader, read_whole, record_at
+from tiercache.store.engines.engine import Blob, Head, MemoryEngine, ReadRequest
+from tiercache.store.locks import WriterLock, leased_commits
 from tiercache.store.opening import RankPlace, StoreDirectory, label_of, open_engine, store_path
 from tiercache.store.rank_folder import (
     RankFolder,
@@ -30,8 +32,9 @@ from tiercache.store.rank_folder import (
     open_rank,
     store_id,
 )
-from tiercache.store.rank_writer import RankWriter, add_commits, commit_blobs
+from tiercache.store.rank_writer import RankWriter
 from tiercache.store.snapshot import Snapshot
+from tiercache.store.store_errors import BlockReadError
 
 if TYPE_CHECKING:
     import os
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_spec import ShardOptions
+    from tiercache.store.engines.engine import Engine
     from tiercache.store.opening import Opened
     from tiercache.store.sharding import ShardingPlan
 
@@ -292,7 +296,7 @@ class ShardWriter:
             if self._copy is not None and self.ahead:
                 newest, data = Head(*head), b64decode(text)
                 record = CommitRecord.from_bytes(data, f"{newest.name} of {self.label}")
-                add_commits(self._copy, [(newest, data)], [one.head for one in record.kept])
+                _add_commits(self._copy, [(newest, data)], [one.head for one in record.kept])
                 self.writer.leased = {*leased}
                 self.writer.take(newest, record)
 
@@ -309,7 +313,7 @@ class ShardWriter:
                 record = record_at(opened.engine, newest, self.label)
                 folders, left = (() if record is None else record.folders), noted_folders(self.path)
                 delete_others(self.path, (*folders, *spec.folders(record, resharded=False)), left)
-                blobs, leased = commit_blobs(opened.engine, newest, record)
+                blobs, leased = _commit_blobs(opened.engine, newest, record)
                 sent = {
                     "engine": StoreDirectory(self.path).marker()["engine"],
                     "id": store_id(self.path),
@@ -322,7 +326,7 @@ class ShardWriter:
         assert sent is not None
         blobs = [(Head(*head), b64decode(text)) for head, text in sent["blobs"]]
         copy = MemoryEngine()
-        add_commits(copy, blobs)
+        _add_commits(copy, blobs)
         found = _Found(
             engine=sent["engine"],
             id=sent["id"],
@@ -407,3 +411,37 @@ def in_words(cursor: Sequence[int]) -> str:
     """Return a cursor as text for messages."""
     pass_index, sample = cursor
     return f"pass {pass_index}" + (f", sample {sample}" if sample else "")
+
+
+def _commit_blobs(
+    engine: Engine, newest: Head, record: CommitRecord | None
+) -> tuple[list[tuple[Head, bytes]], set[int]]:
+    """Return the blobs that other ranks need to open their parts, ``newest`` last, and the leased commits.
+
+    Those are the newest commit, the kept ones, and leased ones that were dropped.
+    """
+    leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
+    kept = () if record is None else record.kept
+    heads = [*(one.head for one in kept), newest]
+    found = [(head, read_whole(engine, head, head.name).tobytes()) for head in heads]
+    names, stored = {head.name for head, _ in found}, engine.list() if leased else {}
+    for name in sorted({f"commits/{id_}" for id_ in leased} & stored.keys() - names):
+        data = np.empty(stored[name].size, np.uint8)
+        with suppress(StoreError, BlockReadError):
+            engine.read(ReadRequest(Blob(name, data.size), 0, data))
+            found.insert(0, (head_of(name, data.tobytes()), data.tobytes()))
+    return found, leased
+
+
+def _add_commits(copy: MemoryEngine, blobs: Sequence[tuple[Head, bytes]], kept: Sequence[Head] = ()) -> None:
+    """Add the blobs of commits to a copy and make the last one its head; drop all others but ``kept``.
+
+    Repeating it after an interrupt is safe.
+    """
+    names = {head.name for head in kept} - {head.name for head, _ in blobs}
+    copy.drop((name, None) for name in copy.list() if name not in names)
+    copy.put(
+        [Blob(head.name, head.size) for head, _ in blobs],
+        ((i, 0, np.frombuffer(data, np.uint8)) for i, (_, data) in enumerate(blobs)),
+    )
+    copy.publish(blobs[-1][0], copy.newest())

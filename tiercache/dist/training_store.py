@@ -15,6 +15,7 @@ from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.resharding import place_of, reshard
 from tiercache.dist.rolling_back import roll_back
+from tiercache.dist.shard_spec import folders_of
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import StateError
@@ -27,7 +28,6 @@ from tiercache.store.bulk_load import load_sorted
 from tiercache.store.checkpoint import moved_with
 from tiercache.store.files import local_path, scratch_in
 from tiercache.store.opening import newest_record, store_path
-from tiercache.store.rank_folder import folders_of
 from tiercache.store.sharding import ShardingPlan
 from tiercache.values.named_rows import both_named
 

@@ -167,26 +167,6 @@ def _check_rates(rates: Mapping[str, float], tables: Sequence[Table]) -> None:
             )
 
 
-def alterations(before: Sequence[Table], after: Sequence[Table]) -> list[str]:
-    """Return the changes, a line for each new or dropped table and for each changed value."""
-    old, new = ({table.name: table for table in tables} for tables in (before, after))
-    lines = [f"table {name!r} is dropped" for name in sorted(old.keys() - new.keys())]
-    lines += [f"table {name!r} is new" for name in sorted(new.keys() - old.keys())]
-    for name in sorted(old.keys() & new.keys()):
-        one, other = old[name].to_record(), new[name].to_record()
-        for part in one:
-            if one[part] != other.get(part):
-                lines.append(f"table {name!r}: {part} {_text(one[part])} becomes {_text(other.get(part))}")
-    return lines
-
-
-def _text(value: Any) -> str:
-    """Return a value of a table's record as one writes it in a schema."""
-    if not isinstance(value, dict):
-        return str(value)
-    return f"{value['kind']}({', '.join(f'{name}={one}' for name, one in value.items() if name != 'kind')})"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
     """The result of ``forget``."""

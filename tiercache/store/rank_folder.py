@@ -208,30 +208,6 @@ def store_id(path: Path) -> str:
     return str(StoreDirectory(path).marker().get("id", ""))
 
 
-def folders_of(num_ranks: int, path: Path, given: Sequence[Path] | None) -> tuple[str, ...]:
-    """Return the folders of new ranks, by rank, as a commit names them; each is in a ``given`` folder.
-
-    Raises ValueError if they are not as many as the ranks, if rank 0 is not in the folder of the store itself, and for
-    a folder that a commit cannot name.
-    """
-    if given is None:
-        return tuple(map(rank_folder, range(num_ranks)))
-    if len(given) != num_ranks:
-        raise ValueError(f"shard_dirs= names {len(given)} folders for {num_ranks} ranks: pass one for each rank")
-    if given[0].absolute() != path.absolute():
-        raise ValueError(f"shard_dirs[0] is {given[0]}: rank 0 has its rows in the store itself, so pass {path}")
-    return tuple(rank_folder(rank) if rank == 0 or folder.absolute() == path.absolute() else _named(folder, rank)
-                 for rank, folder in enumerate(given))  # fmt: skip
-
-
-def _named(folder: Path, rank: int) -> str:
-    """Return the absolute path of a rank's folder that is not in the store."""
-    place = folder.resolve() if ".." in folder.parts else folder.absolute()
-    if not str(place).isprintable():
-        raise ValueError(f"shard_dirs[{rank}] is {str(folder)!r}: pass a folder with a printable name")
-    return str(place / rank_folder(rank))
-
-
 def open_rank(
     whole_tables: tuple[Table, ...], path: Path, place: RankPlace, mode: str, store_budget: int | None, *,
     engine: str = "",

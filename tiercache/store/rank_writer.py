@@ -18,21 +18,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tiercache.store.commit import Commit, CommitRecord, before_commits, head_of
+from tiercache.store.commit import Commit, CommitRecord, before_commits
 from tiercache.store.commit_reader import read_whole
 from tiercache.store.commit_writer import CommitWriter, head_of_commit
-from tiercache.store.engines.engine import Blob, ReadRequest
 from tiercache.store.locks import leased_commits
 from tiercache.store.snapshot import Snapshot
-from tiercache.store.store_errors import BlockReadError, StoreError
+from tiercache.store.store_errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from tiercache.store.commit_reader import CommitLoader
-    from tiercache.store.engines.engine import Counters, Engine, Head, MemoryEngine, Stored
+    from tiercache.store.engines.engine import Blob, Counters, Engine, Head, Stored
     from tiercache.store.opening import RankPlace
     from tiercache.store.segment import Segment
     from tiercache.store.table import Table
@@ -251,37 +248,3 @@ def commit_together(writers: Sequence[RankWriter], steps: Iterable[Callable[[], 
             tell_others()
         raise
     tell_others()
-
-
-def commit_blobs(
-    engine: Engine, newest: Head, record: CommitRecord | None
-) -> tuple[list[tuple[Head, bytes]], set[int]]:
-    """Return the blobs that other ranks need to open their parts, ``newest`` last, and the leased commits.
-
-    Those are the newest commit, the kept ones, and leased ones that were dropped.
-    """
-    leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
-    kept = () if record is None else record.kept
-    heads = [*(one.head for one in kept), newest]
-    found = [(head, read_whole(engine, head, head.name).tobytes()) for head in heads]
-    names, stored = {head.name for head, _ in found}, engine.list() if leased else {}
-    for name in sorted({f"commits/{id_}" for id_ in leased} & stored.keys() - names):
-        data = np.empty(stored[name].size, np.uint8)
-        with suppress(StoreError, BlockReadError):
-            engine.read(ReadRequest(Blob(name, data.size), 0, data))
-            found.insert(0, (head_of(name, data.tobytes()), data.tobytes()))
-    return found, leased
-
-
-def add_commits(copy: MemoryEngine, blobs: Sequence[tuple[Head, bytes]], kept: Sequence[Head] = ()) -> None:
-    """Add the blobs of commits to a copy and make the last one its head; drop all others but ``kept``.
-
-    Repeating it after an interrupt is safe.
-    """
-    names = {head.name for head in kept} - {head.name for head, _ in blobs}
-    copy.drop((name, None) for name in copy.list() if name not in names)
-    copy.put(
-        [Blob(head.name, head.size) for head, _ in blobs],
-        ((i, 0, np.frombuffer(data, np.uint8)) for i, (_, data) in enumerate(blobs)),
-    )
-    copy.publish(blobs[-1][0], copy.newest())
