@@ -27,12 +27,12 @@ from tiercache.store import (
     TableMismatchError,
     Zeros,
     alter,
+    direct_io,
     forget,
     group_tables,
     hash_keys,
     mix,
 )
-from tiercache.store.engines import queues
 
 TABLES = (
     Table(name="item", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),  # rows of 2 KiB
@@ -149,8 +149,8 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
     """
     store = _open(path, engine, relieve)
     reader: Store | None = None
-    as_they_are = queues.REQUEST_BYTES, queues.SHORT_BYTES
-    queues.REQUEST_BYTES, queues.SHORT_BYTES = (
+    as_they_are = direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES
+    direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = (
         64 << 10,
         0,
     )  # as in a large store, two requests are in flight at a time
@@ -182,7 +182,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
                 store = _open(path, engine, relieve)
                 take(store, number, note)
     finally:
-        queues.REQUEST_BYTES, queues.SHORT_BYTES = as_they_are
+        direct_io.REQUEST_BYTES, direct_io.SHORT_BYTES = as_they_are
         store.close()
         if reader is not None:
             reader.close()

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from tests.store import blobs
 from tests.store.blobs import head_of, plain, publish, some_bytes
-from tiercache.store import LmdbEngine, StoreFullError
-from tiercache.store.engines import queues
+from tiercache.store import LmdbEngine, StoreFullError, direct_io
 from tiercache.store.engines.block_file import BlockFile, ExtentAllocator, Extents, Run
 from tiercache.store.files import PAGE_BYTES, paged
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
@@ -204,16 +203,16 @@ Large = tuple[BlockFile, Extents, list[bytes]]
 def test_many_ranges_are_read_together(large: Large, monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool) -> None:
     """By one call for 64 of them; one by one on a system without asynchronous I/O."""
     file, room, expected = large
-    calls, read = list[int](), queues._Kernel.read
+    calls, read = list[int](), direct_io._Kernel.read
 
-    def counted(self: queues._Kernel, handle: int, reads: Sequence[queues._PagedRange]) -> list[int]:
+    def counted(self: direct_io._Kernel, handle: int, reads: Sequence[direct_io._PagedRange]) -> list[int]:
         calls.append(len(reads))
         return read(self, handle, reads)
 
-    monkeypatch.setattr(queues._Kernel, "read", counted)
+    monkeypatch.setattr(direct_io._Kernel, "read", counted)
     if not has_kernel:
-        monkeypatch.setattr(queues._Kernel, "open", lambda: None)
-    elif queues._Kernel.open() is None:
+        monkeypatch.setattr(direct_io._Kernel, "open", lambda: None)
+    elif direct_io._Kernel.open() is None:
         pytest.skip("this system has no asynchronous I/O, or does not allow it")
     assert read_ranges(file, room) == expected
     if file._direct is not None:
@@ -227,7 +226,7 @@ def test_ranges_are_whole_however_little_the_kernel_reads(
 ) -> None:
     """What it did not read comes through the page cache, or by a call of its own."""
     file, room, expected = large
-    monkeypatch.setattr(queues, "_Kernel", Lacking)
+    monkeypatch.setattr(direct_io, "_Kernel", Lacking)
     monkeypatch.setattr(Lacking, "most", most)
     assert read_ranges(file, room) == expected
 
@@ -235,7 +234,7 @@ def test_ranges_are_whole_however_little_the_kernel_reads(
 def test_an_error_of_the_disk_is_raised(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the others have ended."""
     file, room, expected = large
-    monkeypatch.setattr(queues, "_Kernel", Lacking)
+    monkeypatch.setattr(direct_io, "_Kernel", Lacking)
     monkeypatch.setattr(Lacking, "most", -errno.EIO)
     with pytest.raises(BlockReadError, match=r"cannot be read \(\[Errno 5\]"):
         read_ranges(file, room)
@@ -245,18 +244,18 @@ def test_an_error_of_the_disk_is_raised(large: Large, monkeypatch: pytest.Monkey
 
 def test_an_interruption_waits_for_reads_in_flight(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is the caller's again, and later reads work."""
-    if queues._Kernel.open() is None:
+    if direct_io._Kernel.open() is None:
         pytest.skip("this system has no asynchronous I/O, or does not allow it")
     file, room, expected = large
-    made, calls = queues._Kernel._made, list[str]()
+    made, calls = direct_io._Kernel._made, list[str]()
 
-    def interrupted(self: queues._Kernel, number: int, *arguments: int) -> int:
+    def interrupted(self: direct_io._Kernel, number: int, *arguments: int) -> int:
         calls.append("io_submit" if number == self._numbers.submit else "io_getevents")
         if calls == ["io_submit", "io_getevents"]:
             raise KeyboardInterrupt
         return made(self, number, *arguments)
 
-    monkeypatch.setattr(queues._Kernel, "_made", interrupted)
+    monkeypatch.setattr(direct_io._Kernel, "_made", interrupted)
     outs = [aligned(size, low % PAGE_BYTES) for low, size in RANGES]
     with pytest.raises(KeyboardInterrupt):
         file.read([(room, low, out) for (low, _), out in zip(RANGES, outs, strict=True)])
@@ -266,12 +265,12 @@ def test_an_interruption_waits_for_reads_in_flight(large: Large, monkeypatch: py
     assert all((out == 7).all() for out in outs), "a read ended after the call"
 
 
-class Lacking(queues._Kernel):
+class Lacking(direct_io._Kernel):
     """A kernel that reads at most some bytes of each range, or fails."""
 
     most = 0
 
-    def read(self, handle: int, reads: Sequence[queues._PagedRange]) -> list[int]:
+    def read(self, handle: int, reads: Sequence[direct_io._PagedRange]) -> list[int]:
         results = super().read(handle, reads)
         for one in reads:
             left = max(self.most, 0)

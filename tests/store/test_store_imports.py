@@ -19,8 +19,7 @@ MODULES = {
     if path.name != "__init__.py"
 }
 BELOW_ENGINES = {
-    "bits", "files", "initializer", "layout", "locks", "optimizer", "range_reader", "records", "store_errors",
-    "table",
+    "bits", "direct_io", "files", "initializer", "layout", "locks", "optimizer", "records", "store_errors", "table",
 }  # fmt: skip
 
 

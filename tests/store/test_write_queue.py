@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.engines.queues import WriteQueue
+from tiercache.store.direct_io import WriteQueue
 from tiercache.store.files import PAGE_BYTES
 
 MIB = 1 << 20

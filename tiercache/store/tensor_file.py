@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tiercache.store.direct_io import RangeReader
 from tiercache.store.files import open_file, read_whole, reason
-from tiercache.store.range_reader import RangeReader
 from tiercache.store.records import no_number, page_checksums
 from tiercache.store.store_errors import BlockReadError, CheckpointError
 

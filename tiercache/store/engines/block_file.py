@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from tiercache.store.engines.queues import DEPTH, ReadQueue, WriteQueue
+from tiercache.store.direct_io import DEPTH, ReadQueue, WriteQueue
 from tiercache.store.files import (
     FULL,
     PAGE_BYTES,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engines.queues import Range
+    from tiercache.store.direct_io import Range
 
 Run = tuple[int, int]
 """The first byte of a run of whole pages, and its bytes."""

@@ -24,8 +24,8 @@ from zarr.storage import LocalStore, ObjectStore, WrapperStore
 
 from tiercache.distribution import install_command
 from tiercache.store.bits import xxh64
+from tiercache.store.direct_io import RangeReader
 from tiercache.store.files import Note, local_path, punch_hole, read_whole, sync, write_whole, writing
-from tiercache.store.range_reader import RangeReader
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
