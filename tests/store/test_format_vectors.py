@@ -17,7 +17,7 @@ from tiercache.store.commit import Commit, Kept, RankList, State, head_of
 from tiercache.store.engines.block_file import Extents
 from tiercache.store.engines.engine import Head
 from tiercache.store.engines.lmdb_map import Slot, entry_of
-from tiercache.store.key_map import KeyMapBuilder, map_entries
+from tiercache.store.key_map import KeyMap, map_entries
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout
 from tiercache.store.live import Live
 from tiercache.store.records import describe
@@ -119,9 +119,8 @@ def test_a_key_map_is_that_of_the_format() -> None:
     layout = SegmentLayout(
         row_bytes=8, page_rows=4, block_bytes=80, next_use_R=np.array([3, 4]), table_rows_RT=np.array([[5], [3]])
     )
-    builder = KeyMapBuilder(layout)
-    builder.add(0, hash_keys(np.array([*keys[0], *keys[1]], np.int64), TABLE.table_id))
-    made = builder.build(map_entries)
+    hashes = hash_keys(np.array([*keys[0], *keys[1]], np.int64), TABLE.table_id)
+    made = KeyMap.of(layout, hashes.astype(np.uint32), map_entries)
     assert made is not None
     (shown,) = re.findall(r"and `map` is\n`([0-9a-f ]+)`", page("store.md"))
     arrays = {f"{name}/0": array for name, array in made.arrays().items()}

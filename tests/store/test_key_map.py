@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Range, SegmentLayout, Store
-from tiercache.store.key_map import MOST_ROWS, KeyMap, KeyMapBuilder, map_entries, needs_map
+from tiercache.store.key_map import MOST_ROWS, KeyMap, map_entries, needs_map
 from tiercache.store.records import CHUNK_BYTES, ChunkCache, PagedArrays, describe, places_of
 
 
@@ -96,13 +96,9 @@ def layout_of(rows: list[int]) -> SegmentLayout:
 
 
 def map_of(layout: SegmentLayout, hashes: NDArray[np.uint64]) -> KeyMap | None:
-    """Return the map of rows with hashes, which come block by block, the last one first."""
+    """Return the map of rows with hashes."""
     assert needs_map(layout)
-    builder = KeyMapBuilder(layout)
-    for block in reversed(range(layout.num_blocks)):
-        low, high = layout.rows_of_block(block)
-        builder.add(low, hashes[low:high])
-    return builder.build(map_entries)
+    return KeyMap.of(layout, hashes.astype(np.uint32), map_entries)
 
 
 @settings(max_examples=60, deadline=None)

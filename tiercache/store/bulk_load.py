@@ -116,17 +116,11 @@ def load_sorted(
             yield keys, row_words(table.fields, fields, changed=0)
 
     try:
-        with Rewrite(
-            store.reader,
-            store.snapshot,
-            uses or NoUses(),
-            first_rows,
-            progress or (lambda *_: None),
-            layout=layout,
-            retain_segments=False,
-            stored=words,
-            most_rows=most_rows,
-        ) as rewrite:
+        with ExitStack() as files:
+            rewrite = Rewrite(
+                store.reader, store.snapshot, uses or NoUses(), first_rows, progress or (lambda *_: None), files,
+                layout=layout, retain_segments=False, stored=words, most_rows=most_rows,
+            )  # fmt: skip
             for one in rewrite.segments():
                 blocks = (block[:4] for block in one.blocks)
                 store.append(base_pass(begin.pass_index), one.layouts, blocks, within=begin.sample > 0)

@@ -85,24 +85,15 @@ class CompactionPlan:
     """
 
     def __init__(
-        self, reader: BlockReader, snapshot: Snapshot, uses: FirstUses, progress: Callable[[str, int], None]
-    ) -> None:
+        self, reader: BlockReader, snapshot: Snapshot, uses: FirstUses, progress: Callable[[str, int], None],
+        files: ExitStack,
+    ) -> None:  # fmt: skip
+        """``files`` closes its temporary files. Raises StoreFullError."""
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
-        self._files = ExitStack()
-        try:
-            self._groups = [_GroupRows(reader, snapshot, group, self._files) for group in snapshot.groups]
-        except BaseException:
-            self._files.close()
-            raise
+        self._groups = [_GroupRows(reader, snapshot, group, files) for group in snapshot.groups]
         self.retained: tuple[RetainedSegment, ...] = ()
         """The segments that stay in place, by id; set by ``sort``."""
         self._retained_ids = frozenset[int]()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
     def sort(self, *, overlay: bool = False) -> None:
         """Read all keys and decide. Raises StoreFullError and CorruptStoreError.

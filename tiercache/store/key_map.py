@@ -141,6 +141,23 @@ class KeyMap:
         return layout.rows * entry_bytes + buckets + 4 * -(-buckets // _RUN)
 
     @classmethod
+    def of(cls, layout: SegmentLayout, lows: NDArray[np.uint32], entries_of: Entries) -> KeyMap | None:
+        """Return the map of a layout; None if a bucket has more than 255 keys: their hashes are too similar.
+
+        ``lows`` (N,) are the last 32 bits of the hashes of its rows.
+        """
+        bucket_bits, range_bits, entry_bytes = _sizes(layout)
+        print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
+        counts, entries = entries_of(lows, layout.first_row_R, bucket_bits, print_bits, range_bits, entry_bytes)
+        if int(counts.max()) > 255:
+            return None
+        before = np.cumsum(counts, dtype=np.int64) - counts
+        return cls(
+            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes, print_bits=print_bits,
+            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=entries,
+        )  # fmt: skip
+
+    @classmethod
     def from_record(cls, record: Any, arrays: PagedArrays, group: int, layout: SegmentLayout) -> KeyMap:
         """Build what ``to_record`` wrote. Raises ValueError, TypeError and KeyError for anything else."""
         bucket_bits, range_bits, entry_bytes = (whole(value, "bits of a map") for value in record)
@@ -155,33 +172,6 @@ class KeyMap:
         if sizes != expected or found.print_bits < 1:
             raise ValueError(f"a map of keys has arrays of {sizes}, but {expected} were written")
         return found
-
-
-class KeyMapBuilder:
-    """Makes the map of one layout, whose keys arrive block by block in any order."""
-
-    def __init__(self, layout: SegmentLayout) -> None:
-        self._layout = layout
-        self._lows = np.empty(layout.rows, np.uint32)
-
-    def add(self, first_row: int, hashes: Hashes) -> None:
-        """Take the hashes of rows from ``first_row`` on."""
-        self._lows[first_row : first_row + hashes.size] = hashes & _LOW
-
-    def build(self, entries_of: Entries) -> KeyMap | None:
-        """Return the map, or None if a bucket has more than 255 keys: their hashes are too similar."""
-        bucket_bits, range_bits, entry_bytes = _sizes(self._layout)
-        print_bits = _print_bits(bucket_bits, range_bits, entry_bytes)
-        counts, entries = entries_of(
-            self._lows, self._layout.first_row_R, bucket_bits, print_bits, range_bits, entry_bytes
-        )
-        if int(counts.max()) > 255:
-            return None
-        before = np.cumsum(counts, dtype=np.int64) - counts
-        return KeyMap(
-            bucket_bits=bucket_bits, range_bits=range_bits, entry_bytes=entry_bytes, print_bits=print_bits,
-            starts=before[::_RUN].astype(np.uint32), counts=counts.astype(np.uint8), entries=entries,
-        )  # fmt: skip
 
 
 def map_entries(

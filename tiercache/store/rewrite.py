@@ -80,27 +80,23 @@ class Rewrite:
         uses: FirstUses,
         first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
         progress: Progress,
+        files: ExitStack,
         *,
         layout: Layout,
         retain_segments: bool,
         stored: Callable[[Table], RowChunks] | None = None,
         most_rows: Mapping[str, int] | None = None,
     ) -> None:
+        """``files`` closes its temporary files."""
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
+        self._files = files
         self._retain_segments, self._layout = retain_segments, layout
         self._stored, self._most_rows = stored, most_rows
         self._first_rows = first_rows or initial_rows
-        self._files = ExitStack()
         self._moves: RowFilter | None = None
         self._orders = [RowOrder(group, uses) for group in snapshot.next_groups]
         self.retained: tuple[RetainedSegment, ...] = ()
         """The segments that stay; valid when ``segments`` has yielded one."""
-
-    def __enter__(self) -> Rewrite:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
     def segments(self) -> Iterator[NewSegment]:
         """Yield the new segments, at least one; together they are in the order (table, hash).
@@ -109,8 +105,8 @@ class Rewrite:
         """
         idle: dict[str, int] | None = None
         if self._retain_segments:
-            compaction = CompactionPlan(self._reader, self._snapshot, self._uses, self._progress)
-            self._files.enter_context(compaction).sort()
+            compaction = CompactionPlan(self._reader, self._snapshot, self._uses, self._progress, self._files)
+            compaction.sort()
             self.retained, self._moves = compaction.retained, compaction.moves
             idle = {
                 table.name: compaction.idle_rows(order.group.index, place) for order, place, table in self._tables()

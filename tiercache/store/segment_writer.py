@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tiercache.store.key_map import KeyMapBuilder, needs_map
+from tiercache.store.key_map import KeyMap, needs_map
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import digest
 from tiercache.store.segment import Changed, GroupMeta, Segment, first_hashes_of, meta_to_bytes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Engine, Part
-    from tiercache.store.key_map import KeyMap
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import Compute
@@ -67,7 +66,8 @@ class SegmentWriter:
         )  # fmt: skip
         """Its arrays are filled as blocks are sealed."""
         segment.describe(self._meta)
-        self._map_builders = [KeyMapBuilder(one) if needs_map(one) else None for one in layouts]
+        self._lows = [np.empty(one.rows, np.uint32) if needs_map(one) else None for one in layouts]
+        """For the map of each group: the last 32 bits of the hash of each key."""
         self.written = {
             "rows_written": segment.rows, "row_bytes_written": segment.row_bytes,
             "key_bytes_written": KEY_BYTES * segment.rows, "changed_bytes_written": segment.changed_bytes,
@@ -105,9 +105,10 @@ class SegmentWriter:
     def _made_maps(self) -> tuple[KeyMap | None, ...]:
         """Return the map of each group, once all its keys were added."""
         maps = tuple(
-            None if builder is None else builder.build(self._compute.map_entries) for builder in self._map_builders
+            None if lows is None else KeyMap.of(one.layout, lows, self._compute.map_entries)
+            for one, lows in zip(self._meta, self._lows, strict=True)
         )
-        self._map_builders.clear()
+        self._lows.clear()
         return maps
 
     def _write_meta(self, engine: Engine, maps: tuple[KeyMap | None, ...]) -> bytes:
@@ -177,15 +178,15 @@ class SegmentWriter:
         yield from pending
 
     def _hashes(self, group: int, block: int, keys: Int64s, starts: Int64s) -> Hashes:
-        """Return the hashes of the keys of a block at ``starts``; a map builder takes all of them."""
-        layout, builder = self._meta[group].layout, self._map_builders[group]
+        """Return the hashes of the keys of a block at ``starts``; the map of the group takes all of them."""
+        layout, lows = self._meta[group].layout, self._lows[group]
         first_row = block * layout.block_rows
-        if builder is None:
+        if lows is None:
             return first_hashes_of(keys[starts], first_row + starts, layout, self._segment.groups[group])
         ids = np.array([table.table_id for table in self._segment.groups[group].tables], np.uint64)
         places, counts = layout.tables_between(first_row, first_row + keys.size)
         hashes = self._compute.hashes(keys, ids[places], counts)
-        builder.add(first_row, hashes)
+        lows[first_row : first_row + keys.size] = hashes.astype(np.uint32)
         return hashes[starts]
 
     def _seal_meanwhile(self) -> None:

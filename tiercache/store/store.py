@@ -396,11 +396,11 @@ class Store(StoreReads):
             commit = between_passes(commit, self.label, "its rows are put in another order")
         self.discard_uncommitted()
         begin = Cursor.of(start or (0, 0))
-        whole = Rewrite(
-            self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
-            retain_segments=retain_segments and not commit.stored,
-        )  # fmt: skip
-        with whole as rewrite, self._opened.uses.using():
+        with ExitStack() as files, self._opened.uses.using():
+            rewrite = Rewrite(
+                self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), files, layout=layout,
+                retain_segments=retain_segments and not commit.stored,
+            )  # fmt: skip
             return writer.rewrite(rewrite, self.reader.compute, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
@@ -413,10 +413,8 @@ class Store(StoreReads):
         """
         writer = self.commit_writer
         between_passes(self.commit, self.label, "rows are laid over it")
-        with (
-            self._opened.uses.using(),
-            CompactionPlan(self.reader, self.snapshot, NoUses(), lambda *_: None) as compaction,
-        ):
+        with self._opened.uses.using(), ExitStack() as files:
+            compaction = CompactionPlan(self.reader, self.snapshot, NoUses(), lambda *_: None, files)
             compaction.sort(overlay=True)
             return writer.overlay(compaction.retained, settings or {})
 
