@@ -30,7 +30,7 @@ from tiercache.store.scan import runs_of
 from tiercache.store.segment import RetainedSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -129,11 +129,14 @@ class CompactionPlan:
 
     def idle_rows(self, group: int, place: int) -> int:
         """Return how many rows of a table move although the schedule does not use them."""
-        return self._groups[group].idle_rows(place, but=self._retained_ids)
+        kept_S = np.isin([segment.id for segment in self._snapshot.segments], [*self._retained_ids])
+        return int(self._groups[group].needed_ST[~kept_S, place].sum())
 
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the live rows [low, high) of a layout move: (high - low,)."""
-        marks = self._groups[group].marks_of(segment, low, high)
+        rows = self._groups[group]
+        start = rows.first_number(segment)
+        marks = rows.marks.read(start + low, start + high)
         moved: NDArray[np.bool_] = marks == USED if segment.id in self._retained_ids else marks != STALE
         return moved
 
@@ -164,16 +167,7 @@ class _GroupRows:
         self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
         """(S + 1,): the number of each segment's first live row."""
         self._index = {segment.id: i for i, segment in enumerate(snapshot.segments)}
-        self._marks = files.enter_context(RowMarks(int(self._starts_S[-1]), reader.scratch, _WHAT))
-
-    def marks_of(self, segment: Segment, low: int, high: int) -> NDArray[np.uint8]:
-        """Return the marks of live rows [low, high) of a layout."""
-        start = self._first_number(segment)
-        return self._marks.read(start + low, start + high)
-
-    def idle_rows(self, place: int, *, but: Collection[int]) -> int:
-        """Return how many rows of a table are neither used nor stale in all segments except ``but``; after ``sort``."""
-        return sum(int(self.needed_ST[i, place]) for id_, i in self._index.items() if id_ not in but)
+        self.marks = files.enter_context(RowMarks(int(self._starts_S[-1]), reader.scratch, _WHAT))
 
     def sort(self, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
@@ -183,7 +177,7 @@ class _GroupRows:
                     self._sort_tables(sweep, uses, progress, readers)
                 else:
                     self._sort_slices(*sweep, uses, progress, readers)
-        self._marks.flush()
+        self.marks.flush()
 
     def _sort_tables(
         self, places: range, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
@@ -200,7 +194,7 @@ class _GroupRows:
                 reader, snapshot, snapshot.segments, self.group, every, readers, after=-1
             ):
                 hashes = hash_keys(keys, self.group.tables[place].table_id)
-                sorters[place].add(hashes, self._first_number(segment) + rows)
+                sorters[place].add(hashes, self.first_number(segment) + rows)
                 flush_largest(sorters.values())
                 progress("sort", keys.size)
             for place, sorter in sorters.items():
@@ -219,7 +213,7 @@ class _GroupRows:
         for hashes in hash_slices(count):
             with self._sorter(place) as sorter, self._codes() as codes:
                 for segment, keys, rows in self._keys_in(table, hashes, readers):
-                    sorter.add(hash_keys(keys, table.table_id), self._first_number(segment) + rows)
+                    sorter.add(hash_keys(keys, table.table_id), self.first_number(segment) + rows)
                     progress("sort", keys.size)
                 of_slice = SortedCursor(below(schedule, hashes[1]), np.int64, np.int64)
                 self._join(place, SortedCursor(sorter.sorted(), np.int64), of_slice, codes)
@@ -273,7 +267,7 @@ class _GroupRows:
     def _set(self, codes: ExternalSorter) -> None:
         """Write the marks in the order of rows."""
         for (found,) in codes.sorted():
-            self._marks.set(found >> self._code_shift)
+            self.marks.set(found >> self._code_shift)
 
     def _sorter(self, place: int) -> ExternalSorter:
         what = f"sorting the keys of table {self.group.tables[place].name!r}"
@@ -288,7 +282,7 @@ class _GroupRows:
         """The left shift that moves a row's code to the highest bits, which the sorter uses first."""
         return np.uint64(HASHES.bit_length() - 1 - int(2 * self._starts_S[-1]).bit_length())
 
-    def _first_number(self, segment: Segment) -> int:
+    def first_number(self, segment: Segment) -> int:
         """Return the offset from a row of a layout to the number of a live row."""
         return int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
 

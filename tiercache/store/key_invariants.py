@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
+from tiercache.store.commit_reader import ADVICE
 from tiercache.store.external_sort import ExternalSorter, flush_largest, rising
 from tiercache.store.reading import read_ahead
 from tiercache.store.store_errors import CorruptStoreError
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
     LastChanges = NDArray[np.uint32] | int
     """The last changes of rows (n,), or one for all."""
-
-
-_ADVICE = "restore the store from a copy"
 
 
 class KeyCounts:
@@ -107,15 +105,15 @@ class KeyCounts:
             name = f"table {table.name!r} of {self._label}"
             for c, commit in enumerate(self._commits):
                 if over := int(over_CT[c, i]):
-                    yield f"{over} keys of {name} have two live rows: {_ADVICE}", commit
+                    yield f"{over} keys of {name} have two live rows: {ADVICE}", commit
                 if commit in unread:
                     continue
                 if lacking := np.nonzero(self._found_CTS[c, i] < self._stated_CTS[c, i])[0].tolist():
                     found, stated = (int(n[c, i, lacking].sum()) for n in (self._found_CTS, self._stated_CTS))
                     where = f"in segments {', '.join(str(self._ids[s]) for s in lacking)}"
-                    yield f"{name} has {found} stale rows, but its commit says {stated}, {where}: {_ADVICE}", commit
+                    yield f"{name} has {found} stale rows, but its commit says {stated}, {where}: {ADVICE}", commit
                 if aged := int(self._aged_CT[c, i]):
-                    yield f"{aged} keys of {name} have a row that changed after a newer one: {_ADVICE}", commit
+                    yield f"{aged} keys of {name} have a row that changed after a newer one: {ADVICE}", commit
                 if lost := int(self._lost_CT[c, i]):
                     before = self._before[c]
                     assert before is not None, "only of those is a key lost"

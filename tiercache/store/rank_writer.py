@@ -135,7 +135,7 @@ class RankWriter(CommitWriter):
                 self._engine.publish(head, before)
         finally:
             with suppress(StoreError):
-                self._publisher.look()
+                self._publisher.head = self._engine.newest()
 
     def abandon(self) -> None:
         """Drop a prepared commit and the segments appended for it, if any."""

@@ -349,10 +349,6 @@ class Publisher:
                 self.head = head
                 then(before)
 
-    def look(self) -> None:
-        """Update ``head`` from the engine. Raises StoreError."""
-        self.head = self._engine.newest()
-
     def check_known(self) -> None:
         """Raise StoreError if the engine's head is unknown: only opening the store again resolves that."""
         if not self.is_known:
