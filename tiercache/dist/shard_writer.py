@@ -18,7 +18,7 @@ from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
 from tiercache.store import Cursor, Store, StoreError, Table
 from tiercache.store.commit import CommitRecord, head_of
-from tiercache.store.commit_reader import CommitReader, read_whole, record_at
+from tiercache.store.commit_reader import CommitReader, read_blob, record_at
 from tiercache.store.engines.engine import Blob, Head, MemoryEngine, ReadRequest
 from tiercache.store.locks import WriterLock, leased_commits
 from tiercache.store.opening import RankPlace, StoreDirectory, label_of, open_engine, store_path
@@ -423,7 +423,7 @@ def _commit_blobs(
     leased = set() if engine.lease_folder is None else leased_commits(engine.lease_folder)
     kept = () if record is None else record.kept
     heads = [*(one.head for one in kept), newest]
-    found = [(head, read_whole(engine, head, head.name).tobytes()) for head in heads]
+    found = [(head, read_blob(engine, head, head.name)) for head in heads]
     names, stored = {head.name for head, _ in found}, engine.list() if leased else {}
     for name in sorted({f"commits/{id_}" for id_ in leased} & stored.keys() - names):
         data = np.empty(stored[name].size, np.uint8)

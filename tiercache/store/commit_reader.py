@@ -56,10 +56,7 @@ class CommitReader:
         for _ in range(_TRIES):
             head, reader = loader.commits.newest(), None
             try:
-                newest = loader.newest()
-                snapshot = newest if at is None or newest.commit is None else loader.find(newest.commit, at)
-                if at is not None and newest.commit is None:
-                    raise CommitMissingError(f"{loader.label} has no commit {at}: it has none yet")
+                snapshot = loader.find(loader.newest(), at)
                 reader = cls(loader, snapshot, alone=at is not None)
                 if reader._take():
                     return reader
@@ -187,14 +184,15 @@ class CommitLoader:
         head = self.commits.newest()
         return None if head is None else record_at(self.commits, head, self.label)
 
-    def find(self, commit: Commit, id_: int) -> Snapshot:
-        """Return a commit that is kept by ``commit``, or that itself. Raises CommitMissingError."""
-        if commit.id == id_:
-            return Snapshot(commit, self.groups)
-        for kept in commit.kept:
+    def find(self, newest: Snapshot, id_: int | None) -> Snapshot:
+        """Return a commit that is kept by the newest, or that itself, also for None. Raises CommitMissingError."""
+        if id_ is None or (newest.commit is not None and newest.commit.id == id_):
+            return newest
+        older = () if newest.commit is None else newest.commit.kept
+        for kept in older:
             if kept.id == id_:
                 return self.kept(kept)
-        ids = [*(kept.id for kept in commit.kept), commit.id]
+        ids = [] if newest.commit is None else [*(kept.id for kept in older), newest.commit.id]
         raise CommitMissingError(f"{self.label} has no commit {id_}: {kept_commits(ids)}")
 
     def kept(self, kept: Kept) -> Snapshot:
@@ -274,14 +272,14 @@ class CommitLoader:
         return meta_from_bytes(head, segment.id, name, arrays_of)
 
     def _blob(self, head: Head, name: str, engine: Engine) -> bytes:
-        data = read_whole(engine, head, name, self._uses)
-        self._counters.add(meta_bytes_read=data.size)
-        return data.tobytes()
+        data = read_blob(engine, head, name, self._uses)
+        self._counters.add(meta_bytes_read=len(data))
+        return data
 
 
-def read_whole(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> NDArray[np.uint8]:
+def read_blob(engine: Engine, head: Head, name: str, uses: UseCount | None = None) -> bytes:
     """Return a blob that must have a digest. Raises CorruptStoreError; ``name`` is its name in the message."""
-    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses)
+    return read_front(engine, Blob(head.name, head.size), head.size, head.digest, name, uses).tobytes()
 
 
 def read_front(
@@ -291,7 +289,7 @@ def read_front(
     hashed = hashlib.sha256()
     try:
         with nullcontext() if uses is None else uses.using():
-            data = room_for(engine, blob, num_bytes)
+            data = memory_for(engine, blob, num_bytes)
         for start in range(0, num_bytes, READ_BYTES):
             part = data[start : start + READ_BYTES]
             with nullcontext() if uses is None else uses.using():
@@ -304,7 +302,7 @@ def read_front(
     return data
 
 
-def room_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
+def memory_for(engine: Engine, blob: Blob, num_bytes: int) -> NDArray[np.uint8]:
     """Allocate memory for the front of a blob; checks a large one first. Raises BlockReadError if it is too short."""
     if num_bytes > blob.size:
         raise BlockReadError(f"is said to begin with {num_bytes:,} of {blob.size:,} bytes")
@@ -321,7 +319,7 @@ def record_at(engine: Engine, head: Head, label: str) -> CommitRecord | None:
     if before_commits(head):
         return None
     name = f"{head.name} of {label}"
-    return CommitRecord.from_bytes(read_whole(engine, head, name).tobytes(), name)
+    return CommitRecord.from_bytes(read_blob(engine, head, name), name)
 
 
 def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
@@ -329,8 +327,7 @@ def tables_at(engine: Engine, head: Head, label: str) -> tuple[Table, ...]:
     if (record := record_at(engine, head, label)) is not None:
         return record.tables
     name = f"{head.name} of {label}"
-    data = read_whole(engine, head, name).tobytes()
-    values, _ = decode("tables", data, name)
+    values, _ = decode("tables", read_blob(engine, head, name), name)
     try:
         return tables_of(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

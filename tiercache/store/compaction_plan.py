@@ -45,7 +45,7 @@ MOST_RETAINED = 256
 """Maximum number of retained segments: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
-"""Bytes of the row number that is sorted along with a key."""
+"""Bytes of the number that is sorted along with a key or a row."""
 _WHAT = "finding the rows that a schedule uses"
 
 
@@ -182,9 +182,7 @@ class _GroupRows:
     def _sort_tables(
         self, places: range, uses: FirstUses, progress: Callable[[str, int], None], readers: ThreadPoolExecutor
     ) -> None:
-        """Mark the rows of whole tables. Their keys are read together, since a key page may hold keys of several
-        tables.
-        """
+        """Mark the rows of whole tables, whose keys are read together: a key page may hold keys of several."""
         reader, snapshot = self._reader, self._snapshot
         with ExitStack() as stack:
             sorters = {place: stack.enter_context(self._sorter(place)) for place in places}

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit import Commit, CommitRecord, before_commits
-from tiercache.store.commit_reader import read_whole
+from tiercache.store.commit_reader import read_blob
 from tiercache.store.commit_writer import CommitWriter, head_of_commit
 from tiercache.store.locks import leased_commits
 from tiercache.store.snapshot import Snapshot
@@ -185,7 +185,7 @@ class RankWriter(CommitWriter):
     def newest_blob(self) -> tuple[Head, bytes]:
         """Return, on rank 0, the blob of the newest commit."""
         head = head_of_commit([*self._replaced, *self.history.snapshots][-1])
-        return head, read_whole(self._engine, head, head.name).tobytes()
+        return head, read_blob(self._engine, head, head.name)
 
     def take(self, head: Head, record: CommitRecord) -> None:
         """Make the commit that rank 0 has published the newest; ``leased`` are the commits in use."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tiercache.store.commit_reader import room_for
+from tiercache.store.commit_reader import memory_for
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
 from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
@@ -291,7 +291,7 @@ class BlockReader:
         of_rank, i = commit.own.state, 0
         try:
             with self._uses.using():
-                state = room_for(self._engine, of_rank.blob, of_rank.size)
+                state = memory_for(self._engine, of_rank.blob, of_rank.size)
             for i, expected in enumerate(of_rank.checksums.tolist()):
                 part = state[i * of_rank.chunk_bytes :][: of_rank.chunk_bytes]
                 with self._uses.using():

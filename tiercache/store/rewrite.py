@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.compaction_plan import CompactionPlan
+from tiercache.store.compaction_plan import NUMBER_BYTES, CompactionPlan
 from tiercache.store.external_sort import (
     HASH_BYTES,
     ExternalSorter,
@@ -285,10 +285,6 @@ def row_scratch_bytes(tables: Iterable[tuple[int, int, int]]) -> int:
     share = memory // max(1, 2 * len(groups))
     by_place = sum(paged(file_bytes(min(rows, most // one), one, share)) for (_, one), rows in groups.items())
     return paged(by_hash) + by_place
-
-
-NUMBER_BYTES = 8
-"""Bytes of the place number that a temporary file has for a row, in addition to its entry."""
 
 
 def entry_bytes(one: Group | Table) -> int:
