@@ -164,7 +164,7 @@ class CommitWriter:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
             self._loader.read_in_place(segment, head)
-            self._counters.add(transactions=1, **writer.written)
+            self._counters.add(**writer.written)
             commit, before = (None, self._rewritten) if rewritten else (self.snapshot.commit, self.snapshot)
             appended = Snapshot(commit, groups, (*before.appended, segment))
             self._allocated = Needed.of([appended], also=self._allocated)
@@ -400,10 +400,8 @@ class CommitWriter:
             needed = max(error.needed_bytes, sum(blob.size for blob, _ in blobs))
             raise self._full_error(error, f"commit {commit.id} of {self._label}", needed) from error
         state_bytes = sum(blob.size for blob, _ in blobs if blob.name == commit.own.state.name)
-        self._counters.add(
-            transactions=1, state_bytes_written=state_bytes,
-            meta_bytes_written=sum(blob.size for blob, _ in blobs) - state_bytes,
-        )  # fmt: skip
+        meta_bytes = sum(blob.size for blob, _ in blobs) - state_bytes
+        self._counters.add(state_bytes_written=state_bytes, meta_bytes_written=meta_bytes)
 
     def _publish(self, after: Sequence[Snapshot]) -> None:
         """Make the newest commit of ``after`` the engine's head."""
@@ -450,7 +448,6 @@ class CommitWriter:
         if drops or shrink:
             self._allocated = needed
             self._engine.drop(drops, shrink=shrink)
-            self._counters.add(blobs_dropped=len(drops))
 
     def _needing(self) -> list[Snapshot]:
         """Return the snapshots whose bytes are not free."""

@@ -388,10 +388,7 @@ class Counters:
         """By ``read``: rows of the pages; by ``read_rows``: rows returned."""
         self.reads = 0
         """Calls of the engine for rows, keys, last changes and state."""
-        self.transactions = 0
         self.commits = 0
-        self.blobs_dropped = 0
-        """In whole or in part."""
         self.spill_bytes_written = 0
         """To temporary files, by scans and fills that exceed their memory."""
         self.spill_bytes_read = 0
