@@ -20,7 +20,8 @@ from tests.train.cases import Case, Spec
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.planning.sharding_planner import sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
 
 WAYS = ("row_wise", "data_parallel", "column_wise", "table_wise")
 

@@ -10,8 +10,8 @@ from typing import Any
 import tiercache as tc
 from tests.dist.conformance import WAYS, Entry, in_turn
 from tests.train.cases import Spec, table
-from tiercache.planning.sharding_planner import TableStats, plan_sharding
-from tiercache.store.sharding import ShardingPlan, TableSharding, sliced
+from tiercache.planning.sharding_planner import TableStats, plan_sharding, sliced
+from tiercache.store.sharding import ShardingPlan, TableSharding
 
 UNIFORM = tc.init.Uniform(low=-1.0, high=1.0)
 FAST = tc.optim.SGD(learning_rate=1.5)

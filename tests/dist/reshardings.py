@@ -14,8 +14,9 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import reshard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
+from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Store
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
 
 
 def one_case(**options: Any) -> Case:

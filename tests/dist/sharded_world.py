@@ -13,10 +13,11 @@ from tests.dist.meeting import meet
 from tests.store.world import World
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
+from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.reads import StoreReads
 from tiercache.store.row_codec import row_words
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,8 @@ from tests.train.cases import table
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.planning.sharding_planner import sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
 
 ANY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 

@@ -34,10 +34,11 @@ from tiercache.dist.training_store import open_own_shard
 from tiercache.errors import BudgetError, DatasetError, RankError, StateError
 from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
+from tiercache.planning.sharding_planner import sliced
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.opening import newest_record
 from tiercache.store.rank_folder import RankFolder
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, hash_bounds
 
 
 @st.composite

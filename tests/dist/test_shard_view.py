@@ -15,6 +15,7 @@ from tests.train.devices import shim
 from tiercache.dist.shard_layout import find_owners
 from tiercache.dist.shard_view import ShardView
 from tiercache.planning.row_offsets import RowOffsets
+from tiercache.planning.sharding_planner import sliced
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceTier, SlotAssignment
 from tiercache.rows.prefetch import first_vectors, initial_vectors
@@ -22,7 +23,7 @@ from tiercache.store import MemoryEngine
 from tiercache.store.bits import hash_keys
 from tiercache.store.inspect import verify
 from tiercache.store.row_codec import from_words, initial_rows
-from tiercache.store.sharding import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.sharding import ShardingPlan, Slice, TableSharding
 from tiercache.store.table import group_tables
 
 CASE = Case(

@@ -17,7 +17,7 @@ from tests.train.cases import table
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.planning.sharding_planner import sharding_of
+from tiercache.planning.sharding_planner import sharding_of, slice_widths, sliced
 from tiercache.store.bits import HASHES
 from tiercache.store.sharding import (
     KINDS,
@@ -25,8 +25,6 @@ from tiercache.store.sharding import (
     Slice,
     TableSharding,
     hash_bounds,
-    slice_widths,
-    sliced,
 )
 
 USUAL = {

@@ -14,10 +14,9 @@ from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_st
 from tiercache.store.sharding import (
     KINDS,
     ShardingPlan,
+    Slice,
     TableSharding,
     listed,
-    slice_widths,
-    sliced,
     unknown_kind,
 )
 
@@ -348,3 +347,29 @@ class _TableCost:
         num_bytes = self._unique_rows * self._row_bytes(width, ways) * (share * others + 1 - share)
         pieces = (others if share > 0 else 0) + (0 if share == 1 else 1 if share == 0 else others)
         return num_bytes / self._costs.link_bytes_per_second + pieces * self._costs.piece_seconds
+
+
+def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
+    """Return the widths of slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
+
+    Raises ValueError unless every slice gets a column.
+    """
+    if not 1 <= num_slices <= dim:
+        raise ValueError(f"{dim} columns cannot be {num_slices} slices: a slice has at least 1 column")
+    width, wider = divmod(dim, num_slices)
+    return tuple(width + (i < wider) for i in range(num_slices))
+
+
+def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
+    """Return the sharding of ``dim`` columns in equal slices for these ranks; slices of one rank become neighbors.
+
+    A rank may be listed several times. One rank alone owns the whole table.
+    """
+    widths: dict[int, int] = {}
+    for rank, width in zip(ranks, slice_widths(dim, len(ranks)), strict=True):
+        widths[rank] = widths.get(rank, 0) + width
+    first, slices = 0, []
+    for rank, width in widths.items():
+        slices.append(Slice(rank, first, first + width))
+        first += width
+    return TableSharding("table_wise" if len(slices) == 1 else "column_wise", tuple(slices))

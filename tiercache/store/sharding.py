@@ -13,7 +13,7 @@ from tiercache.store.bits import HASHES
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from tiercache.store.table import Group, Table
 
@@ -172,32 +172,6 @@ def _groups(
 def hash_bounds(num_ranks: int) -> tuple[int, ...]:
     """Return the first hash of each rank's range, and 2^64 at the end: ``floor(r * 2^64 / W)``."""
     return tuple(r * HASHES // num_ranks for r in range(num_ranks + 1))
-
-
-def slice_widths(dim: int, num_slices: int) -> tuple[int, ...]:
-    """Return the widths of slices of ``dim`` columns, wider ones first: 15 in 8 are 2, 2, 2, 2, 2, 2, 2, 1.
-
-    Raises ValueError unless every slice gets a column.
-    """
-    if not 1 <= num_slices <= dim:
-        raise ValueError(f"{dim} columns cannot be {num_slices} slices: a slice has at least 1 column")
-    width, wider = divmod(dim, num_slices)
-    return tuple(width + (i < wider) for i in range(num_slices))
-
-
-def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
-    """Return the sharding of ``dim`` columns in equal slices for these ranks; slices of one rank become neighbors.
-
-    A rank may be listed several times. One rank alone owns the whole table.
-    """
-    widths: dict[int, int] = {}
-    for rank, width in zip(ranks, slice_widths(dim, len(ranks)), strict=True):
-        widths[rank] = widths.get(rank, 0) + width
-    first, slices = 0, []
-    for rank, width in widths.items():
-        slices.append(Slice(rank, first, first + width))
-        first += width
-    return TableSharding("table_wise" if len(slices) == 1 else "column_wise", tuple(slices))
 
 
 def unknown_kind(kind: Any) -> str:
