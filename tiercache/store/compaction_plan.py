@@ -23,7 +23,6 @@ from tiercache.store.external_sort import (
     merged,
 )
 from tiercache.store.files import ScratchFile, paged
-from tiercache.store.layout import KEY_PAGE_ROWS
 from tiercache.store.live_keys import KEY_THREADS, live_keys
 from tiercache.store.reading import read_ahead
 from tiercache.store.scan import runs_of
@@ -224,19 +223,12 @@ class _GroupRows:
         """Yield (segment, keys, rows) of the live rows of a table whose hashes are in a range, by segment and row."""
         group, reader = self.group, self._reader
 
-        def read(segment: Segment, low: int, high: int) -> NDArray[np.int64]:
-            layout = segment.layouts[group.index]
-            block, first = divmod(int(layout.key_pages_of_rows(np.array([low]))[0]), layout.key_pages)
-            last = int(layout.key_pages_of_rows(np.array([high - 1]))[0]) - block * layout.key_pages + 1
-            start = block * layout.block_rows + first * KEY_PAGE_ROWS
-            return reader.keys(segment, group.index, block, first, last)[low - start : high - start]
-
-        def parts() -> Iterator[tuple[Segment, int, int]]:
+        def parts() -> Iterator[tuple[Segment, int, int, int]]:
             for run in runs_of(reader, self._snapshot, self._snapshot.segments, group, table, hashes=hashes):
                 for _, low, high in run.blocks():
-                    yield run.segment, low, high
+                    yield run.segment, group.index, low, high
 
-        for (segment, low, high), keys in read_ahead(readers, read, parts(), most=2 * KEY_THREADS):
+        for (segment, _, low, high), keys in read_ahead(readers, reader.keys_between, parts(), most=2 * KEY_THREADS):
             yield segment, keys, np.arange(low, high)
 
     def _join(self, place: int, stored: SortedCursor, schedule: SortedCursor, codes: ExternalSorter) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.store.commit_reader import memory_for
 from tiercache.store.engines.engine import ReadRequest
 from tiercache.store.files import scratch_in
-from tiercache.store.layout import CHANGED, KEY_BYTES, KEYS, ROWS, key_page_bounds
+from tiercache.store.layout import CHANGED, KEY_BYTES, KEY_PAGE_ROWS, KEYS, ROWS, key_page_bounds
 from tiercache.store.records import checksum
 from tiercache.store.segment import Compute, corrupt_block, first_hashes_of
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
@@ -266,6 +266,14 @@ class BlockReader:
             raise self._corrupt(segment, group, block, words)
         self.counters.add(key_bytes_read=data.size, reads=1)
         return keys
+
+    def keys_between(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.int64]:
+        """Return the keys of rows [low, high) of one block; reads the key pages that have them."""
+        layout = segment.layouts[group]
+        first, last = layout.key_pages_of_rows(np.array([low, high - 1])).tolist()
+        block, page = divmod(first, layout.key_pages)
+        start = block * layout.block_rows + page * KEY_PAGE_ROWS
+        return self.keys(segment, group, block, page, page + last - first + 1)[low - start : high - start]
 
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""

@@ -399,12 +399,11 @@ def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, ta
     what = f"counting the changed keys of table {table.name!r}"
     with ExternalSorter([], reader.scratch, what, _COUNT_BYTES, reader.counters) as sorter:
         for run in runs:
-            for block, low, high in run.blocks():
+            for _, low, high in run.blocks():
                 chosen = choice(run.segment, group.index, low, high)
                 if np.any(chosen):
-                    keys = reader.keys(run.segment, group.index, block)
-                    start = block * run.block_rows
-                    sorter.add(hash_keys(keys[low - start : high - start][chosen], table.table_id))
+                    keys = reader.keys_between(run.segment, group.index, low, high)
+                    sorter.add(hash_keys(keys[chosen], table.table_id))
         return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
@@ -447,10 +446,10 @@ def _unordered(
 ) -> Iterator[Chunk]:
     """Yield the chosen rows of runs, at most ``step`` at a time, never beyond a block."""
     for run in runs:
-        for block, low, high in run.blocks(step):
+        for _, low, high in run.blocks(step):
             rows = np.arange(low, high)
             if choice is not None:
                 rows = rows[choice(run.segment, group.index, low, high)]
             if rows.size:
-                keys = reader.keys(run.segment, group.index, block)[rows - block * run.block_rows]
+                keys = reader.keys_between(run.segment, group.index, low, high)[rows - low]
                 yield keys, read_rows(reader, run.segment, group.index, rows)

@@ -417,10 +417,9 @@ def _rows_within(
             continue
         page = first + int(begins.searchsorted(np.uint64(bound)))  # its row is here, or the first of the next page
         start, end = (int(rows[0]) for rows in layout.rows_of_key_pages(np.array([page])))
-        block, in_block = divmod(page, layout.key_pages)
-        keys = reader.keys(segment, group.index, block, in_block, in_block + 1)
         begin = max(low, start)
-        in_page = hash_keys(keys[begin - start : min(high, end) - start], table.table_id)
+        keys = reader.keys_between(segment, group.index, begin, min(high, end))
+        in_page = hash_keys(keys, table.table_id)
         found.append(begin + int(in_page.searchsorted(np.uint64(bound))))
     return found[0], found[1]
 

@@ -231,11 +231,9 @@ def _within(rank: Store, table: Table, low: int, high: int) -> bool:
     if (group := stored.group) is None:
         return True
     for run in runs_of(rank.reader, snapshot, snapshot.committed, group, stored.table):
-        layout = run.segment.layouts[group.index]
         for row in (run.low, run.high - 1):
-            block = row // layout.block_rows
-            key = rank.reader.keys(run.segment, group.index, block)[row - layout.rows_of_block(block)[0]]
-            if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
+            key = rank.reader.keys_between(run.segment, group.index, row, row + 1)
+            if not low <= int(hash_keys(key, table.table_id)[0]) < high:
                 return False
     return True
 
