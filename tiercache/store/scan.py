@@ -8,6 +8,7 @@ order of segments, and sorting keeps the order of equal keys.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +179,7 @@ def _chunks(
         reader.counters, copies=copies, total_rows=sum(run.remaining for run in runs),
     ) as sorter:  # fmt: skip
         step = max(1, most // 4)
-        for run in join_runs(runs, LastBlock(reader.keys)):
+        for run in join_runs(runs, lru_cache(maxsize=1)(reader.keys)):  # neighboring runs share a block
             while run.remaining:
                 keys, rows = run.read(step)
                 sorter.add(hash_keys(keys, table.table_id), rows)
@@ -363,21 +364,6 @@ class SortedRun:
         return np.concatenate(parts)
 
 
-class LastBlock:
-    """Reads blocks of keys or last changes and remembers the last one: neighboring runs share it."""
-
-    def __init__(self, read: Callable[[Segment, int, int], NDArray[Any]]) -> None:
-        self._read = read
-        self._last: tuple[tuple[int, int, int], NDArray[Any]] | None = None
-
-    def __call__(self, segment: Segment, group: int, block: int) -> NDArray[Any]:
-        """Return the result of ``read``."""
-        place = segment.id, group, block
-        if self._last is None or self._last[0] != place:
-            self._last = place, self._read(segment, group, block)
-        return self._last[1]
-
-
 def runs_of(
     reader: BlockReader,
     snapshot: Snapshot,
@@ -443,7 +429,7 @@ class VersionReader:
     """
 
     def __init__(self, reader: BlockReader, firsts: Mapping[int, int]) -> None:
-        self._block, self._firsts = LastBlock(reader.changed), firsts
+        self._block, self._firsts = lru_cache(maxsize=1)(reader.changed), firsts
 
     def __call__(self, segment: Segment, group: int, low: int, high: int) -> Uint32s:
         """Return the last changes of rows [low, high): (high - low,)."""
