@@ -37,7 +37,7 @@ from tiercache.store import (
     TableMismatchError,
     verify,
 )
-from tiercache.store.opening import open_folder
+from tiercache.store.opening import newest_record, open_folder
 from tiercache.store.sharding import ShardingPlan
 
 ENGINES = pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -316,3 +316,18 @@ def test_what_is_asked_wrongly_is_one_error(tmp_path: Path) -> None:
         Store.open(path, tables=TABLES)
     (tmp_path / "kept.json").rename(path / "store.json")
     check_shards(path, Cursor(1))
+
+
+def test_a_store_of_the_format_before_is_refused(tmp_path: Path) -> None:
+    """Its ranks had separate commits: the error says what to do, and nothing is made there."""
+    path = tmp_path / "s"
+    path.mkdir()
+    (path / "shards.json").write_text("{}")
+    words = r"has shards.json, of ranks with separate commits, .*: export the store with the tiercache that wrote"
+    for mode in ("r", "a"):
+        with pytest.raises(FormatVersionError, match=words):
+            Store.open(path, mode=mode, tables=TABLES)
+    assert re.search(words, sentences(train_shards(path, 2, 1)))
+    assert [entry.name for entry in path.iterdir()] == ["shards.json"]
+    with pytest.raises(FormatVersionError, match=words):
+        newest_record(path)

@@ -114,7 +114,7 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     from tiercache.store import NotAStoreError, StoreMissingError
     from tiercache.store.locks import MARKER
 
-    if (path / MARKER).exists():
+    if (path / MARKER).exists() or (path / "shards.json").is_file():  # of an older format, which the store refuses
         return "store"
     if (path / dataset.MANIFEST).exists():
         return "dataset"

@@ -42,6 +42,8 @@ FORMAT = "tiercache store"
 FORMAT_VERSION = 5
 RANK_FORMAT = "tiercache rank"
 """The format in the marker of a rank's folder, which has blobs of a store but is not a store."""
+_OLDER_SHARDS = "shards.json"
+"""The file of a store of several ranks before they made commits together."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
 
@@ -74,6 +76,11 @@ class StoreDirectory:
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: pass the path of a store, or an unused one")
         names = {entry.name for entry in self.path.iterdir()}
+        if _OLDER_SHARDS in names:
+            raise FormatVersionError(
+                f"the store at {self.path} has {_OLDER_SHARDS}, of ranks with separate commits, but this tiercache "
+                f"reads version {FORMAT_VERSION}: export the store with the tiercache that wrote it"
+            )
         if MARKER in names:
             self._check_marker()
         elif names and LOCK not in names:
