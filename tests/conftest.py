@@ -18,6 +18,7 @@ that are marked "disk" are on the disk.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import shutil
@@ -55,6 +56,12 @@ settings.load_profile("untimed")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave cases of sampled tests to `make test-long`."""
     leave_to_long(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage leave out modules and tests, of which there are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

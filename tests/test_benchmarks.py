@@ -48,6 +48,7 @@ def assert_has(found: dict[str, Any], keys: Iterable[str]) -> None:
     assert not [key for key in keys if key not in found]
 
 
+@pytest.mark.long
 def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     """The smallest run of the out-of-core benchmark has all its keys, and the ones that are facts hold."""
     found = figures("benchmarks.out_of_core", tmp_path, "--folder", str(tmp_path / "data"))
@@ -261,6 +262,7 @@ def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path)
     assert found["share_gather_verdict"] == "not measured"
 
 
+@pytest.mark.long
 def test_tables_of_language_models_keep_their_plan_and_their_bits(tmp_path: Path) -> None:
     """The smallest run has all keys; DuckDB finds as many keys, or the benchmark ends."""
     found = figures("benchmarks.ngram", tmp_path, "--folder", str(tmp_path / "data"))

@@ -169,7 +169,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "'vector': (2, 16)" in printed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("example", "says"),
     [

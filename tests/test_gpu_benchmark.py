@@ -78,6 +78,7 @@ def test_every_part_runs_without_a_gpu_and_writes_its_figures(tmp_path: Path) ->
     assert found["racecheck"]["status"] == found["ncu"]["status"] == "not run: needs a GPU"
 
 
+@pytest.mark.long
 def test_parts_that_need_no_store_run_without_lmdb_and_zarr(tmp_path: Path) -> None:
     """A lent machine may lack both."""
     run("-c", WITHOUT, str(tmp_path), "env", "link", "step", "register", "switch", "--dry")

@@ -36,7 +36,7 @@ def test_a_training_ends_with_the_committed_digests(tmp_path: Path, given: str, 
     assert digests(tmp_path, dense) == COMMITTED[given]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("given", GIVEN)

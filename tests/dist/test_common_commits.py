@@ -227,18 +227,8 @@ def test_a_commit_that_other_ranks_did_not_hear_of_stands(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("to", "ahead", "engine"),
-    [
-        (3, 1, "zarr"),
-        (2, None, "lmdb"),
-        (4, 0, "lmdb"),
-        (2, 1, "zarr"),
-        (3, 0, "lmdb"),
-        (3, None, "lmdb"),
-        (4, None, "zarr"),
-    ],
-)
+@pytest.mark.parametrize("engine", ["zarr", "lmdb"])
+@pytest.mark.parametrize(("to", "ahead"), [(3, 1), (2, None), (4, 0), (2, 1), (3, 0), (3, None), (4, None)])
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:

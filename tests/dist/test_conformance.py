@@ -77,7 +77,7 @@ def assert_as_alone(
             np.testing.assert_allclose(mine, other[order], rtol=tolerance, atol=tolerance, err_msg=table.name)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("entry", [*MERLIN, *BEYOND])
 def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int) -> None:

@@ -81,8 +81,8 @@ def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path
     assert min(found["told_why"], found["resumed_behind_a_commit"]) > 0
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kills", [1, 60])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [3, 60])
 def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
     """From the middle of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
     found = killed("training", tmp_path, kills=kills, ranks=2)

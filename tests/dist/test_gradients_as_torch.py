@@ -75,6 +75,7 @@ def overflow(ranks: AnyCommunicator, folder: str, *, wraps: str, dense: bool) ->
         return {"scales": scales, "steps": cache.optimizer.rows.steps}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("wraps", "dense"), [("ddp", True), ("ddp", False), ("nothing", False), ("fsdp", True), ("fsdp of a part", True)]
 )
@@ -340,6 +341,7 @@ def beside_batches(ranks: AnyCommunicator, folder: str, when: str, *, evaluates:
     return {"error": error}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "at the end of the pass"])
 def test_a_validation_of_one_rank_beside_batches_is_told_at_once(

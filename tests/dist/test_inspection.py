@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], None], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_a_rank_that_does_not_belong_is_one_sentence(tmp_path: Path, case: str, engine: str) -> None:
@@ -255,7 +255,7 @@ def test_rows_that_belong_to_other_ranks_are_problems(tmp_path: Path, engine: st
         list(store.scan("word"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("meanwhile", ["trained", "rolled back", "compacted", "divided", "one rank"])
 @pytest.mark.parametrize(("engine", "after"), [("zarr", 1), ("lmdb", 2), ("zarr", 3)])
 def test_a_training_beside_verification_is_no_damage(

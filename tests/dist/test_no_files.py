@@ -25,7 +25,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*SMALL, *OF_WRITERS])
 @pytest.mark.parametrize("what", [*NO_FILES])
 def test_every_way_to_open_says_what_is_there(sharded: Path, name: str, what: str) -> None:

@@ -151,6 +151,7 @@ def run(ranks: AnyCommunicator, folder: str, *, what: str) -> str:
     return said
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", LOOPS)
 def test_ranks_commit_a_pass_together_or_not_at_all(ranks_pool: RanksPool, tmp_path: Path, what: str) -> None:
     """All ranks say why not."""

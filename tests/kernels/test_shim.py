@@ -80,6 +80,7 @@ def gather(device: ShimDevice, dim: int = 8) -> None:
     assert np.array_equal(out, vectors[slots])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("old", "new", "order"),
     [

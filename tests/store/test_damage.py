@@ -84,6 +84,7 @@ def read_all(path: Path, mode: str = "r") -> None:
         list(store.scan("big"))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ["data.mdb", "blocks.bin"])
 @pytest.mark.parametrize("share", [0.0, 4096, 5000, 8192, 0.5, 0.9, 1.0])
 def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name: str, share: float) -> None:

@@ -90,6 +90,7 @@ STEPS: dict[str, Callable[[Store], object]] = {
 }
 
 
+@pytest.mark.sampled(40)
 @KINDS
 @pytest.mark.parametrize("step", [*STEPS])
 @pytest.mark.parametrize("change", CHANGES)

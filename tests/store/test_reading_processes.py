@@ -44,7 +44,7 @@ def write(path: Path, store: Store, seconds: float) -> tuple[Store, Counter[str]
     return store, done
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "seconds", [pytest.param(2, id="some seconds"), pytest.param(60, marks=pytest.mark.long, id="a minute")]
 )

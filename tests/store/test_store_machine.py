@@ -23,9 +23,7 @@ def run(machine: type[StoreMachine], examples: int, steps: int = 15, **options: 
 LONG = [pytest.param(engine, 100, 40, marks=pytest.mark.long) for engine in CONTRACTS]
 
 
-@pytest.mark.parametrize(
-    ("engine", "examples", "steps"), [("memory", 50, 15), ("lmdb", 20, 15), ("zarr", 10, 15), *LONG]
-)
+@pytest.mark.parametrize(("engine", "examples", "steps"), [("memory", 30, 15), ("lmdb", 8, 15), ("zarr", 5, 15), *LONG])
 def test_a_store_is_its_last_commit_and_what_was_appended_since(engine: str, examples: int, steps: int) -> None:
     """Through any order of writes, commits, crashes, failures, rewrites and rollbacks, rows equal those in a dict."""
     run(StoreMachine.on(CONTRACTS[engine]), examples, steps)

@@ -453,7 +453,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "optimizer"), [*zip(LOOPS, cycle(ROW_OPTIMIZERS), strict=False)])
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
     """Every loss, the dense weights and every row, through a kill and a resume in the middle."""
@@ -465,7 +465,7 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
     compare(side.losses, side.model.dense_parameters(), side.rows, reference)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("plain", "Adagrad"), ("GradScaler", "SGD"), ("clip_grad_norm", "SGD"), ("both", "Adagrad"),

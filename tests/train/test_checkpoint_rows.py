@@ -307,6 +307,7 @@ def train_on_rank(ranks: AnyCommunicator, folder: str, name: str, **options: Any
         return sum(report.checkpoint_rows for report in cache.reports)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
 def test_each_rank_reads_the_rows_that_it_has(ranks_pool: RanksPool, tmp_path: Path, sharding: str) -> None:
     prepared(tmp_path)

@@ -56,14 +56,12 @@ class SmallGpu(ShimRuntime):
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """Garbage is collected only on request, and older objects are not examined again."""
+    """Garbage is collected only on request."""
     importlib.import_module("torch._dynamo")  # by the first optimizer of a process, and keeps the frames that asked
     gc.collect()
-    gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:

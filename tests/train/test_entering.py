@@ -136,7 +136,7 @@ def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: 
         load_rows(store, [(table, (keys, tuple(fields))) for keys, fields in store.scan(table, chunk_rows=5)][:1])
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("done", UNTRAINED.values(), ids=UNTRAINED.keys())
 @pytest.mark.parametrize(("engine", "order_seed", "at"), [("lmdb", None, 5), ("zarr", 5, 7), ("memory", None, 15)])
 def test_a_commit_that_trains_nothing_keeps_the_position(

@@ -149,6 +149,7 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
         assert_same_bits(result_of_resident(cache, training.net), plain[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
     """With random numbers in every step and a changing rate: batches fetched but not trained are fetched again."""

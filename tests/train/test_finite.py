@@ -104,6 +104,7 @@ WRONG: dict[str, tuple[Callable[[Training, tc.Batch], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     ("optimizer", "at"), [*((name, (1, 2)) for name in OPTIMIZERS), ("adagrad", (0, 0)), ("adagrad", (2, 3))]
 )

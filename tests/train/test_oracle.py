@@ -127,6 +127,7 @@ def two_tables(optimizer: str) -> tuple[tc.Table, ...]:
     return table("a", 12, OPTIMIZERS[optimizer], wide), table("b", 7, OPTIMIZERS[optimizer], wide)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("optimizer", "accumulate"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(OPTIMIZERS)])
 def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, accumulate: int) -> None:
     """Sum, mean, max, data weights, empty bags, shared tables, lists, accumulation and a changing rate."""
@@ -134,6 +135,7 @@ def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, a
     compare(Case(tables=two_tables(optimizer), specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("optimizer", "device"), [*((name, "cpu") for name in OPTIMIZERS), ("adagrad", "cuda")])
 def test_unpooled_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, device: str) -> None:
     """One vector for each id, for single ids, fixed and ragged lists that share tables."""

@@ -79,6 +79,7 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOADERS)
 def test_key_sets_are_those_of_the_samples_of_each_sub_dataset(tmp_path: Path, name: str) -> None:
     """With their counts, for any order of the loader; every sample is in one sub-dataset."""

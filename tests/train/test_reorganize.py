@@ -82,7 +82,7 @@ def day_by_day(
             yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("engine", "slice_bytes"), [("memory", None), ("lmdb", None), ("zarr", None), ("memory", 2000), ("lmdb", 500)]
 )

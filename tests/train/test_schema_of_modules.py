@@ -80,6 +80,7 @@ def feature_of(schema: tc.Schema, words: tuple[str, ...]) -> str:
     return next(one.name for one in schema.features if name in {one.name, one.table})
 
 
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("edit", EDITED)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("when", ["given", "registered", "in memory", "looked up"])

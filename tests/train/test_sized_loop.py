@@ -183,6 +183,7 @@ def test_a_flat_loop_of_a_cache_in_memory_ends_with_the_same_bits(passes: tc.Pas
         assert_same_bits(result_of_resident(cache, training.net), plain[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", range(1, STEPS + 1, 3))
 def test_a_flat_loop_that_was_left_resumes_from_the_last_commit(
     passes: tc.PassDataset, plain: Plain, steps: int

@@ -263,7 +263,7 @@ LITTLE = 1 << 16
 """So little memory for sorting that everything is sorted in files: a minute or two for the larger days."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("engine", "retention"), [("lmdb", 1), ("zarr", 2)])
 @pytest.mark.parametrize("memory", [None, LITTLE])
 @pytest.mark.parametrize("day", sorted(DAYS, key="a small day".__ne__))

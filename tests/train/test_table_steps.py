@@ -148,6 +148,7 @@ def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
     return reference.difference(cache)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", ["dropped", "frozen", "left out"])
 @pytest.mark.parametrize("when", WHEN)
 def test_a_table_counts_the_steps_that_it_took(passes: tc.PassDataset, when: str, how: str) -> None:

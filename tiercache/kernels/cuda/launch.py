@@ -130,6 +130,7 @@ def has_elements(array: Any) -> bool:
     return array is not None and 0 not in array.shape
 
 
+@functools.cache
 def source(name: str) -> str:
     """Return the text of `name`.cu with its headers in place."""
     folder = Path(__file__).parent
