@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
+from fractions import Fraction
 
 from tiercache.errors import BudgetError
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str, *, least: int = 1) -> int:
@@ -20,15 +21,15 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB'")
     if not isinstance(size, str):
-        num_bytes: float = operator.index(size)
+        num_bytes = Fraction(operator.index(size))
     else:
         match = _SIZE.fullmatch(size)
         if match is None or (match[3] and not match[2]):
             raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB' or '8GB'")
         power = _UNITS[match[2].lower()]
         factor = 1 << power if match[3] else 1000 ** (power // 10)
-        num_bytes = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
-    if num_bytes < least or num_bytes != int(num_bytes):
+        num_bytes = Fraction(match[1]) * factor  # a float of 4.02 x 1000 is not whole
+    if num_bytes < least or num_bytes.denominator != 1:
         raise BudgetError(f"invalid size {size!r}: expected whole bytes, at least {least}")
     return int(num_bytes)
 
