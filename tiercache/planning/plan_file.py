@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class Rates(_Part):
@@ -130,11 +130,11 @@ class TrainingPlan(_Part):
     dataset: str
     """The digest of the dataset."""
     optimize: Literal["speed", "memory"]
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = Field(default=None, strict=False)
     """None: the sub-datasets' own order."""
     budgets: _Budgets
     machine: Rates
-    passes: tuple[PassPrediction, ...]
+    passes: tuple[PassPrediction, ...] = Field(strict=False)
     """The passes of the first epoch of a new store and of the second, which later epochs repeat."""
 
     @classmethod
