@@ -1,5 +1,6 @@
 """A budget that is too small is refused before the store changes."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.dist.trainings import trained as trained_by_step
 from tests.train.cases import Case
 from tiercache.data.pass_builder import device_bytes
 from tiercache.dist.communicator import AnyCommunicator
+from tiercache.sizes import parse_bytes
 from tiercache.store.inspect import file_bytes_of
 from tiercache.store.table import group_tables
 
@@ -212,10 +214,7 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
     budget = 800 * ROW_BYTES
     passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, split_by="budget")
     passes.path.rename(tmp_path / "passes")
-    advice = (
-        f"is {budget / 1024:.3g} KiB on each of 2 ranks: raise it, extract again with --device-budget {budget} "
-        "--devices 2, "
-    )
+    advice = f", extract again with --device-budget {budget} --devices 2, "
 
     for kind, more in (
         ("row_wise", "devices=2"),
@@ -224,3 +223,20 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
+def test_the_device_budget_that_an_error_gives_is_the_smallest_that_trains(
+    ranks_pool: RanksPool, tmp_path: Path, kind: str
+) -> None:
+    """To the byte: the largest of the ranks' numbers, replicated vectors included."""
+    CASES["one"].cut(tmp_path / "passes")
+
+    def refused(device_budget: int) -> int:
+        options = {"folder": str(tmp_path), "device_budget": device_budget, "sharding": sharded(kind)}
+        texts = [error[1] for error in ranks_pool.errors(2, OPEN, **options) if error is not None]
+        return max(parse_bytes(found) for text in texts for found in re.findall(r"2 ranks: raise it to (\w+), ", text))
+
+    least = refused(1)
+    assert refused(least - 1) == least
+    ranks_pool.run(2, TRAIN, case="one", folder=str(tmp_path), device_budget=least, sharding=sharded(kind))

@@ -10,7 +10,6 @@ import numpy as np
 
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.shard_view import ShardView
-from tiercache.errors import BudgetError
 from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.next_use import find_next_uses
 from tiercache.planning.pass_plan import Planner, Plans, live_layouts
@@ -20,7 +19,6 @@ from tiercache.planning.schedule import Schedule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.device import DeviceMemoryPlan
 from tiercache.rows.next_use_files import NextUseFiles
-from tiercache.sizes import format_bytes
 from tiercache.store.checkpoint import tensor_sizes
 from tiercache.store.files import ScratchFile, scratch_in
 from tiercache.store.snapshot import History
@@ -49,11 +47,6 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
         needs.check(budgets.device_budget, cut=source.made_by if isinstance(source, PassDataset) else "")
         return budgets
     replicas = replica_bytes(source)
-    if replicas > budgets.device_budget:
-        raise BudgetError(
-            f"the replicated tables need {format_bytes(replicas)} on every device, but device_budget is "
-            f"{format_bytes(budgets.device_budget)}: raise it, or shard them row_wise"
-        )
     num_ranks = source.sharding.num_ranks
     divided = num_ranks == 1 or all(one.kind == "row_wise" for one in source.sharding.tables.values())
     needs.check(

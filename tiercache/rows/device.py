@@ -89,8 +89,9 @@ class DeviceMemoryPlan:
         num_ranks: the number of devices that share them. advice: another remedy. cut: the call that makes the dataset
         with smaller passes; default: an extraction.
         """
-        if self.num_bytes + replicas > device_budget:
-            need, allowed = distinct_sizes(self.num_bytes + replicas, device_budget)
+        total = self.num_bytes + replicas
+        if total > device_budget:
+            need, allowed = distinct_sizes(total, device_budget)
             parts = [
                 f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
             ]
@@ -109,7 +110,7 @@ class DeviceMemoryPlan:
             )
             raise BudgetError(
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
-                f"raise it{smaller}{advice}"
+                f"raise it to {option_bytes(total)}{smaller}{advice}"
             )
         for rows in self.rows_G:
             if rows > MOST_SLOTS:
