@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,8 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
         ({"device": "cuda:99"}, ValueError, "device 'cuda:99' cannot be measured .*: pass link_gbps"),
         ({"device": "abacus"}, ValueError, "device 'abacus' cannot be measured .*: pass link_gbps"),
         ({"disk_gbps": 0}, ValueError, "invalid disk_gbps 0: expected a positive number"),
+        ({"disk_gbps": "1"}, ValueError, "invalid disk_gbps '1': expected a positive number"),
+        ({"zipf": True}, ValueError, "zipf is True: expected an exponent"),
         ({"samples_per_second": float("nan")}, ValueError, "invalid samples_per_second nan"),
         ({"tables": ()}, ValueError, "no tables were given"),
         ({"rows": 1e11, "samples": 1e12, "zipf": 0, "device_budget": 1 << 45}, BudgetError, "but a device holds"),
@@ -216,6 +219,20 @@ def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], kind: t
     """With the found value, the expected one and the remedy."""
     with pytest.raises(kind, match=words):
         tc.estimate(**(ONE | options))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Counts of pandas and NumPy are; the estimate is that of Python's numbers, as JSON too."""
+    options: dict[str, Any] = {
+        "rows": 1e5, "samples": 1e6, "keys_per_sample": 2, "zipf": 0.5, "passes": 10, "epochs": 2, "disk_gbps": 1,
+        "link_gbps": 2, "samples_per_second": 1e4,
+    }  # fmt: skip
+    kinds = dict.fromkeys(options, np.int64) | {"zipf": np.float32, "disk_gbps": np.float32}
+    given: dict[str, Any] = {name: kinds[name](value) for name, value in options.items()}
+    records = [json.loads(json.dumps(tc.estimate(TABLES[:1], **numbers).to_record())) for numbers in (options, given)]
+    for record in records:
+        del record["rates"]["copy"]  # measured
+    assert records[0] == records[1]
 
 
 def test_what_this_machine_lacks_is_said() -> None:

@@ -293,7 +293,7 @@ def cut_passes(
     if passes is not None and unique_per_pass is not None:
         exponent, models = _fitted(work, unique_per_pass, passes)
     else:
-        exponent = 1.0 if zipf is None else zipf
+        exponent = 1.0 if zipf is None else float(zipf)
         models = key_models(work, exponent)
     size = _Size("device_budget", device_budget or 0, lambda found: device_need(groups, found))
     if unique_per_pass is not None:

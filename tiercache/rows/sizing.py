@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +91,15 @@ def estimate(
     epochs, commit_every = _whole("epochs", epochs), _whole("commit_every", commit_every)
     retention, passes = _whole("retention", retention), None if passes is None else _whole("passes", passes)
     unique = None if unique_per_pass is None else _whole("unique_per_pass", unique_per_pass)
-    if zipf is not None and not (isinstance(zipf, int | float) and 0 <= zipf <= 4):
+    if zipf is not None and not (_is_number(zipf) and 0 <= zipf <= 4):
         raise ValueError(f"zipf is {zipf!r}: expected an exponent from 0 (all keys equally frequent) to 4")
     if zipf is not None and unique is not None and passes is not None:
         raise ValueError("unique_per_pass and passes determine the exponent: omit zipf, or one of them")
     rates_given = {"samples_per_second": samples_per_second, "disk_gbps": disk_gbps, "link_gbps": link_gbps}
     for name, rate in rates_given.items():
-        if rate is not None and not (math.isfinite(rate) and rate > 0):
+        if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
             raise ValueError(f"invalid {name} {rate!r}: expected a positive number")
+    samples_per_second, disk_gbps, link_gbps = (None if rate is None else float(rate) for rate in rates_given.values())
     assumptions = []
     budget = None if device_budget is None else parse_bytes(device_budget)
     if budget is None and unique is None and passes is None:
@@ -154,21 +156,25 @@ def _workload(
             raise ValueError(f"{what} has no number for table {missing[0]!r}: pass one")
         by_name[what] = values
     for name, value in by_name["keys_per_sample"].items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not (_is_number(value) and 0 < value < math.inf):
             raise ValueError(f"keys_per_sample of table {name!r} is {value!r}: expected a positive number")
     return Workload(
         chosen,
         {name: _whole(f"rows of table {name!r}", value) for name, value in by_name["rows"].items()},
-        by_name["keys_per_sample"],
+        {name: float(value) for name, value in by_name["keys_per_sample"].items()},
         _whole("samples", samples),
         _whole("dense", dense, least=0),
     )
 
 
+def _is_number(value: object) -> bool:
+    """Return True for a number of Python or NumPy, also if it is not finite."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _whole(name: str, value: float, *, least: int = 1) -> int:
     """Return a whole number, also of a float such as 2e9. Raises ValueError."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or not least <= value < 1 << 62:
+    if not _is_number(value) or not math.isfinite(value) or value != int(value) or not least <= value < 1 << 62:
         raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}")
     return int(value)
 
