@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,6 +99,28 @@ def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Pat
     assert slow.choose("speed", points, 1).commit_every == 1
     fast = capacity_of(data)
     assert fast.choose("speed", fast.curve(1 << 30), None).commit_every == 1
+
+
+@pytest.mark.parametrize("commit_every", [1, 4])
+def test_a_plan_keeps_its_store_budget_and_commits_as_far_apart_as_that_allows(
+    tmp_path: Path, commit_every: int
+) -> None:
+    """The smallest one is that of the training. With a byte less commits are closer, or nothing is planned."""
+    data = CASE.cut(tmp_path / "d")
+    slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
+    points = slow.curve(1 << 30)
+    options = {"device_budget": DEVICE, "host_budget": "64MiB", "commit_every": commit_every}
+    with pytest.raises(BudgetError, match="raise store_budget to") as caught:
+        tc.TierCache(tmp_path / "s", data, store_budget=1, **options)  # type: ignore[arg-type]
+    needed = int(re.search(r"raise store_budget to (\d+)", str(caught.value))[1])  # type: ignore[index]
+    point = slow.choose("speed", points, None, needed)
+    assert point.commit_every == commit_every
+    with tc.TierCache(tmp_path / "s", data, store_budget=needed, **options):  # type: ignore[arg-type]
+        pass
+    if commit_every > 1:
+        assert slow.choose("speed", points, None, needed - 1).commit_every < commit_every
+    with pytest.raises(BudgetError, match=f"raise store_budget to {needed} bytes"):
+        slow.choose("speed", points, commit_every, needed - 1)
 
 
 @pytest.mark.parametrize(

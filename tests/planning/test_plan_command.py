@@ -113,6 +113,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     [
         (["--device-budget", "4KiB"], "the passes need .* on the device"),
         (["--host-budget", "4KiB"], "raise host_budget to"),
+        (["--store-budget", "1MiB"], "store_budget is 1 MiB, but the store needs .*raise store_budget to"),
         (["--optimize", "cost"], "must be speed or memory"),
         (["--order", "best"], "expected 'overlap' or a permutation"),
     ],

@@ -39,7 +39,9 @@ def plan(
     commit_every: Annotated[
         int | None, typer.Option(min=1, help="Passes between commits; default: chosen by the plan.")
     ] = None,
-    samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="The speed of your model.")] = None,
+    samples_per_second: Annotated[
+        float | None, typer.Option(min=1e-3, max=1e18, help="The speed of your model.")
+    ] = None,
     trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to measure this.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again.")] = False,
     as_json: Json = False,
@@ -89,11 +91,9 @@ def plan(
     free = int(MEMORY_SHARE * virtual_memory().available)
     points = capacity.curve(free if host_budget is None else parse_bytes(host_budget))
     goal = cast("Literal['speed', 'memory']", optimize)
-    point = capacity.choose(goal, points, commit_every)
-    made = capacity.plan(
-        point, optimize=goal, device_budget=need,
-        store_budget=None if store_budget is None else parse_bytes(store_budget),
-    )  # fmt: skip
+    store_bytes = None if store_budget is None else parse_bytes(store_budget)
+    point = capacity.choose(goal, points, commit_every, store_bytes)
+    made = capacity.plan(point, optimize=goal, device_budget=need, store_budget=store_bytes)
     if out is not None:
         local_path(out, "a plan").write_text(made.to_toml(), encoding="utf-8")
     own = reuse if order is None else reuse_of(data, None)

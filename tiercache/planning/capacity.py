@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +11,7 @@ from tiercache.planning.budgets import HostBudget
 from tiercache.planning.checkpoint_reads import CheckpointReads, TensorSize
 from tiercache.planning.pass_plan import Planner
 from tiercache.planning.plan_file import PassPrediction, TrainingPlan
+from tiercache.store.snapshot import History
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.plan_file import Rates, Seconds
     from tiercache.planning.reuse import Reuse
+    from tiercache.planning.store_plan import StorePlan
 
 COMMIT_INTERVALS = (2, 4, 8)
 _ALIKE = 1.02
@@ -91,19 +94,26 @@ class Capacity:
             points.append(self.at(min(points[-1].host_budget * 3 // 2, most)))
         return points
 
-    def choose(self, optimize: Literal["speed", "memory"], points: Sequence[Point], commit_every: int | None) -> Point:
+    def choose(
+        self, optimize: Literal["speed", "memory"], points: Sequence[Point], commit_every: int | None,
+        store_budget: int | None = None,
+    ) -> Point:  # fmt: skip
         """Return the point with the least host memory, or the fastest, with fewer commits if writes bound it.
 
         Of points that are about as fast: the one with more frequent commits, then the one with less memory.
-        commit_every: None: choose it.
+        commit_every: None: choose it. Raises BudgetError if even a new store, of one commit without dense state, may
+        need more bytes than ``store_budget``.
         """
+        allowed = math.inf if store_budget is None else store_budget
+        self._store_plan(points[0].host_budget, commit_every or 1).check(allowed)
         tried = list(points if optimize == "speed" else points[:1])
         if (commit_every or 1) > 1:
             tried = [self.at(point.host_budget, commit_every=commit_every or 1) for point in tried]
         fastest = min(tried, key=lambda point: point.epoch_seconds)
         is_write_bound = any(fastest.seconds[v].bound == "write" for v in fastest.later)
         if optimize == "speed" and commit_every is None and is_write_bound:
-            tried += [self.at(p.host_budget, commit_every=n) for n in COMMIT_INTERVALS for p in points]
+            fitting = [n for n in COMMIT_INTERVALS if self._store_plan(points[0].host_budget, n).needed <= allowed]
+            tried += [self.at(p.host_budget, commit_every=n) for n in fitting for p in points]
         fewest = min(point.epoch_seconds for point in tried)
         return next(point for point in tried if point.epoch_seconds <= _ALIKE * fewest)
 
@@ -130,6 +140,9 @@ class Capacity:
                 for plan, seconds in zip(point.passes, point.seconds, strict=True)
             ],
         })  # fmt: skip
+
+    def _store_plan(self, host_budget: int, commit_every: int) -> StorePlan:
+        return self._planner(host_budget, commit_every).store_plan(History(), commits=1, state_bytes=0)
 
     def _planner(self, host_budget: int, commit_every: int, end: int | None = None) -> Planner:
         reuse = self._reuse

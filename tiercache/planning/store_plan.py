@@ -99,7 +99,7 @@ class StorePlan:
         blocks = self.live + self.num_passes * self.largest_pass
         return blocks + -(-15 * blocks // 100) + self.state + self.schedule + self.metadata + RECORD_BYTES
 
-    def check(self, allowed: int) -> None:
+    def check(self, allowed: float) -> None:
         """Raise BudgetError, with the numbers, if the store may need more bytes than are allowed."""
         if self.needed > allowed:
             raise BudgetError(
