@@ -132,7 +132,9 @@ def test_first_uses_of_a_checkpoint_are_planned_apart(tmp_path: Path) -> None:
     from tests.train.test_checkpoint_rows import prepared, train
 
     data = prepared(tmp_path)
-    record = json.loads(planned(str(data.path), "--json"))["checkpoint"]
+    curve, record = (json.loads(planned(str(data.path), "--json"))[name] for name in ("curve", "checkpoint"))
+    shown = json.loads(CliRunner().invoke(app, ["info", str(data.path), "--curve", "--json"]).stdout)
+    assert [one["host_bytes"] for one in shown["curve"]] == [one["host_bytes"] for one in curve]
     _, reports, _ = train(data, tmp_path / "store")
     read = [report for report in reports if report.checkpoint_rows]
     assert [(one["pass"], one["rows"]) for one in record] == [(one.pass_index, one.checkpoint_rows) for one in read]

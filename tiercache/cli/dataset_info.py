@@ -24,7 +24,8 @@ def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tu
     """Return the facts of a dataset as plain values, and its capacity curve, by a sweep of its key sets.
 
     curve: include the rows and bytes of an epoch at several host budgets. plot: a file for the same as plots. Raises
-    DatasetError, and TierCacheError for a plot without matplotlib.
+    DatasetError, CheckpointError for either if rows start from files that are not there, and TierCacheError for a plot
+    without matplotlib.
     """
     from tiercache.data.dataset import PassDataset
 
@@ -106,9 +107,10 @@ def _points(data: PassDataset, reuse: Reuse) -> list[Point]:
 
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.plan_file import Rates
+    from tiercache.store.checkpoint import tensor_sizes
 
     no_rates = Rates(read=1, write=1, copy=1, link=1, commit_seconds=0)  # seconds are not shown
-    capacity = Capacity(reuse, [p.samples for p in data], no_rates)
+    capacity = Capacity(reuse, [p.samples for p in data], no_rates, tensors=tensor_sizes(data.tables))
     return capacity.curve(max(capacity.least(), virtual_memory().total))
 
 
