@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -224,6 +225,26 @@ def test_a_training_without_evaluation_gives_its_share_to_rows(
             with pytest.raises(BudgetError, match="eval_budget is 0 bytes: raise eval_budget"):
                 next(cache.evaluate(others))
         assert_bits_of_memory(store, passes, model, CASE)
+
+
+def test_the_evaluation_budget_that_an_error_gives_is_the_smallest_that_is_enough(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
+) -> None:
+    """To the byte, for a sample of a dataset and for raw keys; a rounded number may be less."""
+
+    def refused(budget: int, *, raw: bool) -> int:
+        with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes, eval_budget=budget) as cache:
+            cache.restore()
+            try:
+                cache.evaluate_batch({"g": np.arange(30)}) if raw else next(cache.evaluate(others))
+            except BudgetError as error:
+                return int(re.findall(r"raise eval_budget to (\d+) bytes", str(error))[0])
+        return 0
+
+    for raw in (False, True):
+        least = refused(0, raw=raw)
+        assert refused(least - 1, raw=raw) == least
+        assert refused(least, raw=raw) == 0
 
 
 def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.hashing import key_owners
-from tiercache.sizes import format_bytes
+from tiercache.sizes import distinct_sizes
 from tiercache.values.lookups import RowReader
 
 if TYPE_CHECKING:
@@ -97,9 +97,10 @@ class RowLoader:
         with ranks.raise_on_all(what):
             num_bytes = int((counts.sum(axis=0) * widths_T).sum()) * 4
             if budget is not None and num_bytes > budget:
+                need, allowed = distinct_sizes(num_bytes, budget)
                 raise BudgetError(
-                    f"the ranks ask rank {ranks.rank} for rows of {format_bytes(num_bytes)} at once, but eval_budget "
-                    f"is {format_bytes(budget)}: use smaller batches, or raise eval_budget (and host_budget)"
+                    f"the ranks ask rank {ranks.rank} for rows of {need} at once, but eval_budget is {allowed}: use "
+                    f"smaller batches, or raise eval_budget to {num_bytes} bytes (and host_budget, which contains it)"
                 )
             vectors_out = self._read(live_rows, counts, keys_in, widths_T)
         sizes = (to * widths_W).sum(axis=1).tolist()

@@ -10,7 +10,7 @@ from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
-from tiercache.sizes import format_bytes
+from tiercache.sizes import distinct_sizes, format_bytes
 from tiercache.train.batches import check_exchange_schedule, check_size, cut_batches, in_order, num_batches
 from tiercache.train.row_view import RowView
 from tiercache.values.batch import BatchRequest
@@ -171,10 +171,11 @@ class _SliceCutter:
             elif last > first:
                 break
             else:
+                need, allowed = distinct_sizes(rows_bytes, budget)
                 raise BudgetError(
-                    f"the rows of sample {last:,} of evaluation sub-dataset {source.index} take "
-                    f"{format_bytes(rows_bytes)}, but eval_budget is {format_bytes(budget)}: raise eval_budget (and "
-                    "host_budget, which contains it)"
+                    f"the rows of sample {last:,} of evaluation sub-dataset {source.index} take {need}, but "
+                    f"eval_budget is {allowed}: raise eval_budget to {rows_bytes} bytes (and host_budget, which "
+                    "contains it)"
                 )
             if num_bytes > 0 and step < _MARK_SAMPLES and last - first >= 64 * step:
                 break  # nearly full: single samples that still fit are not worth their reads

@@ -15,7 +15,7 @@ from tiercache.errors import BudgetError, KeyNotInPassError
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.rows.backends.cpu import HostFound
-from tiercache.sizes import format_bytes
+from tiercache.sizes import distinct_sizes
 from tiercache.train.missing_rows import MissingRows, check_unseen
 from tiercache.train.raw_samples import MISSING, RawSamples, dense_numbers, feature_keys
 from tiercache.train.table_module import check_within
@@ -160,9 +160,10 @@ class RawReader:
         dims = {table.name: table.dim for table in self.tables}
         num_bytes = sum(unique.size * (4 * dims[name] + SCRATCH_BYTES) for name, unique in keys.items())
         if num_bytes > budget:
+            need, allowed = distinct_sizes(num_bytes, budget)
             raise BudgetError(
-                f"the rows of {num_samples:,} samples take {format_bytes(num_bytes)}, but eval_budget is "
-                f"{format_bytes(budget)}: use smaller batches, or raise eval_budget (and host_budget, which holds it)"
+                f"the rows of {num_samples:,} samples take {need}, but eval_budget is {allowed}: use smaller batches, "
+                f"or raise eval_budget to {num_bytes} bytes (and host_budget, which contains it)"
             )
 
     def _to_device(
