@@ -46,6 +46,14 @@ def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("size", ["64MiB", True, 1.5, 0, -1])
+def test_a_store_budget_that_is_no_number_of_bytes_is_refused(tmp_path: Path, size: Any) -> None:
+    """Before anything is made."""
+    with pytest.raises(ValueError, match=f"store_budget is {size!r}: expected a number of bytes, at least 1"):
+        Store.open(tmp_path / "a", tables=[one()], store_budget=size)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path) -> None:
     """A store cannot be created below the file either; the message lists the folder's contents, and both stay
     unchanged.

@@ -22,7 +22,7 @@ from tiercache.store.rank_folder import open_ranks, open_ranks_to_write
 from tiercache.store.rank_writer import RankWriter, commit_together
 from tiercache.store.reading import BlockReader
 from tiercache.store.reads import StoreReads
-from tiercache.store.records import integer
+from tiercache.store.records import integer, positive
 from tiercache.store.rewrite import Rewrite
 from tiercache.store.segment import base_layout
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
@@ -149,6 +149,7 @@ class Store(StoreReads):
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for another URL.
         """
         commit, retention = checked_options(mode, commit, retention)
+        store_budget = None if store_budget is None else positive(store_budget, "store_budget", "a number of bytes")
         tables = None if tables is None else tuple(tables)
         place, engine = located(path, engine, mode, store_budget)
         while True:
