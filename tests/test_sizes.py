@@ -14,6 +14,7 @@ from tiercache.sizes import distinct_sizes, format_bytes, option_bytes, parse_by
         ("512", 512),
         ("64MiB", 64 << 20),
         ("1.5 KiB", 1536),
+        ("17.9GiB", 19_219_978_649),
         ("8GB", 8 * 10**9),
         ("2k", 2000),
         ("4.02 KB", 4020),
@@ -24,11 +25,11 @@ from tiercache.sizes import distinct_sizes, format_bytes, option_bytes, parse_by
     ],
 )
 def test_sizes_are_read_as_people_mean_them(text: str | int, num_bytes: int) -> None:
-    """Binary and decimal units, fractions of units and plain numbers are read exactly."""
+    """Binary and decimal units, fractions of units and plain numbers; fractions of a byte are dropped."""
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB", "9" * 5000, "0.0001k"])
 def test_what_is_no_size_is_refused(text: object) -> None:
     """Anything but whole bytes, at least one, is a ValueError that names the value."""
     with pytest.raises(ValueError, match="invalid size"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from fractions import Fraction
@@ -16,7 +17,8 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
     """Return the bytes of a ``size``: a number, or text such as ``"64MiB"``, ``"8 GB"``, ``"512"``.
 
     KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB, and K, M, G and T alone, are powers of 1000.
-    Raises BudgetError for anything else, for fractions of a byte and for less than ``least`` bytes.
+    Fractions of a unit are rounded down to a byte, so "17.9GiB" is a size, as it is printed. Raises BudgetError for
+    anything else, for less than ``least`` bytes, and for a fraction without a unit.
     """
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise BudgetError(f"invalid size {size!r}: expected a number of bytes or a string such as '64MiB'")
@@ -29,6 +31,8 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
         power = _UNITS[match[2].lower()]
         factor = 1 << power if match[3] else 1000 ** (power // 10)
         num_bytes = Fraction(match[1]) * factor  # a float of 4.02 x 1000 is not whole
+        if match[2]:
+            num_bytes = Fraction(math.floor(num_bytes))
     if num_bytes < least or num_bytes.denominator != 1:
         raise BudgetError(f"invalid size {size!r}: expected whole bytes, at least {least}")
     return int(num_bytes)
