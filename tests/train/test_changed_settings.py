@@ -220,6 +220,18 @@ def test_a_setting_that_rows_do_not_have_is_refused(
             p.stop()
 
 
+@pytest.mark.parametrize(("name", "value"), [("momentum", 0.9), ("nesterov", True), ("betas", (0.5, 0.9))])
+def test_a_setting_of_another_row_optimizer_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    model, optimizer = converted(lambda p: torch.optim.Adagrad(p, lr=0.1))
+    with opened(tmp_path, model, optimizer) as cache:
+        for p in cache.passes(epochs=1):
+            cache.optimizer.param_groups[-1][name] = value
+            with one_sentence(StateError, name, "no such setting"):
+                step(model, cache.optimizer)
+            cache.optimizer.zero_grad()
+            p.stop()
+
+
 @pytest.mark.parametrize("how", ["frozen", "not in the mapping"])
 def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Path, how: str) -> None:
     """A weight that was frozen in tc.convert, or that a mapping does not name, has the default."""

@@ -21,6 +21,7 @@ from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_writes import RowHooks
 from tiercache.train.settings_check import SettingsCheck
 from tiercache.train.split_gradient import splitting
+from tiercache.train.torch_optimizers import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -76,8 +77,14 @@ class RowOptimizer(torch.optim.Optimizer):
         cycled = {name: tables[0][name] for name in ("betas", "momentum") if all(table.get(name) for table in tables)}
         super().__init__(tables, cycled)
         self._of = {group["table"]: group for group in self.param_groups}
+        self._own = {table["table"]: {*table} for table in tables}
+        """The settings that the optimizer of a table has."""
 
     # -- the interface of torch's optimizers --------------------------------------------------------------
+
+    def lacked_by(self, group: dict[str, Any]) -> set[str]:
+        """Return the settings of torch's optimizers that the rows of a parameter group do not have."""
+        return set(SETTINGS) - self._own[group["table"]]
 
     def check_alone(self, dense: torch.optim.Optimizer) -> None:
         """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""

@@ -86,13 +86,13 @@ class SettingsCheck:
     def _check_refused(self, rows: RowOptimizer) -> None:
         """Raise StateError if a table has a setting that rows lack, which the loop must have added."""
         for group in rows.param_groups:
-            for name in REFUSED:
+            for name in rows.lacked_by(group):
                 if group.get(name):
                     raise StateError(
                         f"{name} of table {group['table']!r} is {group[name]!r}, but rows have no such setting: leave "
                         "it unset in cache.optimizer.param_groups, and choose an optimizer of rows that needs none"
                     )
-        is_without = all(name not in group for group in rows.param_groups for name in REFUSED)
+        is_without = all(group.keys().isdisjoint(rows.lacked_by(group)) for group in rows.param_groups)
         self._num_known = sum(map(len, rows.param_groups)) if is_without else -1
 
     @staticmethod
