@@ -259,6 +259,7 @@ def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> No
     ("rules", "words"),
     [
         ({"strategy": "best"}, "the strategy of sharding is 'best': it must be one of 'auto', 'basic'"),
+        ({"strategy": "row_wise"}, "or pass kinds by table, such as {'user': 'row_wise'}"),
         ({"row_threshold": "much"}, "row_threshold of the sharding rules: invalid size 'much'"),
         ({"column_threshold": 0}, "column_threshold of the sharding rules: invalid size 0"),
         (

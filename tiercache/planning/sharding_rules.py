@@ -87,7 +87,10 @@ class ShardingRules:
 def check_strategy(strategy: str) -> None:
     """Raise ValueError for an unknown strategy."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}")
+        raise ValueError(
+            f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}, or pass kinds by "
+            "table, such as {'user': 'row_wise'}"
+        )
 
 
 def sharding_facts(sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
