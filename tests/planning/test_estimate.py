@@ -181,6 +181,16 @@ def test_passes_are_as_large_as_what_cuts_them_allows() -> None:
 ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
 
 
+def test_the_host_figure_says_what_limits_it() -> None:
+    """A minimum that exceeds the free memory caches nothing."""
+    for rows, passes, words in (
+        (1e6, 50, "enough for all rows, at most 70% of free memory"),
+        (1e11, 5000, "the minimum: it caches 0"),
+    ):
+        found = tc.estimate(TABLES[:1], rows=rows, samples=100 * rows, disk_gbps=1, passes=passes)
+        assert next(figure for figure in found.figures if figure.name == "host").formula.startswith(words)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
@@ -198,7 +208,8 @@ ONE = {"tables": TABLES[:1], "rows": 1e5, "samples": 1e6, "disk_gbps": 1}
         ({"passes": 2000, "samples": 1000, "rows": 10}, ValueError, "passes is 2,000, but there are 1,000 samples"),
         ({"zipf": -1}, ValueError, "zipf is -1: expected an exponent from 0"),
         ({"zipf": 1, "unique_per_pass": 10, "passes": 3}, ValueError, "omit zipf, or one of them"),
-        ({"unique_per_pass": 2e4, "passes": 3}, ValueError, "unique_per_pass is 20,000, but each of 3 passes of this"),
+        ({"unique_per_pass": 2e4, "passes": 3}, ValueError, "unique_per_pass is 20,000, .* this data has at least 4"),
+        ({"unique_per_pass": 99e3, "passes": 3}, ValueError, "unique_per_pass is 99,000, .* this data has at most 9"),
         ({"unique_per_pass": 1000, "device_budget": 1000}, BudgetError,
          "device_budget is 0.977 KiB, and the rows of a pass take .*: raise it to"),
         ({"device_budget": 100}, BudgetError, "device_budget is 100, but the rows of one sample take 5"),

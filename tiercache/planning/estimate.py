@@ -368,8 +368,9 @@ def _fitted(work: Workload, wanted: int, passes: int) -> tuple[float, dict[str, 
     found = sum(model.rows(work.keys_per_sample[name] * samples) for name, model in models.items())
     if abs(found - wanted) > 1 + _FITTED * wanted:
         raise ValueError(
-            f"unique_per_pass is {wanted:,}, but each of {passes:,} passes of this data has about {found:,.0f} "
-            "distinct keys: use a number closer to that, another number of passes, or zipf instead"
+            f"unique_per_pass is {wanted:,}, but each of {passes:,} passes of this data has at "
+            f"{'most' if found < wanted else 'least'} {found:,.0f} distinct keys, with any zipf: use a number within "
+            "that, another number of passes, or zipf instead"
         )
     return exponent, models
 

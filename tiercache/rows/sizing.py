@@ -131,7 +131,9 @@ def estimate(
     )  # fmt: skip
     host = found.host_bytes if host_budget is not None else found.least_host_bytes
     warned = _warnings(found, host, memory, free, place, on_host=device == "cpu")
-    chosen = "host_budget" if host_budget is not None else f"enough for all rows, in {MEMORY_SHARE:.0%} of free memory"
+    limit = f"{MEMORY_SHARE:.0%} of free memory"
+    chosen = "the minimum" if found.host_bytes == found.least_host_bytes else f"enough for all rows, at most {limit}"
+    chosen = chosen if host_budget is None else "host_budget"
     figures = _figures(found, model, traffic, plan, chosen, epochs)
     return replace(found, figures=figures, warnings=warned)
 
