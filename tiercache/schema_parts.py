@@ -186,10 +186,10 @@ class Feature:
             raise ValueError("is a cross: it takes at least 2 columns and one key per sample")
         if self.key != "cross" and len(self.columns) != 1:
             raise ValueError(f'takes {len(self.columns)} columns: only key = "cross" takes more than one')
-        if (self.hotness == "multi_hot") != (self.length is not None):
-            raise ValueError(
-                f'has hotness = {self.hotness!r} and length = {self.length}: only "multi_hot" takes a length'
-            )
+        if self.hotness == "multi_hot" and self.length is None:
+            raise ValueError('has hotness = "multi_hot" and no length: set length to the number of keys per sample')
+        if self.hotness != "multi_hot" and self.length is not None:
+            raise ValueError(f'has length = {self.length}: only hotness = "multi_hot" takes one')
         if self.max_length is not None and self.hotness != "ragged":
             raise ValueError(f'has max_length = {self.max_length}: only hotness = "ragged" takes one')
         if (self.key == "bucket") != bool(self.buckets):
