@@ -342,6 +342,8 @@ def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> Non
     renamed = tc.Schema(features=tuple(both), tables=tuple(tables))
     _, found = feature_keys(renamed, {"id": np.array([4, 2])}, None)
     assert [*found] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"the keys of feature 'a' are .*, and a pair \(values, offsets\) for lists"):
+        feature_keys(renamed, {"id": [[4], [2, 3]]}, None)
     with pytest.raises(ValueError, match="keys were given for 'idd'"):
         feature_keys(renamed, {"id": np.array([4, 2]), "idd": np.array([4, 2])}, None)
 

@@ -145,7 +145,10 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
         raise ValueError(f"{what} have masked values: drop these, or use a key for them")
     if values.dtype.kind not in "iu" or values.dtype == np.uint64:
         if values.dtype.kind in "USO":
-            raise ValueError(f"{what} are strings or objects: keys are int64, use tiercache.key_of(text) for strings")
+            raise ValueError(
+                f"{what} are strings or objects: keys are int64, use tiercache.key_of(text) for strings, and a pair "
+                "(values, offsets) for lists of different lengths"
+            )
         raise ValueError(f"{what} are {values.dtype}: keys are int64, pass integers that fit")
     return values.astype(np.int64, copy=False)  # type: ignore[no-any-return]
 
@@ -157,7 +160,10 @@ def _numpy(values: Any) -> NDArray[Any]:
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
-    array: NDArray[Any] = np.asarray(values)
+    try:
+        array: NDArray[Any] = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(values, object)
     return array if array.size else array.astype(np.int64)  # NumPy makes an empty list float
 
 
