@@ -29,7 +29,9 @@ def test_sizes_are_read_as_people_mean_them(text: str | int, num_bytes: int) -> 
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB", "9" * 5000, "0.0001k"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1.5", "64 MiBs", "1e6", 0, -3, True, 2.0, "0", "12iB", "9" * 5000, "0.0001k"]
+)
 def test_what_is_no_size_is_refused(text: object) -> None:
     """Anything but whole bytes, at least one, is a ValueError that names the value."""
     with pytest.raises(ValueError, match="invalid size"):
