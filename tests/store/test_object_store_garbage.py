@@ -8,7 +8,7 @@ import fsspec
 import obstore
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-from zarr.core.buffer import Buffer
+from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LoggingStore, MemoryStore, ObjectStore, WrapperStore
 
@@ -61,7 +61,7 @@ class Careful(WrapperStore):  # type: ignore[type-arg]
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         """Put."""
         await MEMORY.set_if_not_exists(key, value)
-        await self.set(key, await MEMORY.get(key, None))  # type: ignore[arg-type]
+        await self.set(key, await MEMORY.get(key, default_buffer_prototype()))  # type: ignore[arg-type]
 
 
 MEMORY = MemoryStore()

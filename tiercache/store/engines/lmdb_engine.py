@@ -403,7 +403,9 @@ class LmdbEngine:
             self._env = None
 
     def _translate(self, error: lmdb.Error) -> StoreError:
-        cause = OSError(getattr(error, "code", 0), str(error))
+        known = (*FULL, errno.EIO, errno.ENOMEM)
+        named = next((one for one in known if str(error).endswith(os.strerror(one))), 0)  # lmdb before 3 has no code
+        cause = OSError(getattr(error, "code", named), str(error))
         if cause.errno == errno.EIO:  # LMDB reports a short write this way, without a reason
             try:
                 check_room(self.path, ROOM_FOR_RECORDS)
