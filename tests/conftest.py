@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector of garbage leave out modules and tests, of which there are a million objects."""
+    """Let the collector of garbage leave out modules and tests, which stay to the end."""
     gc.collect()
     gc.freeze()
 

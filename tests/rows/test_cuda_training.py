@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from tiercache.store.layout import Range, SegmentLayout
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -251,27 +253,46 @@ class Copies(TorchDispatchMode):
         return found
 
 
+def trained(passes: tc.PassDataset, device: str, modules: Sequence[Callable[[tc.Schema], Any]], batch: int) -> Any:
+    """Train an epoch with concatenated outputs; return the fields of all tables, and the bytes that steps copied."""
+    with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache, Copies() as copies:
+        model = torch.nn.ModuleList([make(cache.schema) for make in modules])
+        cache.register(model=model)
+        copied = 0
+        for p in cache.passes(epochs=1):
+            for samples in p.batches(batch):
+                outs = [module(samples) for module in model]
+                parts = [one for out in outs for one in ([out] if isinstance(out, torch.Tensor) else out.values())]
+                wide = [torch.cat([one, one.detach().abs() + 1], dim=1) for one in parts]
+                torch.cat([one.sin().prod(dim=1) + (one * one).sum(dim=1) for one in wide]).sum().backward()
+                before = copies.num_bytes
+                cache.optimizer.step()
+                copied += copies.num_bytes - before
+                cache.optimizer.zero_grad()
+        return [cache.fields(one.name) for one in passes.tables], copied
+
+
 @pytest.mark.parametrize("kind", [tc.EmbeddingCollection, tc.EmbeddingBagCollection])
 @pytest.mark.parametrize("hotness", ["one_hot", "ragged"])
 def test_a_step_reads_the_gradients_of_a_concatenation_where_they_are(tmp_path: Path, kind: Any, hotness: str) -> None:
     """Their samples are apart, and nothing is copied; rows end with the bits of a CPU."""
     specs = (Spec(name="f", table="a", hotness=hotness), Spec(name="g", table="b", hotness=hotness))
     case = replace(MOVED, tables=(table("a", 8), table("b", 5)), specs=specs)
-    passes, ends = case.cut(tmp_path / "passes"), list[Any]()
-    for device in ("cpu", "cuda"):
-        with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
-            module = kind(cache.schema)
-            cache.register(model=module)
-            for p in cache.passes(epochs=1):
-                for batch in p.batches(case.batch):
-                    out = module(batch)
-                    parts = [out] if isinstance(out, torch.Tensor) else out.values()
-                    wide = [torch.cat([one, one.detach().abs() + 1], dim=1) for one in parts]
-                    torch.cat([one.sin().prod(dim=1) + (one * one).sum(dim=1) for one in wide]).sum().backward()
-                    with Copies() as copies:
-                        cache.optimizer.step()
-                    assert device == "cpu" or copies.num_bytes == 0
-                    cache.optimizer.zero_grad()
-            ends.append([cache.fields(one.name) for one in case.tables])
-    for ours, theirs in zip(*ends, strict=True):
+    passes = case.cut(tmp_path / "passes")
+    (cpu, _), (cuda, copied) = (trained(passes, device, [kind], case.batch) for device in ("cpu", "cuda"))
+    assert copied == 0
+    for ours, theirs in zip(cuda, cpu, strict=True):
+        assert all(map(np.array_equal, ours, theirs))
+
+
+@pytest.mark.parametrize("modes", [("max", "sum"), ("mean", "max")])
+def test_gradients_of_a_concatenation_step_beside_those_of_maxima(tmp_path: Path, modes: tuple[str, str]) -> None:
+    """In one group: those of maxima are contiguous, the others are apart."""
+    specs = (Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b", hotness="ragged"))
+    case = replace(MOVED, specs=specs)
+    passes = case.cut(tmp_path / "passes")
+    modules = [partial(tc.EmbeddingBagCollection, features=[name], mode=mode)
+               for name, mode in zip("fg", modes, strict=True)]  # fmt: skip
+    (cpu, _), (cuda, _) = (trained(passes, device, modules, case.batch) for device in ("cpu", "cuda"))
+    for ours, theirs in zip(cuda, cpu, strict=True):
         assert all(map(np.array_equal, ours, theirs))

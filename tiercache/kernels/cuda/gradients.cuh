@@ -6,7 +6,7 @@
 struct Source {  // the gradient of one feature, or of all features of a lookup with bags
     const float* flat;
     int64 stride;  // elements from one sample's gradient to the next
-    int64 width;  // elements of a sample, if `places` count those alone; else 0
+    int64 width;  // elements of a sample, if `places` count those alone and nothing is max-pooled; else 0
     const int64* places;  // the start of an entry's gradient in `flat`, its complement for max pooling
     const float* scales;  // factors of the entries; null: 1
     const int* argmax;  // per element of `flat`, the largest entry; null if nothing is max-pooled
@@ -35,6 +35,13 @@ __device__ __forceinline__ const Source& source_of(const Gradients& gradients, u
     return gradients.sources[low];
 }
 
+// The start of an entry's gradient in `flat`; of max pooling, the complement of it.
+__device__ __forceinline__ int64 start_of(const Source& source, int64 number) {
+    if (!source.places) return number * source.stride;
+    const int64 place = __ldg(source.places + number);
+    return source.width ? place + place / source.width * (source.stride - source.width) : place;
+}
+
 // The start of an entry's gradient, and its factor.
 struct Place {
     const float* from;
@@ -46,12 +53,7 @@ __device__ __forceinline__ Place place_of(const Gradients& gradients, uint32 ent
     const int64 number = entry - __ldg(&source.begin);
     const float* flat = reinterpret_cast<const float*>(__ldg(reinterpret_cast<const int64*>(&source.flat)));
     if (gradients.is_plain) return {flat + number * __ldg(&source.stride), 1.0f};
-    int64 at = number * source.stride;
-    if (source.places) {
-        at = __ldg(source.places + number);
-        if (source.width) at += at / source.width * (source.stride - source.width);
-    }
-    return {flat + at, source.scales ? __ldg(source.scales + number) : 1.0f};
+    return {flat + start_of(source, number), source.scales ? __ldg(source.scales + number) : 1.0f};
 }
 
 // Add elements [d, d + VEC) of the gradients of entries [start, stop) of the order; each lane looks all of them up.
@@ -91,7 +93,7 @@ __device__ __forceinline__ void add_largest(
             const uint32 entry = __ldg(entries + i + u);
             const Source& source = source_of(gradients, entry);
             const int64 number = entry - source.begin;
-            const int64 place = source.places ? __ldg(source.places + number) : number * source.stride;
+            const int64 place = start_of(source, number);
             const int64 at = (place >= 0 ? place : ~place) + d;
             held[u] = load_anywhere<VEC>(source.flat + at);
             scales[u] = place >= 0 && source.scales ? __ldg(source.scales + number) : 1.0f;

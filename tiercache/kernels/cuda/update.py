@@ -98,9 +98,9 @@ def _samples_of(device: Device, gradients: Gradients) -> tuple[int, int]:
     """Return the address of a gradient, and the elements from one sample to the next."""
     flat, width = gradients.flat, gradients.width
     found, ndim = device.describe(flat), len(flat.shape)
-    if found is not None and not found.contiguous and ndim == 2 and not has_elements(gradients.argmax):
+    if found is not None and not found.contiguous and ndim == 2 and hasattr(flat, "stride"):
         stride, step = flat.stride()
-        if step == 1 and stride >= width == flat.shape[1]:
+        if step == 1 and stride >= width == flat.shape[1] and not has_elements(gradients.argmax):
             found._replace(contiguous=True).check("gradient", (np.float32,), 2, written=False)
             return found.address, stride
     return view(device, "gradient", flat, np.float32, ndim=ndim).address, width
