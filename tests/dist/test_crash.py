@@ -31,7 +31,7 @@ def killed(killer: str, folder: Path, **options: object) -> dict[str, Any]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 16), ("lmdb", 1000), ("zarr", 500)])
+@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 16), ("lmdb", 60), ("zarr", 12), ("lmdb", 1000), ("zarr", 500)])
 def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: str, kills: int) -> None:
     """One rank or all, before and after calls that touch the disk and at random instants, and again while resuming."""
     found = killed("shards", tmp_path, engine=engine, kills=kills)
@@ -44,16 +44,17 @@ def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: s
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 6), ("lmdb", None), ("zarr", 600)])
+@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 6), ("lmdb", 16), ("lmdb", None), ("zarr", 600)])
 def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: str, kills: int | None) -> None:
     """Before and after calls that touch the disk, and again as it is made again; all that is kept is whole."""
     found = killed("rollback", tmp_path, engine=engine, kills=kills)
     assert kills or found["kills"] >= 0.9 * found["points"]
-    assert kills == 6 or min(found["found before"], found["found after"], found["second_kills"]) >= 1
+    if kills is None or kills >= 16:  # with fewer, their distribution is random
+        assert min(found["found before"], found["found after"], found["second_kills"]) >= 1
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 8), ("lmdb", 1000), ("zarr", 500)])
+@pytest.mark.parametrize(("engine", "kills"), [("lmdb", 8), ("lmdb", 20), ("zarr", 10), ("lmdb", 1000), ("zarr", 500)])
 def test_a_change_of_all_ranks_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: str, kills: int) -> None:
     """Forgetting rows, altering tables and compacting; killed again, it resumes."""
     found = killed("altering", tmp_path, engine=engine, kills=kills)
@@ -62,11 +63,11 @@ def test_a_change_of_all_ranks_killed_at_any_point_is_made_or_not(tmp_path: Path
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kills", [8, 600])
+@pytest.mark.parametrize("kills", [8, 32, 600])
 def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path: Path, kills: int) -> None:
     """One rank or all, at calls that touch the disk and at random instants, and again as they start over."""
     found = killed("resharding", tmp_path, kills=kills)
-    if kills >= 32:
+    if kills >= 32:  # with fewer, their distribution is random
         assert found["phases"].keys() == set(PHASES)
         assert min(*found["phases"].values(), found["instants"]) >= 1
         assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 1

@@ -22,7 +22,6 @@ HOST: Any = None
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 
 
-@pytest.mark.sampled(1)
 @needs_cupy
 @pytest.mark.parametrize("architecture", cuda.ARCHITECTURES)
 def test_every_kernel_compiles_to_machine_code_and_no_step_spills_registers(architecture: str) -> None:

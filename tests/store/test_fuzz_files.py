@@ -83,10 +83,12 @@ def read_damaged(path: Path, low: int, high: int) -> None:
         read(path, "r", seed)
 
 
-def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seeds", [(0, 60), (60, 150)])
+def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path, seeds: tuple[int, int]) -> None:
     """In a separate process, because signals must not occur: neither SIGSEGV nor SIGBUS, for any bytes."""
     code = "import sys; from pathlib import Path; from tests.store.test_fuzz_files import read_damaged; "
-    code += "read_damaged(Path(sys.argv[1]), 0, 60)"
+    code += f"read_damaged(Path(sys.argv[1]), *{seeds})"
     done = ran(code, lmdb_path)
     assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
 
