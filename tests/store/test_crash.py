@@ -43,6 +43,7 @@ def test_a_store_killed_at_any_point_or_without_power_or_room_stands_at_a_commit
     found: dict[str, Any] = json.loads(figures.read_text())
     assert found["lost"] == found["failing"] == found["silent"] == 0
     assert found["kills"] >= found["points_tried"]
+    assert min(found[kind] for kind in ("points_tried", "torn", "instants", "replays", "full_disks")) > 0
     if options == A_FEW:
         return
     assert min(QUICK["points"], found["points"]) <= found["points_tried"] <= found["points"]
