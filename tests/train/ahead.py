@@ -19,18 +19,15 @@ CASE = Case(
 
 
 def threads() -> list[str]:
-    """Return the names of the threads that make batches."""
     return [t.name for t in threading.enumerate() if t.name.startswith("tiercache-batches") and t.is_alive()]
 
 
 def one_pass(passes: tc.PassDataset, device: str = "cpu") -> tuple[Any, Pass]:
-    """Return the loop over the passes and the first of them."""
     loop = resident(passes, device=DEVICES[device]()).passes(epochs=1)
     return loop, next(loop)
 
 
 def wait_for(seen: Any) -> None:
-    """Wait until ``seen()`` is true."""
     for _ in range(1000):
         if seen():
             return

@@ -34,7 +34,6 @@ class Ours(nn.Module):
         self.top = nn.Linear(2 * DIM, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return a number for each sample."""
         return self.top(torch.cat([self.bag(batch), self.rows(batch)], dim=1)).squeeze(1)
 
 
@@ -48,7 +47,6 @@ class Theirs(nn.Module):
         self.top = copy.deepcopy(top)
 
     def forward(self, places: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return a number for each sample."""
         return self.top(torch.cat([self.bag(places[0]), self.rows(places[1])], dim=1)).squeeze(1)
 
 
@@ -63,12 +61,10 @@ class TheirOptimizer:
         ]
 
     def step(self) -> None:
-        """Step both."""
         for one in self.parts:
             one.step()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for one in self.parts:
             one.zero_grad()
 
@@ -90,11 +86,9 @@ class World:
         self.batches = list(self.current.batches(16))
 
     def rows(self, name: str) -> torch.Tensor:
-        """Return all vectors of a table, by key."""
         return torch.from_numpy(self.cache.fields(name)[0][self.order[name]].copy())
 
     def places(self, batch: tc.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the positions of a batch's keys in torch's tables."""
         found = []
         for feature, name in (("f", "a"), ("g", "b")):
             keys = self.current.source.whole.keys(name)[batch.ids[feature].ids]
@@ -102,7 +96,6 @@ class World:
         return found[0].view(len(batch), -1), found[1]
 
     def sides(self, number: int) -> list[tuple[nn.Module, Any, Any]]:
-        """Return model, optimizer and input of both sides."""
         batch = self.batches[number]
         return [
             (self.model, self.optimizer, batch),
@@ -110,7 +103,6 @@ class World:
         ]
 
     def assert_same(self, tolerance: float = 2e-6) -> None:
-        """Compare rows and dense weights, which have moved."""
         moved = False
         for name, weight in (("a", self.theirs.bag.weight), ("b", self.theirs.rows.weight)):
             torch.testing.assert_close(self.rows(name), weight.detach(), atol=tolerance, rtol=1e-5)
@@ -124,7 +116,6 @@ class World:
 
 
 def plain(model: nn.Module, optimizer: Any, given: Any) -> None:
-    """The loop of every tutorial."""
     optimizer.zero_grad()
     model(given).square().mean().backward()
     optimizer.step()

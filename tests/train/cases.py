@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One sparse feature of a case."""
-
     name: str
     table: str
     hotness: str = "one_hot"
@@ -57,8 +55,6 @@ SPECS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A whole small training."""
-
     tables: tuple[tc.Table, ...]
     specs: tuple[Spec, ...]
     num_samples: int = 256
@@ -77,7 +73,6 @@ class Case:
 
     @property
     def schema(self) -> tc.Schema:
-        """The schema of the case."""
         features = tuple(
             tc.Feature(
                 name=spec.name,
@@ -111,7 +106,6 @@ class Case:
         return RawBatch(label, dense, features)
 
     def write(self, path: Path) -> Path:
-        """Write the samples as one Parquet file."""
         samples = self.samples()
         columns: dict[str, Any] = {"label": samples.label, "x": samples.dense[:, 0]}
         for name, feature in samples.features.items():
@@ -131,7 +125,6 @@ class Case:
         return write_dataset(folder, self.schema, cuts)
 
     def extract(self, folder: Path, *, pass_rows: int | None = None, **options: Any) -> tc.PassDataset:
-        """Write data and extract passes of ``pass_rows`` samples."""
         folder.mkdir(parents=True, exist_ok=True)
         data = self.write(folder / "data.parquet")
         options.setdefault("split_by", f"rows={pass_rows or self.pass_rows}")
@@ -142,15 +135,12 @@ class Case:
 
 
 class Net(nn.Module):
-    """Bags, one dense input, one linear layer."""
-
     def __init__(self, cache: Any, case: Case) -> None:
         super().__init__()
         self.bag = tc.EmbeddingBagCollection(cache.schema, mode={spec.name: spec.mode for spec in case.specs})
         self.top = nn.Linear(self.bag.out_features + 1, 1)
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample."""
         return self.top(torch.cat([self.bag(batch), batch.dense], dim=1)).squeeze(1)
 
 
@@ -161,18 +151,14 @@ class Kept:
         self.state: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state."""
         self.state = state
 
 
 @dataclass
 class Result:
-    """The result of a training."""
-
     rows: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
     dense: dict[str, torch.Tensor]
 
@@ -209,7 +195,6 @@ def run(
     epochs: int | None = None,
     each_batch: Callable[[int, int], None] = lambda p, batch: None,
 ) -> None:
-    """Run the loop of a case on a registered model."""
     loss_of = nn.BCEWithLogitsLoss()
     options = {} if case.prefetch is None else {"prefetch": case.prefetch}
     for p in cache.passes(epochs=case.epochs if epochs is None else epochs):
@@ -226,12 +211,10 @@ def run(
 
 
 def all_keys(passes: tc.PassDataset, table: str) -> NDArray[np.int64]:
-    """Return every key of a table over all passes, ascending."""
     return np.unique(np.concatenate([np.asarray(p.keys(table)) for p in passes.passes]))
 
 
 def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) -> Result:
-    """Read everything back from the store."""
     positions = RowOffsets.of(passes, store.groups)
     cursor = store.commit.cursor.pass_index if store.commit else 0
     now = CurrentRows(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
@@ -243,7 +226,6 @@ def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) 
 
 
 def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
-    """Read everything back from memory."""
     rows = {}
     for table in cache.tables:
         keys = np.asarray(cache.keys(table.name))
@@ -275,7 +257,6 @@ def gone_from(index: int) -> Callable[[int, EncodedBatch], None]:
 
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:
-    """Compare rows, optimizer state and dense weights bit for bit."""
     assert ours.rows.keys() == theirs.rows.keys()
     for name, (keys, fields) in ours.rows.items():
         np.testing.assert_array_equal(keys, theirs.rows[name][0])
@@ -286,7 +267,6 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
 
 
 def assert_close(ours: Result, theirs: Result) -> None:
-    """Compare keys exactly, rows, optimizer state and dense weights within 1e-5."""
     assert ours.rows.keys() == theirs.rows.keys()
     for name, (keys, fields) in ours.rows.items():
         np.testing.assert_array_equal(keys, theirs.rows[name][0])
@@ -297,7 +277,6 @@ def assert_close(ours: Result, theirs: Result) -> None:
 
 
 def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
-    """Open a store on an engine by name."""
     if engine == "memory":
         return tc.Store.open(None, tables=case.tables, engine=MemoryEngine(), **options)
     return tc.Store.open(path, tables=case.tables, engine=engine, **options)
@@ -313,13 +292,11 @@ def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> Ti
 
 
 def resident(passes: tc.PassDataset, **options: Any) -> tc.InMemoryCache:
-    """Open a cache with all rows on the device of the tests."""
     options.setdefault("device", device_of_tests())
     return tc.InMemoryCache(passes, **options)
 
 
 def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, **options: Any) -> Result:
-    """Train ``case`` in memory."""
     cache = resident(passes, order_seed=case.order_seed, **({} if device is None else {"device": device}))
     return result_of_resident(cache, train(cache, case, **options))
 
@@ -327,7 +304,6 @@ def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, *
 def assert_bits_of_memory(
     store: tc.Store, passes: tc.PassDataset, model: nn.Module, case: Case, *, device: Any = None
 ) -> None:
-    """Compare a training's results in a store with the same training in memory."""
     assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=device))
 
 
@@ -343,7 +319,6 @@ def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any
 def table(
     name: str, dim: int, optimizer: Any = None, initializer: Any = None, seed: int = 7, dtype: str = "float32"
 ) -> tc.Table:
-    """Build a table with usual values."""
     return tc.Table(
         name=name,
         dim=dim,

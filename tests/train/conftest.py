@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of a module's case."""
     return request.module.CASE.cut(tmp_path_factory.mktemp("case") / "passes")
 
 

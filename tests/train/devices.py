@@ -20,12 +20,10 @@ def shim(order: str = "forward", **options: Any) -> CudaBackend:
 
 
 def device_of_tests() -> Any:
-    """Return the device argument of a cache."""
     return shim() if DEVICE == "shim" else DEVICE
 
 
 def cuda_device(order: str = "forward") -> Any:
-    """Return a GPU if the tests have one, else the shim."""
     return "cuda" if DEVICE == "cuda" else shim(order)
 
 

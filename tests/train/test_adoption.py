@@ -68,7 +68,6 @@ class DLRM(nn.Module):
         self.register_buffer("rows_of_pairs", torch.tril_indices(TABLES + 1, TABLES + 1, offset=-1))
 
     def forward(self, dense: torch.Tensor, bags: list[Any]) -> torch.Tensor:
-        """Return logits (N,)."""
         x = self.bottom(dense)
         looked_up = [
             table(*bag) if isinstance(bag, tuple) else table(bag) for table, bag in zip(self.tables, bags, strict=True)
@@ -79,7 +78,6 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(1)
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Return all parameters but the tables."""
         return [*self.bottom.parameters(), *self.top.parameters()]
 
 
@@ -87,7 +85,6 @@ class DLRM(nn.Module):
 
 
 def schema_of(optimizer: str) -> tc.Schema:
-    """Return a schema of eight tables, half of which have bags of any length."""
     features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one_hot") for t in range(TABLES)]
     initializer = tc.init.Uniform(low=-0.3, high=0.3)
     tables = [
@@ -99,7 +96,6 @@ def schema_of(optimizer: str) -> tc.Schema:
 
 
 def samples() -> list[RawBatch]:
-    """The samples of every pass."""
     chance = np.random.default_rng(5)
     found = []
     for p in range(PASSES):
@@ -164,7 +160,6 @@ def torch_optimizer(name: str, model: DLRM, tables: slice = slice(None), dense: 
 
 
 def theirs(optimizer: str, data: list[RawBatch], loop: Loop, *, gan: bool) -> Side:
-    """Train with `nn.EmbeddingBag` in memory."""
     torch.manual_seed(1)
     tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES)]
     torch.manual_seed(1)
@@ -185,7 +180,6 @@ def theirs(optimizer: str, data: list[RawBatch], loop: Loop, *, gan: bool) -> Si
 
 
 def train_in_memory(side: Side, loop: Loop, data: list[RawBatch]) -> None:
-    """Run a loop over all batches as torch takes them."""
     state: dict[str, Any] = {}
     loop.begin(side, state)
     for index in range(PASSES * EPOCHS):
@@ -195,7 +189,6 @@ def train_in_memory(side: Side, loop: Loop, data: list[RawBatch]) -> None:
 
 
 def torch_batch(part: RawBatch) -> tuple[Any, ...]:
-    """Return (dense, bags, label) in torch's form, and a weight of 1."""
     bags = []
     for one in part.features.values():
         offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
@@ -209,7 +202,6 @@ class GivenUpError(Exception):
 
 
 def ours(optimizer: str, folder: Path, passes: tc.PassDataset, name: str) -> Side:
-    """Train out of core: first in a process that is killed, then from the last commit."""
     first = FORKED.Process(target=killed, args=(optimizer, folder, name))
     first.start()
     first.join(120)
@@ -223,7 +215,6 @@ def ours(optimizer: str, folder: Path, passes: tc.PassDataset, name: str) -> Sid
 
 
 def killed(optimizer: str, folder: Path, name: str) -> None:
-    """Train up to the step where the process is killed."""
     losses: dict[int, float] = {}
 
     def kill() -> None:
@@ -249,12 +240,10 @@ def on_ranks(ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, 
 
 
 def give_up() -> None:
-    """Leave the training."""
     raise GivenUpError
 
 
 def rows_of(store: tc.Store) -> list[Any]:
-    """Return the vectors of all tables."""
     return [store.lookup(f"f{t}", np.arange(ROWS), missing="initial")["vector"] for t in range(TABLES)]
 
 
@@ -262,7 +251,6 @@ def ours_until(
     optimizer: str, store: tc.Store | Path, passes: tc.PassDataset, loop: Loop, losses: dict[int, float],
     stop: int | None, end: Callable[[], None] = give_up, *, gan: bool, rank: int = 0, size: int = 1,
 ) -> Side:  # fmt: skip
-    """Train up to a step, then call ``end``."""
     torch.manual_seed(1)
     model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
     parts: list[Any] = [model.parameters()]
@@ -284,12 +272,10 @@ def ours_until(
 
 
 def row_bytes(optimizer: str) -> int:
-    """Return the bytes of all rows, with the state of an optimizer."""
     return ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
 
 
 def numbered(p: tc.Pass, batches: Iterator[tc.Batch]) -> Batches:
-    """Yield the batches of a pass with their steps, as loops take them."""
     return (
         (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
         for b, batch in enumerate(batches)
@@ -297,7 +283,6 @@ def numbered(p: tc.Pass, batches: Iterator[tc.Batch]) -> Batches:
 
 
 def by_pass(cache: tc.TierCache, stop: int | None, end: Callable[[], None]) -> Iterator[Batches]:
-    """Yield the batches of each pass."""
     for p in cache.passes(epochs=EPOCHS):
         yield numbered(p, checked(p, stop, end))
 
@@ -312,7 +297,6 @@ def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
 
 
 def checked(p: Any, stop: int | None, end: Callable[[], None]) -> Iterator[Any]:
-    """Yield batches up to the one at which the process ends."""
     for b, batch in enumerate(p.batches(BATCH)):
         if p.index * BATCHES + b == stop:
             end()
@@ -325,7 +309,6 @@ loss_of = nn.BCEWithLogitsLoss()
 
 
 def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """The loop of every tutorial."""
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight
         loss.backward()
@@ -347,13 +330,11 @@ def scaled(side: Side, state: dict[str, Any], batches: Batches) -> None:
 
 
 def begin_scaled(side: Side, state: dict[str, Any]) -> None:
-    """Make the scaler."""
     state["scaler"] = GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
     side.register(scaler=state["scaler"])
 
 
 def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """Clip by the norm of all gradients, over two accumulated batches if there are two."""
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight * 5
         loss.backward()
@@ -366,7 +347,6 @@ def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 
 def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """Both, as in AMP's documentation."""
     scaler = state["scaler"]
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight
@@ -380,31 +360,26 @@ def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> N
 
 
 def stepped_rate(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """A rate that drops every pass."""
     plain(side, state, batches)
     for scheduler in state["schedulers"]:
         scheduler.step()
 
 
 def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
-    """Make the schedulers."""
     begin_schedulers(side, state, [StepLR(one, step_size=3, gamma=0.7) for one in side.rate_optimizers])
 
 
 def begin_schedulers(side: Side, state: dict[str, Any], schedulers: list[Any]) -> None:
-    """Register them, so that they are stepped and committed."""
     state["schedulers"] = schedulers
     side.register(**{f"scheduler{i}": one for i, one in enumerate(schedulers)})
 
 
 def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """Set a different rate at every step."""
     for batch in batches:
         stepped_rate(side, state, [batch])
 
 
 def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
-    """Make the schedulers."""
     schedulers = []
     for one in side.rate_optimizers:
         rates = [2 * (ROW_RATE if "table" in group else group["lr"]) for group in one.param_groups]
@@ -413,7 +388,6 @@ def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
 
 
 def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """A step for four batches, and one for the rest of a pass."""
     for step, dense, bags, label, weight in batches:
         loss = loss_of(side.model(dense, bags), label) * weight
         (loss / 4).backward()
@@ -425,7 +399,6 @@ def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
 
 
 def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    """Two optimizers: each backward reaches the parameters of both, and each step takes only its own."""
     generator, discriminator = side.optimizers
     for step, dense, bags, label, weight in batches:
         discriminator.zero_grad()
@@ -456,7 +429,6 @@ LOOPS = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "optimizer"), [*zip(LOOPS, cycle(ROW_OPTIMIZERS), strict=False)])
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
-    """Every loss, the dense weights and every row, through a kill and a resume in the middle."""
     data, gan = samples(), name == "two optimizers"
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=gan)
@@ -472,7 +444,6 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
      ("OneCycleLR", "Adagrad"), ("accumulation", "SGD")],
 )  # fmt: skip
 def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str) -> None:
-    """With DistributedDataParallel and uneven last batches; if one rank overflows all skip."""
     data = samples()
     write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     reference = theirs(optimizer, data, LOOPS[name], gan=False)
@@ -488,7 +459,6 @@ def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Pa
 
 
 def compare(losses: dict[int, float], dense: Sequence[torch.Tensor], rows: list[Any], reference: Side) -> None:
-    """Compare losses and weights."""
     assert isinstance(reference.model, DLRM)
     assert len(reference.losses) == len(losses) == STEPS
     np.testing.assert_allclose([losses[s] for s in range(STEPS)], [reference.losses[s] for s in range(STEPS)],

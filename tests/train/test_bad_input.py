@@ -43,7 +43,6 @@ CASE = Case(
 
 @pytest.fixture(scope="module")
 def trained(passes: tc.PassDataset) -> Path:
-    """A closed store after one epoch."""
     path = passes.path.with_name("model.tc")
     with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
         train(cache, CASE)
@@ -79,7 +78,6 @@ def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: st
 
 
 def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The error names the needed and given bytes, and one byte decides."""
     with tiered(store, passes) as cache:
         needed = cache.device_bytes
     told = f"need {needed:,} bytes on", f"is {needed - 1:,} bytes:", f"--device-budget {needed - 1},"
@@ -93,7 +91,6 @@ def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.St
 def test_the_host_budget_that_the_error_names_is_exactly_enough(
     tmp_path: Path, passes: tc.PassDataset, order_seed: int | None, eval_budget: int | None
 ) -> None:
-    """With the named bytes a run trains and resumes anywhere; with one byte less it is refused before training."""
     case = replace(CASE, epochs=3, order_seed=order_seed)
     expected = resident_result(case, passes)
     options = {"order_seed": order_seed, "eval_budget": eval_budget}
@@ -119,7 +116,6 @@ def test_the_host_budget_that_the_error_names_is_exactly_enough(
 def test_options_that_a_store_cannot_be_trained_with_are_refused(
     store: tc.Store, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
-    """The error for an invalid size shows a valid one; the order belongs to the trained schedule."""
     with one_sentence(kind, *words):
         tiered(store, passes, **options)
 
@@ -138,7 +134,6 @@ def test_options_that_a_store_cannot_be_trained_with_are_refused(
 def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
     store: tc.Store, tmp_path: Path, change: dict[str, Any], words: list[str]
 ) -> None:
-    """Other tables are named; equal tables under other features, and other data, are another dataset."""
     with one_sentence(DatasetError, *words):
         tiered(store, replace(CASE, **change).cut(tmp_path / "others"))
 
@@ -146,7 +141,6 @@ def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
 def test_an_evaluation_set_with_other_features_is_refused(
     store: tc.Store, passes: tc.PassDataset, tmp_path: Path
 ) -> None:
-    """A feature that the model looks up must exist, with its trained description."""
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
     with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
@@ -154,7 +148,6 @@ def test_an_evaluation_set_with_other_features_is_refused(
 
 
 def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
-    """A second writer, in this process or another, gets an error that names the first one."""
     with one_sentence(StoreInUseError, str(store.path)):
         tc.Store.open(store.path)
     script = f"import tiercache.store as s; s.Store.open({str(store.path)!r})"
@@ -167,17 +160,13 @@ def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
 
 
 class Holder:
-    """Has a state_dict with one value."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
         return {"inside": [{"value": self.value}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set it."""
         self.value = state["inside"][0]["value"]
 
 
@@ -188,7 +177,6 @@ UNSTORABLE: list[Callable[[], Any]] = [
 
 
 def test_numbers_of_numpy_train_as_those_of_python(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """As arguments, batch sizes, learning rates and registered state; a resumed run finds the same order."""
     rows = {}
     for name, of_int, of_float in (("numpy", np.int64, np.float64), ("python", int, float)):
         path = tmp_path / name
@@ -236,7 +224,6 @@ WRONG_NUMBERS: list[dict[str, Any]] = [
 def test_other_numbers_are_refused_before_a_store_is_created(
     tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any]
 ) -> None:
-    """The error names the argument, the value and what was expected."""
     with pytest.raises(ValueError, match=rf"{next(iter(options))}.* is .*: expected "):
         tiered(tmp_path / "new.tc", passes, **options)
     assert not (tmp_path / "new.tc").exists()
@@ -246,7 +233,6 @@ def test_other_numbers_are_refused_before_a_store_is_created(
 def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
     store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
-    """Functions, files, arrays and keys of numpy, classes: the error names their place in a state_dict."""
     with tiered(store, passes) as cache:
         with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
             cache.register(extra=Holder(make()))
@@ -282,7 +268,6 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
 def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
     store: tc.Store, passes: tc.PassDataset, name: str, outputs: int, words: list[str]
 ) -> None:
-    """The error names both sets of names, or the object and the mismatch."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         model.top = nn.Linear(model.bag.out_features + 1, outputs)
@@ -293,7 +278,6 @@ def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
 
 
 def test_a_dataset_may_be_given_by_its_path_and_nothing_else_is_one(store: tc.Store, passes: tc.PassDataset) -> None:
-    """A path is opened; None, or a folder without a dataset, raises an error."""
     with tiered(store, passes.path) as cache:  # type: ignore[arg-type]
         assert cache.dataset.digest == passes.digest
     for data, message in ((None, "not NoneType"), ("nowhere", "no dataset found in")):

@@ -29,7 +29,6 @@ NAMES = ("user", "item", "price", "age", "click", "seconds", "group", "item_id")
 
 
 def columns_of() -> dict[str, NDArray[Any]]:
-    """Return the data."""
     chance = np.random.default_rng(0)
     return {
         "user": chance.integers(0, 40, SAMPLES), "item": chance.integers(0, 30, SAMPLES),
@@ -40,7 +39,6 @@ def columns_of() -> dict[str, NDArray[Any]]:
 
 
 def schema_of(**changes: Any) -> tc.Schema:
-    """Return a schema with two labels and two kept columns."""
     values: dict[str, Any] = {
         "features": (tc.Feature(name="user", table="t"), tc.Feature(name="item", table="t")),
         "tables": (table("t", 4, tc.optim.SGD(learning_rate=0.1)),),
@@ -52,7 +50,6 @@ def schema_of(**changes: Any) -> tc.Schema:
 
 
 def data_of(folder: Path, **changes: Any) -> tc.PassDataset:
-    """Extract the data into three passes."""
     pq.write_table(pa.table(columns_of()), folder / "x.parquet")
     return extracted(
         folder / "x.parquet", schema_of(**changes), folder / "passes", split_by="rows=32", batch_multiple=1
@@ -62,7 +59,6 @@ def data_of(folder: Path, **changes: Any) -> tc.PassDataset:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_columns_are_those_of_the_samples_in_their_own_dtype(tmp_path: Path, prefetch: int, device: str) -> None:
-    """Shuffled and cut like the samples, on the training device."""
     data, columns, first = data_of(tmp_path), columns_of(), 0
     expected = {name: torch.from_numpy(values) for name, values in columns.items()}
     cache = resident(data, device=DEVICES[device]())
@@ -93,7 +89,6 @@ def test_columns_are_those_of_the_samples_in_their_own_dtype(tmp_path: Path, pre
 
 
 def test_a_batch_is_given_as_keyword_arguments(tmp_path: Path) -> None:
-    """Including features: modules look them up; the label is one of several names."""
     data = data_of(tmp_path, labels=(), label="click")
     users, items = tc.Embedding(data.schema, "user"), tc.Embedding(data.schema, "item")
 
@@ -114,7 +109,6 @@ def test_a_batch_is_given_as_keyword_arguments(tmp_path: Path) -> None:
 
 
 def test_a_name_that_a_batch_has_not_or_twice_says_so(tmp_path: Path) -> None:
-    """The error lists the existing names, or says where to look."""
     dense = (tc.DenseFeature(column="price"), tc.DenseFeature(column="user"))
     for p in resident(data_of(tmp_path, dense=dense)).passes(epochs=1):
         batch = next(p.batches(8))
@@ -126,7 +120,6 @@ def test_a_name_that_a_batch_has_not_or_twice_says_so(tmp_path: Path) -> None:
 
 
 def test_raw_and_evaluated_batches_are_mappings_too(tmp_path: Path) -> None:
-    """They have the columns of their loader; an evaluation also has the kept columns."""
     data, columns = data_of(tmp_path, labels=(), label="click"), columns_of()
     with tiered(tmp_path / "m.tc", data) as cache:
         for p in cache.passes(epochs=1):
@@ -141,7 +134,6 @@ def test_raw_and_evaluated_batches_are_mappings_too(tmp_path: Path) -> None:
 
 
 def test_columns_move_with_their_batch(tmp_path: Path) -> None:
-    """To another device, without a copy if they are already there."""
     for p in resident(data_of(tmp_path)).passes(epochs=1):
         batch = next(p.batches(8))
         assert batch.to("cpu") is batch
@@ -152,7 +144,6 @@ def test_columns_move_with_their_batch(tmp_path: Path) -> None:
 
 
 def columns_on_ranks(ranks: AnyCommunicator, folder: str, read_by: str) -> list[list[int]]:
-    """Return the groups of this rank's part of each batch."""
     data = tc.PassDataset.open(f"{folder}/passes")
     bags = tc.EmbeddingBagCollection(data.schema)
     seen = []
@@ -165,7 +156,6 @@ def columns_on_ranks(ranks: AnyCommunicator, folder: str, read_by: str) -> list[
 
 @pytest.mark.parametrize("read_by", ["rank", "owner"])
 def test_each_rank_has_the_columns_of_its_samples(tmp_path: Path, ranks_pool: RanksPool, read_by: str) -> None:
-    """Whichever rank reads the ids."""
     data_of(tmp_path)
     parts = ranks_pool.run(2, f"{__name__}:columns_on_ranks", folder=str(tmp_path), read_by=read_by)
     joined = [group for pair in zip(*parts, strict=True) for part in pair for group in part]

@@ -23,7 +23,6 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuffle: bool) -> None:
-    """With 10^15 samples, after a commit inside the pass: the next batches come at once, and so does the last."""
     whole = SimpleNamespace(keys=nothing, schema=None)
     source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
     rows: Any = SimpleNamespace(check=nothing)
@@ -43,7 +42,6 @@ def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuf
 
 
 def test_threads_never_hold_the_same_memory() -> None:
-    """Each fills its memory with its own number, and finds it unchanged until it releases it."""
     pool, wrong = BufferPool(), []
 
     def take(number: int) -> None:

@@ -27,19 +27,15 @@ KEYS = torch.arange(ROWS).view(4, 3)
 
 
 class Net(nn.Module):
-    """An embedding and a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.emb, self.top = nn.Embedding(ROWS, 4), nn.Linear(4, 1)
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return a number for each key."""
         return self.top(self.emb(keys))  # type: ignore[no-any-return]
 
 
 def opened(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tc.TierCache:
-    """Return a cache of a converted model."""
     schema = model.emb.schema  # type: ignore[union-attr]
     if not (folder / "keys").exists():
         tc.write_key_sets(folder / "keys", schema, [{"emb": np.arange(ROWS)}] * 2)  # type: ignore[arg-type]
@@ -48,19 +44,16 @@ def opened(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a batch."""
     optimizer.zero_grad()
     model(KEYS).square().mean().backward()
     optimizer.step()
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer with momentum."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and the optimizer that it was converted with."""
     model = Net()
     optimizer = make(model.parameters())
     with warnings.catch_warnings():
@@ -70,7 +63,6 @@ def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[
 
 
 def changed(optimizer: Any, name: str, value: Any) -> None:
-    """Change a setting of all groups, or load it in a state."""
     state = optimizer.state_dict()
     optimizer.load_state_dict(state | {"param_groups": [group | {name: value} for group in state["param_groups"]]})
 
@@ -108,7 +100,6 @@ def test_rows_that_an_older_version_stepped_by_another_rule_are_refused(
 def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
     tmp_path: Path, name: str, value: float, when: str
 ) -> None:
-    """Rows keep the value of tc.convert."""
     model, optimizer = converted()
     if when == "before the cache":
         changed(optimizer, name, value)
@@ -130,7 +121,6 @@ def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
 
 
 def both_sides() -> tuple[Any, torch.optim.Optimizer, Net, torch.optim.Optimizer]:
-    """Return a converted model and its optimizer, and the same of torch."""
     torch.manual_seed(0)
     model: Any
     model, optimizer = converted()
@@ -155,7 +145,6 @@ def test_settings_before_the_loop_are_those_of_the_first_step(tmp_path: Path, na
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
 def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, name: str, value: float) -> None:
-    """There is no warning, also after a restart with the state of the last commit."""
     model, optimizer, theirs, reference = both_sides()
     for epochs in (1, 2):
         with opened(tmp_path, model, optimizer) as cache, warnings.catch_warnings():
@@ -202,7 +191,6 @@ def test_rows_of_adam_move_as_its_parameters_for_gradients_of_any_size(tmp_path:
 def test_a_setting_that_rows_do_not_have_is_refused(
     tmp_path: Path, make: Any, name: str, value: Any, groups: str
 ) -> None:
-    """No parameter and no row has moved."""
     model, optimizer = converted(make)
     with opened(tmp_path, model, optimizer) as cache:
         for p in cache.passes(epochs=1):

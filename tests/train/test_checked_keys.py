@@ -25,26 +25,21 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Key sets of the clicks, in shuffled order."""
     return record(tmp_path_factory.mktemp("recorded") / "keys", loader(shuffle=True))
 
 
 @pytest.fixture(scope="module")
 def in_order(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """Key sets of the clicks, in order."""
     return record(tmp_path_factory.mktemp("recorded") / "keys")
 
 
 class Changed(Clicks):
-    """Clicks with one sample changed since they were recorded."""
-
     def __init__(self, user: int) -> None:
         super().__init__()
         self.users[33] = user
 
 
 def train(folder: Path, data: tc.PassDataset, dataset: Any, **arguments: Any) -> None:
-    """Train an epoch."""
     cache, step = opened(folder, data)
     with cache:
         for p in cache.passes(epochs=1):
@@ -53,7 +48,6 @@ def train(folder: Path, data: tc.PassDataset, dataset: Any, **arguments: Any) ->
 
 
 def test_a_key_that_the_pass_lacks_names_the_batch(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """In any order: no row is trained that is not in the pass."""
     lacking = next(user for user in range(400) if user not in in_order.passes[0].keys("user"))
     told = "recorded batch 1 of pass 0 (its samples 20 to 39)", "same_draws=True", "p.sample()", str(lacking)
     with one_sentence(KeyNotInPassError, *told):
@@ -63,7 +57,6 @@ def test_a_key_that_the_pass_lacks_names_the_batch(tmp_path: Path, in_order: tc.
 
 
 def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """Even if the pass has its keys; this is not checked for shuffled batches or on request, and training is exact."""
     users = in_order.passes[0].keys("user").tolist()
     other = next(user for user in users if user != int(Clicks().users[33]))
     told = "recorded batch 1 of pass 0", "1 of its 3 recorded lookups", "check_keys=False", "Record key sets again"
@@ -75,7 +68,6 @@ def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.
 
 
 def test_other_keys_in_the_last_batch_of_a_pass_are_no_exception(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """The pass is not committed."""
     dataset, last = Clicks(), in_order.passes[0].samples - 1
     users = in_order.passes[0].keys("user").tolist()
     dataset.users[last] = next(user for user in users if user != int(dataset.users[last]))
@@ -87,7 +79,6 @@ def test_other_keys_in_the_last_batch_of_a_pass_are_no_exception(tmp_path: Path,
 
 
 def test_more_lookups_than_were_recorded_are_fine(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    """A second forward of a batch, checkpoints, and negatives of the pass."""
     cache, step = opened(tmp_path / "store", in_order)
     with cache:
         for p in cache.passes(epochs=1):
@@ -99,7 +90,6 @@ def test_more_lookups_than_were_recorded_are_fine(tmp_path: Path, in_order: tc.P
 
 
 def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_path: Path) -> None:
-    """In every epoch, in any order and process; otherwise they are new ones, which the pass lacks."""
     dataset = Clicks(draws=True)
     data = record(tmp_path / "same", loader(dataset), same_draws=True)
     for name, arguments in {"a": {}, "b": {"shuffle": True, "batch_size": 11, "num_workers": 2}}.items():
@@ -110,7 +100,6 @@ def test_negatives_that_the_dataset_draws_are_those_recorded_if_asked_for(tmp_pa
 
 
 def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
-    """Losses equal torch's with one id in place of rare ones, also for a validation under no_grad."""
     dataset = Clicks()
     data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
     rare = data.rare_keys()
@@ -164,7 +153,6 @@ def test_a_model_with_a_weight_for_each_key_does_not_train_rare_keys(tmp_path: P
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.PassDataset, trains: bool) -> None:
-    """A pass whose lookups train no row is trained when its batches were looked up."""
     cache, step = opened(tmp_path / "store", in_order)
     for name in ("user", "item", "tag"):
         step.model.get_submodule(name).requires_grad_(trains and name == "item")
@@ -180,19 +168,16 @@ def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.Pass
 
 
 def again(p: tc.Pass) -> None:
-    """Request other batches after the first one."""
     next(iter(p.loader(Clicks(), shuffle=True)))
     next(iter(p.loader(Clicks())))
 
 
 def after(p: tc.Pass) -> None:
-    """Request a sampler after a batch of a loader."""
     next(iter(p.loader(Clicks())))
     p.sampler()
 
 
 def both(p: tc.Pass) -> None:
-    """Request a loader after a sampler."""
     p.sampler()
     p.loader(Clicks())
 
@@ -216,7 +201,6 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset, what: str) -> None:
-    """The error says what to do."""
     ask, kind, words = REFUSED[what]
     cache, _ = opened(tmp_path / "store", data)
     loop = cache.passes(epochs=1)
@@ -228,7 +212,6 @@ def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset
 
 
 def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> None:
-    """Its samples are in the dataset, or the user's."""
     model = converted()
     keys = {"user": [1], "item": [1], "tag": [1]}
     written = tc.write_key_sets(tmp_path / "keys", model.user.schema, [keys])  # type: ignore[union-attr, arg-type]
@@ -240,7 +223,6 @@ def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_was_not_trained_to_its_end_is_refused(tmp_path: Path, data: tc.PassDataset) -> None:
-    """Batches were left out at its end, or in the middle."""
     cache, step = opened(tmp_path / "a", data)
     with one_sentence(StateError, "pass 0 ended after 1 batch with 20 of its"), cache:
         for p in cache.passes(epochs=1):

@@ -31,14 +31,11 @@ PASSES, STEPS, BATCH, WIDTH, RATE = 4, 3, 8, 6, 0.1
 
 
 def keys_of_steps(seed: int = 0) -> NDArray[np.int64]:
-    """Return the keys (passes, steps, batch, width), skewed."""
     rng = np.random.default_rng(seed)
     return np.floor(ROWS * rng.random((PASSES, STEPS, BATCH, WIDTH)) ** 2).astype(np.int64)
 
 
 class Net(nn.Module):
-    """An embedding and a layer."""
-
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -49,7 +46,6 @@ class Net(nn.Module):
 
 
 def prepared(folder: Path, *, dtype: str = "float32", path: Path | None = None) -> tc.PassDataset:
-    """Write a checkpoint and key sets."""
     path = path or save(folder / "model.safetensors", model__embed__weight=weights())
     start = tc.init.Checkpoint(path=str(path), tensor=TENSOR)
     table = tc.Table(
@@ -65,7 +61,6 @@ def prepared(folder: Path, *, dtype: str = "float32", path: Path | None = None) 
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, keys: NDArray[np.int64]) -> float:
-    """Train a batch; returns its loss."""
     loss = model(torch.from_numpy(keys))
     loss.backward()
     optimizer.step()
@@ -74,7 +69,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, keys: NDArray[np.in
 
 
 def train(data: tc.PassDataset, store: Path, *, epochs: int = 2, stop: int | None = None, **options: Any) -> Any:
-    """Train, and return the losses, the reports, and all rows by key."""
     model, losses = Net(tc.Embedding(data.schema, "gram")), list[float]()
     dense = torch.optim.SGD([*model.top.parameters()], lr=0.1)
     options = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False} | options
@@ -91,7 +85,6 @@ def train(data: tc.PassDataset, store: Path, *, epochs: int = 2, stop: int | Non
 
 
 def in_torch(epochs: int = 2) -> tuple[list[float], NDArray[np.float32]]:
-    """Train a plain model from the same weights."""
     model, losses = Net(nn.Embedding.from_pretrained(weights().float(), freeze=False, sparse=True)), []
     optimizers = [
         torch.optim.SGD(model.top.parameters(), lr=0.1),
@@ -172,7 +165,6 @@ def test_another_file_is_refused_before_anything_is_trained(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path) -> None:
-    """Once alter has told the store."""
     data, new = prepared(tmp_path), tmp_path / "elsewhere" / "renamed.safetensors"
     _, _, rows = train(data, tmp_path / "whole")
     train(data, tmp_path / "store", epochs=1)
@@ -213,7 +205,6 @@ def test_a_key_beyond_the_tensor_ends_the_training_with_its_name(tmp_path: Path)
 
 
 def test_a_row_that_keys_share_has_no_beginning(tmp_path: Path) -> None:
-    """Rare keys are refused when the cache is opened, a null when its row is read."""
     (table,) = prepared(tmp_path).schema.tables
     schema = tc.Schema(features=(tc.Feature(name="gram", null="embed"),), tables=(table,), label=None, dense=())
     pq.write_table(pa.table({"gram": [1, 1, 2, None]}), tmp_path / "data.parquet")
@@ -233,7 +224,6 @@ def test_a_row_that_keys_share_has_no_beginning(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_never_trained_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """In evaluation, in a lookup, and in the store's own reader."""
     data = prepared(tmp_path)
     model = Net(tc.Embedding(data.schema, "gram"))
     unseen = np.setdiff1d(np.arange(ROWS), np.unique(keys_of_steps()))[:50]
@@ -327,7 +317,6 @@ def test_each_rank_reads_the_rows_that_it_has(ranks_pool: RanksPool, tmp_path: P
 
 
 def test_new_ranks_keep_what_old_ones_know_of_the_checkpoint(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """A file that changed between them is refused."""
     prepared(tmp_path)
     ranks_pool.run(2, f"{__name__}:train_on_rank", folder=str(tmp_path), name="store")
     with tc.Store.open(tmp_path / "store", mode="r") as store:

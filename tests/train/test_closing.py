@@ -42,21 +42,16 @@ CASE = Case(
 
 
 class SmallGpu(ShimRuntime):
-    """A GPU whose memory is used by the tensors on it."""
-
     @property
     def held(self) -> int:
-        """Bytes of all tensors."""
         return sum(num_bytes for *_, num_bytes in self.kernels.memory._blocks)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the rest of ``free_bytes``."""
         return self.free_bytes - self.held, self.free_bytes
 
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """Garbage is collected only on request."""
     importlib.import_module("torch._dynamo")  # by the first optimizer of a process, and keeps the frames that asked
     gc.collect()
     gc.disable()
@@ -65,7 +60,6 @@ def no_collector() -> Iterator[None]:
 
 
 def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
-    """Return a cache of a kind on a GPU, with a new store."""
     device = gpu if isinstance(gpu, str) else CudaBackend(gpu)
     if kind == "resident":
         return tc.InMemoryCache(passes, device=device)
@@ -73,7 +67,6 @@ def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
 
 
 def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a model of a cache, and an optimizer with which the rows step."""
     model = Net(cache, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache.register(model=model, optimizer=optimizer)
@@ -82,7 +75,6 @@ def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def need(kind: str, passes: tc.PassDataset) -> int:
-    """Return the bytes that a cache of a kind takes on a GPU."""
     gpu = SmallGpu()
     with make(kind, passes, gpu):
         return gpu.held
@@ -95,7 +87,6 @@ KINDS = pytest.mark.parametrize("kind", ["tiered", "resident"])
 def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
     passes: tc.PassDataset, kind: str
 ) -> None:
-    """Rows, slots, the index of raw keys and scratch; held: cache, model, optimizer, pass and the loop over passes."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
     model, optimizer = followed(cache)
@@ -137,7 +128,6 @@ def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.P
 
 @KINDS
 def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassDataset, kind: str) -> None:
-    """After a training, with the dense optimizer still alive: device memory, locked pages and threads are freed."""
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
     model, optimizer = followed(cache)
@@ -174,7 +164,6 @@ def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDatas
 def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
     passes: tc.PassDataset, kind: str, device: str
 ) -> None:
-    """Loops, evaluations, rows, and loops and slices that began earlier."""
     cache: Any = make(kind, passes, "cpu" if device == "cpu" else SmallGpu())
     model = train(cache, CASE, epochs=1)
     loop = cache.passes(epochs=2)
@@ -209,7 +198,6 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
 def test_a_device_that_failed_still_gives_back_what_it_can(
     passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error is raised; threads end, and rows and locked pages are released all the same."""
     gpu = SmallGpu()
     with open_store(passes.path, CASE, "memory") as store:
         cache = tiered(store, passes, device=CudaBackend(gpu))
@@ -238,7 +226,6 @@ OF_A_BATCH = (
 
 @pytest.fixture
 def one_pass(tmp_path: Path) -> tc.PassDataset:
-    """One pass of the case."""
     return ONE_PASS.cut(tmp_path / "passes")
 
 
@@ -249,8 +236,6 @@ def left() -> dict[str, int]:
 
 
 class Lookups:
-    """Modules of all kinds over one cache, each with a forward and a backward."""
-
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g", "h"], mode={"g": "max", "h": "mean"})
@@ -258,7 +243,6 @@ class Lookups:
         self.single = tc.EmbeddingCollection(cache.schema)
 
     def step(self, batch: tc.Batch) -> None:
-        """Train a batch."""
         weights = torch.ones(batch.ids["i"].num_ids, device=self.cache.device, requires_grad=True)
         loss = self.bag(batch).sum() + self.weighted(batch, weights={"i": weights}).square().sum()
         (loss + sum(one.sum() for one in self.single(batch).values())).backward()
@@ -345,7 +329,6 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
-    """Lookups of every kind, with weight arguments, backward and a step, while the next batch is pending."""
     backend = DEVICES[device]()
     cache = resident(one_pass, device=backend)
     lookups, before = Lookups(cache), left()
@@ -370,7 +353,6 @@ def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str) -> None:
-    """So are the rows of its slice, even if a batch of it is kept."""
     cache, before = resident(one_pass, device=DEVICES[device]()), left()
     bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
     with (
@@ -401,7 +383,6 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
     one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any
 ) -> None:
-    """Also with extra rows for missing keys."""
     cache = tc.InMemoryCache(key_sets(tmp_path / "keys", one_pass), device=DEVICES[device]())
     lookups, before = Lookups(cache), left()
     p = next(loop := cache.passes(epochs=1))
@@ -421,7 +402,6 @@ def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
 def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
     one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the error is handled, everything that was read before is freed."""
     change_reads(monkeypatch, gone_from(20))
     cache, before = resident(one_pass, device=shim()), left()
     loop = cache.passes(epochs=1)
@@ -437,7 +417,6 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str) -> None:
-    """For example by a ReLU with ``inplace=True`` after our module; gradients follow the changed output."""
     cache = resident(one_pass, device=DEVICES[device]())
     bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
     loop = cache.passes(epochs=1)
@@ -459,7 +438,6 @@ def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str
 if DEVICE == "cuda":
 
     def test_memory_of_batches_on_a_gpu_stays_what_it_is(one_pass: tc.PassDataset) -> None:
-        """By torch's counters, after every step."""
         cache = resident(one_pass, device="cuda")
         lookups, seen = Lookups(cache), []
         loop = cache.passes(epochs=1)

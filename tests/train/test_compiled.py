@@ -33,7 +33,6 @@ class Model(nn.Module):
         self.top = nn.Linear(self.bags.out_features + self.bag.out_features + 1, 1)
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a logit for each sample."""
         weights = {"f": self.scale * torch.ones(batch.num_samples)}
         rows = self.rows(batch)
         pooled = self.bags(batch, weights)
@@ -43,7 +42,6 @@ class Model(nn.Module):
 
 
 def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
-    """Return the result of a training, and its logits without gradients."""
     torch.manual_seed(1)
     torch.compiler.reset()
     with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
@@ -66,7 +64,6 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset, device: str) -> None:
-    """Rows, their optimizers' state and dense weights; an unused feature gets no gradient."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
         pytest.skip("torch before 2.9 splits the graph at operators whose output shapes depend on data")
     (found, logits), (wanted, others) = train(passes, device, compiled=True), train(passes, device, compiled=False)
@@ -77,7 +74,6 @@ def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.Pa
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, trained: bool) -> None:
-    """Schemas, fake results, autograd and compilation: torch.library.opcheck."""
     with tc.InMemoryCache(passes) as cache:
         model = Model(passes.schema)
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -99,7 +95,6 @@ def test_a_batch_is_looked_up_again_after_a_step(passes: tc.PassDataset) -> None
 
 
 def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
-    """Return losses, weights and sums of rows of a training with two optimizers on one batch."""
     torch.compiler.reset()
     with tc.InMemoryCache(passes) as cache:
         modules = [
@@ -130,7 +125,6 @@ def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
 
 
 def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> None:
-    """Without a step, and without a backward: no lookup is kept."""
     with tc.InMemoryCache(passes) as cache:
         bag: Any = torch.compile(tc.EmbeddingBag(passes.schema, "f"), backend="aot_eager", fullgraph=True)
         loop = cache.passes(epochs=1)
@@ -151,7 +145,6 @@ def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> N
 
 
 def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
-    """Its gradients are delivered to its own anchor."""
     with tc.InMemoryCache(passes) as cache:
         bag = tc.EmbeddingBag(passes.schema, "f")
         other = copy.deepcopy(bag)

@@ -49,7 +49,6 @@ NAMES = [f"f{t}" for t in range(TABLES)]
 
 
 def trained_before() -> DLRM:
-    """Return a plain model whose tables do not begin as the schema says."""
     torch.manual_seed(3)
     tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=t == 3) for t in range(TABLES)]
     for one in tables:
@@ -61,7 +60,6 @@ def trained_before() -> DLRM:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
-    """Four lines are changed; out of core, with its weights, stopped in the middle and resumed."""
     data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
     begin = trained_before()
@@ -92,7 +90,6 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
 
 
 def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
-    """Train the original model in memory."""
     for one in model.tables:
         one.sparse = False
     side = Side(model, [torch_optimizer(optimizer, model)], lambda _: None, [], lambda **_: None)
@@ -112,8 +109,6 @@ SCHEMA = tc.Schema(
 
 
 class Small(nn.Module):
-    """Two embeddings, one of which is used twice."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.user_emb = nn.Embedding(10, 4)
@@ -122,7 +117,6 @@ class Small(nn.Module):
 
 
 def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
-    """The error says what a module is; a module that is used for two features takes both."""
     model = Small(mode="max")
     weight = model.items.weight.data
     made = tc.convert(model, SCHEMA, {"items": ["item", "seen"]})
@@ -157,7 +151,6 @@ def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
     ],
 )
 def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str, Any], words: str) -> None:
-    """The model is unchanged."""
     model = Small()
     if change:
         options = {"num_embeddings": 20, "embedding_dim": 4, **change}
@@ -168,7 +161,6 @@ def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str,
 
 
 def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
-    """Rows of all keys, also keys in no pass; a store that has commits keeps its rows, and others refuse."""
     keys = {"user": np.array([1, 2]), "item": np.array([3, 19]), "seen": (np.array([4]), np.array([0, 1, 1]))}
     tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
     data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
@@ -214,7 +206,6 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
 def test_keys_that_a_converted_module_had_no_row_for_are_refused(
     tmp_path: Path, keys: list[int], said: str | None
 ) -> None:
-    """Like torch, and before the store is created; an open table accepts them."""
     sets = [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}]
     data = tc.write_key_sets(tmp_path / "p", SCHEMA, sets)
     model = tc.convert(Small(mode="sum"), data, {"items": "item"})
@@ -244,14 +235,12 @@ class Padded(nn.Module):
         self.words, self.bag = nn.Embedding(30, 4, padding_idx=0), nn.EmbeddingBag(30, 4, padding_idx=0, mode=mode)
 
     def forward(self, words: Any, *bag: Any) -> torch.Tensor:
-        """Return a number for each sample."""
         return self.words(words).square().sum(dim=(1, 2)) + self.bag(*bag).sum(dim=1)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("by", ["samples", "raw keys", "no padding in the pass"])
 def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str) -> None:
-    """Like torch: in lists and bags, also in a bag of padding alone, and if no key of a pass is padding."""
     schema = tc.Schema(
         features=(tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged")),
         tables=tuple(table(n, 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Zeros()) for n in ("words", "bag")),
@@ -307,11 +296,9 @@ class Published(nn.Module):
         self.top_l = nn.Sequential(nn.Linear(DIM + TABLES * (TABLES + 1) // 2, 1), nn.Sigmoid())
 
     def apply_emb(self, offsets: Any, ids: Any) -> list[torch.Tensor]:
-        """Look every table up."""
         return [self.emb_l[k](of_table, offsets[k], per_sample_weights=None) for k, of_table in enumerate(ids)]
 
     def forward(self, dense: torch.Tensor, offsets: Any, ids: Any) -> torch.Tensor:
-        """Return chances (N, 1)."""
         x = self.bot_l(dense)
         vectors = torch.stack([x, *self.apply_emb(offsets, ids)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
@@ -320,7 +307,6 @@ class Published(nn.Module):
 
 
 def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) -> None:
-    """Features replace ids and None replaces offsets. Gradients and rows equal those with bags."""
     data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of("SGD"), data)
     torch.manual_seed(2)
@@ -349,7 +335,6 @@ def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) 
 
 
 def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Convert a model on each rank, open the store and look all rows up."""
     data = tc.PassDataset.open(Path(folder) / "passes")
     torch.manual_seed(7)
     model = Small(mode="sum")
@@ -374,20 +359,16 @@ def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp
 
 
 class Student(nn.Module):
-    """Two embeddings and a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.vectors, self.top = Small(mode="sum"), nn.Linear(8, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return numbers (N,)."""
         user, item = self.vectors.user_emb(batch.features["user"]), self.vectors.items(batch.features["item"])
         return self.top(torch.cat([user, item], dim=1)).squeeze(1)
 
 
 def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[str, Any]:
-    """Train with or without a teacher and an average; their outputs must not matter."""
     torch.manual_seed(0)
     model = tc.convert(Student(), data, {"vectors.items": "item", "vectors.user_emb": "user"})
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -416,7 +397,6 @@ def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[
 
 
 def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
-    """They read current rows, and training is the same without them."""
     tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
     data = tc.PassDataset.open(tmp_path / "p")
     alone, together = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
@@ -427,7 +407,6 @@ def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Pa
 
 
 def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp_path: Path) -> None:
-    """Ids that wrapped to 32 bits, and the state of the original model."""
     tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
     data, model = tc.PassDataset.open(tmp_path / "p"), tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
     with pytest.raises(

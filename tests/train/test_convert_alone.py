@@ -26,8 +26,6 @@ ROWS, DIM, N = 30, 4, 12
 
 
 class Net(nn.Module):
-    """Looks up two modules, one of them twice, and a parameter, in the usual ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(ROWS, DIM, padding_idx=0)
@@ -36,7 +34,6 @@ class Net(nn.Module):
         self.top = nn.Linear(DIM, 1)
 
     def forward(self, words: torch.Tensor, seen: torch.Tensor, entities: torch.Tensor) -> torch.Tensor:
-        """Return a number for each sample (N, 1)."""
         x = self.words(words).sum(dim=1) + self.bags["seen"](seen) + self.words(words[:, 0])
         x = x + torch.index_select(self.entity_embedding, dim=0, index=entities)
         x = x + functional.embedding(entities, self.entity_embedding) * self.entity_embedding[entities]
@@ -44,7 +41,6 @@ class Net(nn.Module):
 
 
 def batches(count: int = 8) -> list[tuple[torch.Tensor, ...]]:
-    """Return keys for batches, padding among them."""
     torch.manual_seed(7)
     return [
         (torch.randint(0, ROWS, (N, 3)), torch.randint(1, ROWS, (N, 2)), torch.randint(0, ROWS, (N,)))
@@ -53,7 +49,6 @@ def batches(count: int = 8) -> list[tuple[torch.Tensor, ...]]:
 
 
 def keys_of(model: nn.Module, out: Path, parts: int = 2) -> tc.PassDataset:
-    """Write the key sets of the batches; a pass has every ``parts``-th batch."""
     schema = next(iter(table_modules([model]))).schema
     every = batches()
     sets = []
@@ -76,8 +71,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("part", ["", "0", "1"])
 @pytest.mark.parametrize("how", ["like", "at and like", "keyed"])
 def test_a_compiled_model_or_part_is_converted_back(tmp_path: Path, part: str, how: str) -> None:
-    """As the model that torch.compile wraps; it looks up no row of the cache."""
-
     def net() -> Any:
         return nn.Sequential(nn.Embedding(ROWS, 4), nn.Linear(4, 1))
 
@@ -104,7 +97,6 @@ def test_a_compiled_model_or_part_is_converted_back(tmp_path: Path, part: str, h
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: str, when: str) -> None:
-    """Modules replace the weights in an earlier optimizer; another optimizer is created from the new model."""
     torch.manual_seed(1)
     theirs = Net()
     model = copy.deepcopy(theirs)
@@ -148,8 +140,6 @@ def test_a_model_without_schema_trains_as_torch_trains_it(tmp_path: Path, name: 
 
 
 def test_tables_are_named_for_their_modules_and_shared_by_a_tied_weight() -> None:
-    """A feature for each module, a table for each weight, with its dim and dtype, and any number of keys."""
-
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +161,6 @@ def test_tables_are_named_for_their_modules_and_shared_by_a_tied_weight() -> Non
 
 
 def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """The optimizer of the rows was not given, and the model's optimizer steps differently: which one is meant?"""
     model = tc.convert(Net(), parameters=["entity_embedding"])
     data = keys_of(model, tmp_path / "keys")
     same = torch.optim.Adagrad(model.parameters(), lr=0.01)
@@ -208,7 +197,6 @@ def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path:
     ],
 )
 def test_rows_step_as_the_optimizer_of_torch_on_the_rows_of_a_batch(make: Any, rows: Any) -> None:
-    """A warning says that torch's moves the other rows too."""
     model: Any = Net()
     with pytest.warns(UserWarning, match=r"is trained by \w+.* which moves every row in every step"):
         model = tc.convert(model, optimizer=make(model.parameters()))
@@ -216,7 +204,6 @@ def test_rows_step_as_the_optimizer_of_torch_on_the_rows_of_a_batch(make: Any, r
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that has stepped once."""
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     model(*batches(1)[0]).sum().backward()
     optimizer.step()
@@ -260,7 +247,6 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
 @pytest.mark.filterwarnings("ignore:the weight of")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_done_exactly_is_refused(what: str) -> None:
-    """The model and its optimizer are unchanged."""
     model = Net()
     change, words = REFUSED[what]
     options = change(model)
@@ -273,19 +259,14 @@ def test_what_cannot_be_done_exactly_is_refused(what: str) -> None:
 
 
 class Holder:
-    """Has a weight as an attribute."""
-
     def __init__(self, weight: Any) -> None:
         self.weight = weight
 
     def penalty(self) -> Any:
-        """Return the sum of squares."""
         return self.weight.square().sum()
 
 
 class Slotted:
-    """Has a weight in a slot."""
-
     __slots__ = ("kept",)
 
     def __init__(self, weight: Any) -> None:
@@ -293,7 +274,6 @@ class Slotted:
 
 
 def nested(value: Any, depth: int) -> Any:
-    """Return a value in lists of lists."""
     for _ in range(depth):
         value = [value]
     return value
@@ -307,14 +287,12 @@ def near(model: Any) -> None:
 
 
 def tied_to(weight: Any) -> nn.Module:
-    """Return a layer with a weight."""
     layer = nn.Linear(DIM, ROWS, bias=False)
     layer.weight = weight
     return layer
 
 
 def of_class(model: Any) -> None:
-    """Keep a weight in a class."""
     model.__class__ = type("Own", (Net,), {"regularized": [model.words.weight]})
 
 
@@ -342,7 +320,6 @@ CAPTURED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("what", CAPTURED)
 def test_a_weight_that_the_model_reaches_elsewhere_is_refused(what: str) -> None:
-    """Through objects, methods, partials, defaults, lists, optimizers and classes."""
     model = Net()
     change, words = CAPTURED[what]
     change(model)
@@ -351,7 +328,6 @@ def test_a_weight_that_the_model_reaches_elsewhere_is_refused(what: str) -> None
 
 
 def test_references_from_outside_the_model_warn() -> None:
-    """A saved dict keeps its values; without any there is no warning."""
     model = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -363,8 +339,6 @@ def test_references_from_outside_the_model_warn() -> None:
 
 
 def test_parameters_that_are_looked_up_are_found_and_named() -> None:
-    """An error names them if there is nothing else to convert, a warning if they stay."""
-
     class Triples(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +359,6 @@ def test_parameters_that_are_looked_up_are_found_and_named() -> None:
 
 
 def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
-    """Lookups, indexing and its description; anything else raises an error that says what to do."""
     torch.manual_seed(2)
     model = Net()
     weight = model.entity_embedding.detach().clone()
@@ -442,7 +415,6 @@ def test_a_parameter_table_answers_as_the_parameter_did(tmp_path: Path) -> None:
 
 
 def test_original_models_of_another_shape_are_refused(tmp_path: Path) -> None:
-    """With fewer rows, other columns or other modules; the error says which."""
     model = tc.convert(Net(), parameters=["entity_embedding"])
     data = keys_of(model, tmp_path / "keys")
     with tiered(tmp_path / "m.tc", data, model=model) as cache:

@@ -53,13 +53,11 @@ NUM_PASSES = 12
 
 @pytest.fixture(scope="module")
 def expected(passes: tc.PassDataset) -> Result:
-    """The result of the case in memory."""
     return resident_result(CASE, passes)
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_killed(tmp_path: Path, kills: int) -> None:
-    """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
     options = ["--quick"] if kills == 20 else ["--kills", str(kills)]
     options += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path), "--seed", str(kills)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.crash", "training", *options]  # its fork server is its own
@@ -77,7 +75,6 @@ def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_kille
 
 
 def place(store: tc.Store) -> tuple[int, int, int]:
-    """The position of a store: commit, pass and sample."""
     assert store.commit is not None
     return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
 
@@ -98,14 +95,12 @@ def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> 
 
 
 def assert_one_sentence(error: Exception) -> None:
-    """Check that a message has one line and says what to do after a colon."""
     text = str(error)
     assert "\n" not in text
     assert ": " in text
 
 
 def resume(path: Path, passes: tc.PassDataset) -> Result:
-    """Resume with free space, and read back the result."""
     with tc.Store.open(path, tables=CASE.tables) as store:
         with tiered(store, passes) as cache:
             model = train(cache, CASE, seed=4)
@@ -115,7 +110,6 @@ def resume(path: Path, passes: tc.PassDataset) -> Result:
 def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
     tmp_path: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
-    """A store at its store_budget raises in the loop, commits nothing later, and ends with the same bits with more."""
     error = fill_the_disk(tmp_path / "model.tc", passes, store_budget=6_000_000)
     assert_one_sentence(error)
     assert "blocks.bin may hold 6,000,000" in str(error)
@@ -127,7 +121,6 @@ def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_t
 def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_there_is_space(
     disk: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
-    """A file system without space raises in the loop, commits nothing later, and space brings the same bits."""
     subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
     error = fill_the_disk(disk / "model.tc", passes)
     assert_one_sentence(error)
@@ -142,7 +135,6 @@ SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epo
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Result]:
-    """The passes of the small case, and its result in memory."""
     passes = SMALL.cut(tmp_path_factory.mktemp("small") / "passes")
     return passes, resident_result(SMALL, passes)
 
@@ -152,7 +144,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Res
 def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
     small: tuple[tc.PassDataset, Result], call: int
 ) -> None:
-    """Whichever write, read or commit fails, the loop gets that error, and the next run ends with the same bits."""
     (passes, ended), memory = small, MemoryEngine()
     engine = FailingEngine(memory, lasting=True)
     with tc.Store.open(None, tables=SMALL.tables, engine=engine) as store:
@@ -182,7 +173,6 @@ def flip_in_rows(path: Path) -> int:
 
 @pytest.fixture
 def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
-    """A store after one epoch."""
     path = tmp_path / "model.tc"
     with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
         train(cache, CASE, epochs=1)
@@ -191,7 +181,6 @@ def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
 
 
 def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassDataset) -> None:
-    """The loop gets an error before the pass that needs the block, and the store stays at its last commit."""
     waiting = flip_in_rows(trained)
     seen: list[int] = []
     with tc.Store.open(trained, tables=CASE.tables) as store:
@@ -207,7 +196,6 @@ def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained:
 
 
 def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassDataset) -> None:
-    """A damaged dense state is found by verify and never loaded into a model."""
     with tc.Store.open(trained, mode="r") as store:
         assert store.commit is not None
         name = store.commit.own.state.name
@@ -226,7 +214,6 @@ USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["a number", "two swapped", "all zeros", "a checksum", "cut short", "none"])
 def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) -> None:
-    """A resumed run ends with the same bits, and rewrites the file with its first content."""
     passes, path = USED.cut(tmp_path / "passes"), tmp_path / "s"
 
     def stop(pass_index: int, _: int) -> None:
@@ -264,7 +251,6 @@ READERS = 2
 
 
 def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
-    """Train the case, one commit per pass; ``each_pass`` is called within some of them."""
     with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
         train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
 
@@ -272,7 +258,6 @@ def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], Non
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
 def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
-    """A reader sees rows, states and dense state of exactly one commit, and they do not change."""
     passes = READ.cut(tmp_path / "passes")
     with Store.open(tmp_path / "kept.tc", tables=READ.tables, engine=engine, retention=READ_PASSES + 1) as store:
         train_into(store, passes)

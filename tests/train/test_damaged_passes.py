@@ -41,7 +41,6 @@ BARE = "bare: "
 
 
 def flip(passes: tc.PassDataset, number: int) -> tuple[str, int, int]:
-    """Return the file, the byte and the bits of one flip."""
     generator = generator_of(number)
     one = passes.passes[int(generator.integers(len(passes)))]
     bits = int(generator.integers(1, 256)) if generator.random() < 0.5 else 1 << int(generator.integers(8))
@@ -63,7 +62,6 @@ def outcome(what: Callable[[], Iterable[Any]]) -> str:
 
 
 def trained(folder: Path, whole: tc.PassDataset) -> Iterable[Any]:
-    """Train the passes in ``folder`` and yield the rows of the keys of ``whole``."""
     passes = tc.PassDataset.open(folder)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         with tiered(store, passes) as cache:
@@ -74,7 +72,6 @@ def trained(folder: Path, whole: tc.PassDataset) -> Iterable[Any]:
 
 
 def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
-    """Evaluate the passes in ``folder`` and yield the model's outputs."""
     with torch.no_grad():
         for piece in cache.evaluate(tc.PassDataset.open(folder)):
             for batch in piece.batches(CASE.batch):
@@ -82,13 +79,11 @@ def evaluated(folder: Path, cache: Any, model: Net) -> Iterable[Any]:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Write a line that is readable even if the process ends."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def main(folder: Path, first: int, last: int) -> None:
-    """Flip bytes ``first`` to ``last``."""
     whole, copy = tc.PassDataset.open(folder), folder.with_name(f"{folder.name}-{first}")
     shutil.copytree(folder, copy, copy_function=os.link)
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store, tiered(store, whole) as cache:
@@ -128,7 +123,6 @@ def flipped(folder: Path, flips: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("flips", [120, pytest.param(2000, marks=pytest.mark.long)])
 def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) -> None:
-    """No signal, no other error, and no damaged data is trained or evaluated."""
     CASE.cut(tmp_path / "passes")
     whole: dict[str, Any] = {}
     problems = Counter[str]()

@@ -24,15 +24,12 @@ CASE = Case(
 
 @pytest.fixture
 def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
-    """Set torch's default dtype, and restore it afterwards."""
     before = torch.get_default_dtype()
     yield torch.set_default_dtype
     torch.set_default_dtype(before)
 
 
 class Model(nn.Module):
-    """Every kind of module, some created twice."""
-
     def __init__(self, schema: tc.Schema, padding: int | None) -> None:
         super().__init__()
         self.bags = tc.EmbeddingBagCollection(schema, mode={spec.name: spec.mode for spec in SPECS})
@@ -40,14 +37,12 @@ class Model(nn.Module):
         self.rows = tc.EmbeddingCollection(schema, ["f", "h"])
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return a loss in float32, whatever the default."""
         found = self.rows(batch)
         parts = [self.bags(batch), self.mean(batch), found["f"], found["h"].flatten(1)]
         return torch.cat(parts, dim=1).float().square().mean()
 
 
 def losses(cache: Any, padding: int | None, *, double: bool) -> list[float]:
-    """Train an epoch: accumulated twice, clipped, without a loss scale and with one."""
     model = Model(cache.schema, padding)
     model = model.double() if double else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,8 +74,6 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
     passes: tc.PassDataset, default_dtype: Callable[[torch.dtype], None], dtype: torch.dtype, padding: int | None,
     resident: bool,
 ) -> None:  # fmt: skip
-    """Anchors, gradients, scales and counts are float32 explicitly."""
-
     def run(*, double: bool) -> list[float]:
         if resident:
             with tc.InMemoryCache(passes) as cache:
@@ -98,7 +91,6 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu", 0), "cpu"])
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_device_of_torch_is_one_by_its_name(passes: tc.PassDataset, device: Any, resident: bool) -> None:
-    """With or without a number."""
     store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
     with store, tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device) as cache:
         assert cache.device.type == "cpu"
@@ -122,7 +114,6 @@ def test_a_device_of_torch_is_one_by_its_name(passes: tc.PassDataset, device: An
 def test_what_is_no_device_of_rows_is_refused(
     passes: tc.PassDataset, device: Any, kind: type[Exception], words: list[str], resident: bool
 ) -> None:
-    """The error names valid devices."""
     store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
     with store, one_sentence(kind, *words):
         tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def five_passes(**options: Any) -> Case:
-    """Return two tables of one group and one of another, five passes, three epochs."""
     usual = {"num_samples": 5 * 32, "pass_rows": 32, "num_keys": 60, "batch": 8, "epochs": 3, "shuffle": True}
     return one_case(tc.optim.Adam(learning_rate=0.01), **usual | options)
 
@@ -43,7 +42,6 @@ def train_to(
 
 
 def go_on(store: tc.Store, passes: tc.PassDataset, case: Case, **options: Any) -> Net:
-    """Train to the end with a model that the commit restores."""
     with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
         return train(cache, case, seed=1 if store.commit is None else 99)
 
@@ -63,7 +61,6 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, seed: int, pass_index: int, batches: int, order_seed: int | None,
     commit_every: int, detour: str, small: bool, again: bool,
 ) -> None:  # fmt: skip
-    """From any pass of any epoch and inside it, with rows moved to any order meanwhile, and stopped once more."""
     path = tmp_path_factory.mktemp("entering")
     case = five_passes(data_seed=seed, order_seed=order_seed)
     passes = case.cut(path / "passes")
@@ -95,7 +92,6 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
 def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     tmp_path: Path, engine: str, order_seed: int | None
 ) -> None:
-    """The base is there when it is opened again, and verification finds everything intact."""
     case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine) as store:
@@ -124,7 +120,6 @@ UNTRAINED = {
 
 
 def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: str) -> None:
-    """Make a commit that trains nothing and leaves every row unchanged."""
     if what == "compact":
         store.compact()
     elif what == "rollback":
@@ -142,7 +137,6 @@ def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: 
 def test_a_commit_that_trains_nothing_keeps_the_position(
     tmp_path: Path, done: tuple[str, ...], engine: str, order_seed: int | None, at: int
 ) -> None:
-    """The same script trains the remaining passes, no finished one again, with the bits of an uninterrupted run."""
     case = five_passes(order_seed=order_seed)
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
@@ -161,7 +155,6 @@ def test_a_commit_that_trains_nothing_keeps_the_position(
 
 
 def test_a_compacted_store_begins_other_passes(tmp_path: Path) -> None:
-    """A new day, and the same passes in another order, begin at their first pass."""
     case = five_passes()
     passes = case.cut(tmp_path / "passes")
     other = five_passes(data_seed=9).cut(tmp_path / "other")
@@ -174,7 +167,6 @@ def test_a_compacted_store_begins_other_passes(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Path) -> None:
-    """With another start it is reorganized, and without one it stays; invalid positions are refused."""
     case = five_passes()
     passes = case.cut(tmp_path / "passes")
     with open_store(tmp_path / "s.tc", case, "memory") as store:

@@ -33,7 +33,6 @@ class Items(Dataset[Any]):
 
 
 def made(tmp_path: Path, *, shuffle: bool = False) -> tuple[Any, Any, DataLoader[Any], tc.PassDataset]:
-    """Return a converted model, its optimizer, a loader, and its key sets."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"item": nn.Embedding(ROWS, 4), "top": nn.Linear(4, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,7 +46,6 @@ def made(tmp_path: Path, *, shuffle: bool = False) -> tuple[Any, Any, DataLoader
 
 
 def train(model: Any, optimizer: Any, batch: Any) -> None:
-    """Train one batch."""
     optimizer.zero_grad()
     (model["top"](model["item"](batch[0]))[:, 0] - batch[1]).square().mean().backward()
     optimizer.step()
@@ -55,7 +53,6 @@ def train(model: Any, optimizer: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
-    """In other orders if the loader shuffles; the length is one epoch; each epoch ends in a commit."""
     model, optimizer, loader, data = made(tmp_path, shuffle=shuffle)
     orders = []
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
@@ -83,8 +80,6 @@ def test_an_epoch_has_every_sample_once(tmp_path: Path, shuffle: bool) -> None:
 
 
 def test_a_script_that_runs_again_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """Trained epochs yield nothing, and the rest is trained to the same bits."""
-
     def run(name: str, stop: int | None) -> Iterator[Any]:
         model, optimizer, loader, data = made(tmp_path)
         with tiered(tmp_path / name, data, model=model, optimizer=optimizer) as cache:
@@ -107,7 +102,6 @@ def test_a_script_that_runs_again_goes_on_where_it_stood(tmp_path: Path) -> None
 
 
 def test_an_epoch_that_is_left_early_is_an_error_at_the_next(tmp_path: Path) -> None:
-    """Unless the loop skips the pass."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         batches = cache.loader(loader, 2)
@@ -123,8 +117,6 @@ def test_an_epoch_that_is_left_early_is_an_error_at_the_next(tmp_path: Path) -> 
 def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
     tmp_path: Path, stops_at: tuple[int, int]
 ) -> None:
-    """Epochs that a script skips step it too, and only the step after the last commit counts."""
-
     def run(store: Path, stop: tuple[int, int] | None) -> dict[int, list[float]]:
         model, optimizer, loader, data = made(tmp_path)
         rates: dict[int, list[float]] = {}
@@ -150,7 +142,6 @@ def test_a_scheduler_of_epochs_has_the_rates_of_a_script_that_was_never_stopped(
 
 
 def test_another_loader_in_the_same_script_steps_its_scheduler_once_for_each_epoch(tmp_path: Path) -> None:
-    """For more epochs: those that the first loader trained are skipped."""
     model, optimizer, loader, data = made(tmp_path)
     rates: dict[int, float] = {}
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
@@ -181,7 +172,6 @@ def run_to(cache: tc.TierCache, model: Any, loader: DataLoader[Any], *, last: in
 
 @pytest.mark.parametrize("when", ["after a stop", "after restore()"])
 def test_what_changes_after_a_commit_in_the_middle_of_an_epoch_is_kept(tmp_path: Path, when: str) -> None:
-    """If this cache has made or restored it, and trained nothing since."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         assert run_to(cache, model, loader, last=2) == [0.1, 0.1]
@@ -200,7 +190,6 @@ def test_what_changes_after_a_commit_in_the_middle_of_an_epoch_is_kept(tmp_path:
 
 
 def test_a_loop_that_is_left_in_a_pass_begins_at_the_last_commit(tmp_path: Path) -> None:
-    """What it trained since, and what the script changed then, is gone."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         run_to(cache, model, loader, last=2)
@@ -215,7 +204,6 @@ def test_a_loop_that_is_left_in_a_pass_begins_at_the_last_commit(tmp_path: Path)
 
 
 def test_a_model_that_is_registered_later_gets_the_weights_of_the_last_commit(tmp_path: Path) -> None:
-    """The loop before it trained another model of the same name."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         run_to(cache, model, loader, last=2)
@@ -228,7 +216,6 @@ def test_a_model_that_is_registered_later_gets_the_weights_of_the_last_commit(tm
 
 
 def test_a_store_that_is_rolled_back_to_another_run_at_the_same_pass_brings_its_weights(tmp_path: Path) -> None:
-    """Both runs began at one commit, with two learning rates; the better one is continued."""
     model, optimizer, loader, data = made(tmp_path)
     with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
         run_to(cache, model, loader, last=1)
@@ -299,8 +286,6 @@ def change(cache: tc.TierCache, model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["scheduler", "by hand"])
 def test_a_loop_over_passes_in_each_epoch_keeps_what_the_script_changed_between(tmp_path: Path, kind: str) -> None:
-    """Rates and dense weights: the loop goes on from the end of an epoch, and loads no commit. Also after a restart."""
-
     def run(epochs: range) -> list[float]:
         model, optimizer, loader, data = made(tmp_path)
         rates: list[float] = []

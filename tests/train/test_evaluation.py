@@ -55,12 +55,10 @@ Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
 @pytest.fixture
 def others(tmp_path: Path) -> tc.PassDataset:
-    """Passes to evaluate: keys of the training and as many that it never has."""
     return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
 
 
 def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
-    """Return the initial row of a key."""
     return initial_rows(spec, np.array([key]))[0][0]
 
 
@@ -81,7 +79,6 @@ def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device
 
 
 def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> None:
-    """Check that every looked up vector is the one in ``now``, or the initial one; pooling sums them."""
     vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
     tables = {t.name: t for t in others.tables}
     for piece in cache.evaluate(others):
@@ -138,7 +135,6 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
 
 
 def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Inside a pass and after the last one, for keys that are trained, untrained, and in no pass."""
     others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
     with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
         for cache in (tiered(store, passes), resident(passes)):
@@ -161,7 +157,6 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassData
 
 
 def written(store: tc.Store) -> tuple[object, ...]:
-    """Return all traces of a store's writes: its counters and its files."""
     assert store.path is not None
     counts = {name: n for name in dir(store.counters) if "writ" in name or name == "commits"
               if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
@@ -173,7 +168,6 @@ def written(store: tc.Store) -> tuple[object, ...]:
 def test_evaluation_writes_nothing_and_leaves_no_gradient(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
-    """Counters and bytes of the store do not change, and a backward through an evaluation batch steps no row."""
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
 
         def evaluate(pass_index: int, batch: int) -> None:
@@ -197,7 +191,6 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
 def test_evaluation_is_cut_into_slices_within_its_budget(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
-    """Rows of a slice take at most eval_budget, and a larger budget makes fewer slices."""
     counts = {}
     for budget in (1500, 6000, 1 << 20):
         store = tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables)
@@ -215,7 +208,6 @@ def test_evaluation_is_cut_into_slices_within_its_budget(
 def test_a_training_without_evaluation_gives_its_share_to_rows(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
 ) -> None:
-    """With eval_budget=0 a smaller host budget trains the same bits, and an evaluation is refused."""
     with open_store(tmp_path / "model.tc", CASE, "memory") as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": 1}
         least = smallest_host_budget(store, passes, **options, eval_budget=0)
@@ -248,7 +240,6 @@ def test_the_evaluation_budget_that_an_error_gives_is_the_smallest_that_is_enoug
 
 
 def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:
-    """If rare keys were trained, an unknown key has their row."""
     case = replace(CASE, tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
     passes = case.extract(tmp_path / "train", min_count=3)
     assert any(OOV_KEY in p.keys("a") for p in passes)

@@ -28,8 +28,6 @@ STEPS = 32
 
 
 class Training:
-    """New objects of one training, and its loop."""
-
     def __init__(self, cache: Any) -> None:
         torch.manual_seed(1)
         self.cache = cache
@@ -48,7 +46,6 @@ class Training:
                 yield p, batch.end, batch
 
     def step(self, p: tc.Pass, end: int, batch: tc.Batch) -> None:
-        """Train a batch, with random numbers of torch."""
         self.optimizer.zero_grad()
         logits = self.model(batch)
         kept = (torch.rand(logits.shape) < 0.8).to(logits.device)
@@ -59,7 +56,6 @@ class Training:
         self.losses[p.index, end] = loss.item()
 
     def run(self, depth: int, *, steps: int | None = None, **options: Any) -> None:
-        """Train with some batches fetched before the trained one, up to some step."""
         self.loader = ahead(self.fetched(**options), depth)
         for fetched in islice(self.loader, steps):
             self.step(*fetched)
@@ -76,12 +72,10 @@ def ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
 
 
 def opened(passes: tc.PassDataset, store: tc.Store, **options: Any) -> tc.TierCache:
-    """Return a cache whose device holds one pass."""
     return tc.TierCache(store, passes, device_budget="48KiB", host_budget="16MiB", progress=False, **options)
 
 
 def store_of(passes: tc.PassDataset) -> tc.Store:
-    """Return a new store."""
     return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
 
 
@@ -103,12 +97,10 @@ def go_on(
 
 @pytest.fixture(scope="module")
 def plain(passes: tc.PassDataset) -> Plain:
-    """The result of the loop without fetching ahead."""
     return plain_on(passes, "cpu")
 
 
 def plain_on(passes: tc.PassDataset, device: Any) -> Plain:
-    """Train without fetching ahead, and return rows and losses."""
     with store_of(passes) as store:
         with opened(passes, store, device=device) as cache:
             training = Training(cache)
@@ -124,7 +116,6 @@ def plain_on(passes: tc.PassDataset, device: Any) -> Plain:
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     passes: tc.PassDataset, plain: Plain, depth: int, prefetch: int, device: str
 ) -> None:
-    """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
     if device == DEVICE == "cuda":  # whose dense part has different bits
         plain = plain_on(passes, device)
     with store_of(passes) as store:
@@ -141,7 +132,6 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
 
 
 def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: Plain) -> None:
-    """Its loop may fetch ahead too."""
     with tc.InMemoryCache(passes) as cache:
         training = Training(cache)
         training.run(2)
@@ -152,7 +142,6 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
-    """With random numbers in every step and a changing rate: batches fetched but not trained are fetched again."""
     with store_of(passes) as store:
         with pytest.raises(InterruptedError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
             training = Training(cache)
@@ -163,7 +152,6 @@ def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDat
 
 
 def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: Plain) -> None:
-    """Fetched batches do not count: a training resumes after the last batch that it stepped."""
     with store_of(passes) as store:
         with opened(passes, store) as cache:
             training = Training(cache)
@@ -191,7 +179,6 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset
 def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
     passes: tc.PassDataset, by: Callable[[Any], object]
 ) -> None:
-    """A later failure changes nothing; without them a training that fails does not commit it."""
     with store_of(passes) as store:
         with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
             Training(cache).run(1)
@@ -204,7 +191,6 @@ def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
 
 
 def evaluate_of_the_next_pass(cache: Any) -> None:
-    """Look batches up without training them, past the end of a pass."""
     training = Training(cache)
     fetched = training.fetched()
     held = [next(fetched) for _ in range(5)]
@@ -223,7 +209,6 @@ def evaluate_of_the_next_pass(cache: Any) -> None:
 
 
 def leave_gradients(cache: Any) -> None:
-    """Look a batch of the next pass up between backward and step, then continue."""
     training = Training(cache)
     fetched = training.fetched()
     held = [next(fetched) for _ in range(5)]
@@ -238,12 +223,10 @@ def leave_gradients(cache: Any) -> None:
 
 
 def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassDataset) -> None:
-    """Its rows are not loaded; the rows of the current pass are."""
     with store_of(passes) as store, opened(passes, store) as cache:
         evaluate_of_the_next_pass(cache)
 
 
 def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassDataset) -> None:
-    """A remainder of accumulation would be lost; if it is stepped or dropped, the loop continues."""
     with store_of(passes) as store, opened(passes, store) as cache:
         leave_gradients(cache)

@@ -31,7 +31,6 @@ OPTIMIZERS = {
 
 
 def case_of(optimizer: Any, dtype: str = "float32") -> Case:
-    """Return a case of 3 passes of 4 batches."""
     tables = (table("a", 4, optimizer, dtype=dtype), table("b", 10, optimizer, dtype=dtype), table("c", 4, optimizer))
     specs = (Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c"))
     return Case(tables=tables, specs=specs, num_samples=192, pass_rows=64, num_keys=60)
@@ -41,8 +40,6 @@ CASE = case_of(OPTIMIZERS["adagrad"])
 
 
 class Training:
-    """A training that produces a bad number at one batch."""
-
     def __init__(self, case: Case, passes: tc.PassDataset, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(1)
         self.case, self.passes = case, passes
@@ -54,7 +51,6 @@ class Training:
         self.optimizer = self.cache.optimizer
 
     def run(self, wrong: Callable[[Training, tc.Batch], object], at: tuple[int, int] = (1, 2)) -> int:
-        """Train one epoch; returns the batches that were stepped."""
         steps = 0
         for p in self.cache.passes(epochs=1):
             for i, batch in enumerate(p.batches(16)):
@@ -69,13 +65,11 @@ class Training:
 
     @property
     def committed(self) -> int:
-        """The pass of the store's newest commit."""
         assert self.store.commit is not None
         return self.store.commit.cursor.pass_index
 
 
 def multiply_loss(by: float) -> Callable[[Training, tc.Batch], None]:
-    """Return a step whose loss is multiplied."""
     return lambda t, batch: (t.model(batch).square().mean() * by).backward()
 
 
@@ -112,7 +106,6 @@ WRONG: dict[str, tuple[Callable[[Training, tc.Batch], Any], str]] = {
 def test_rows_that_are_not_finite_stop_a_training_at_their_batch(
     tmp_path: Any, optimizer: str, what: str, at: tuple[int, int]
 ) -> None:
-    """Pass, batch and tables are named; earlier passes are committed and nothing of this one."""
     wrong, tables = WRONG[what]
     case = case_of(OPTIMIZERS[optimizer])
     training = Training(case, case.cut(tmp_path / "passes"))
@@ -134,7 +127,6 @@ def test_rows_of_16_bits_are_looked_at_as_they_are_stored(tmp_path: Any, dtype: 
 
 
 def test_a_number_that_16_bits_do_not_hold_is_infinite(tmp_path: Any) -> None:
-    """Even if it is finite in the gradient."""
     case = case_of(tc.optim.SGD(learning_rate=0.1), "float16")
     training = Training(case, case.cut(tmp_path / "passes"))
     with one_sentence(StateError, "rows of 'b' are not finite after the step of batch 2 of pass 1"):
@@ -154,14 +146,12 @@ def test_on_a_gpu_the_pass_and_its_tables_are_named_when_it_ends(passes: tc.Pass
 
 
 def spoil_weight(t: Training, batch: tc.Batch) -> None:
-    """Set a dense weight to NaN, and leave rows unchanged."""
     t.model(batch).square().mean().backward()
     with torch.no_grad():
         t.model.top.bias.fill_(math.nan)
 
 
 def test_dense_weights_that_are_not_finite_are_not_committed(passes: tc.PassDataset) -> None:
-    """At the last batch of a pass no row depends on them; the parameter is named."""
     training = Training(CASE, passes)
     with one_sentence(StateError, "1 parameters (model.top.bias) are not finite", "batch 3 of pass 1"):
         training.run(spoil_weight, (1, 3))
@@ -170,7 +160,6 @@ def test_dense_weights_that_are_not_finite_are_not_committed(passes: tc.PassData
 
 
 def test_parameters_that_were_not_finite_before_the_loop_are_nobodys_fault(passes: tc.PassDataset) -> None:
-    """For example a mask that is a parameter."""
     training = Training(CASE, passes)
     training.model.mask = torch.nn.Parameter(torch.full((2,), -math.inf))
     assert training.run(multiply_loss(1.0)) == 12
@@ -179,7 +168,6 @@ def test_parameters_that_were_not_finite_before_the_loop_are_nobodys_fault(passe
 
 @pytest.mark.parametrize(("mode", "count"), [("warn", 2), ("ignore", 0)])
 def test_a_training_goes_on_where_it_was_told_to(passes: tc.PassDataset, mode: str, count: int) -> None:
-    """With one warning for each pass that has such rows, or with none."""
     training = Training(CASE, passes, on_nonfinite=mode)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -189,7 +177,6 @@ def test_a_training_goes_on_where_it_was_told_to(passes: tc.PassDataset, mode: s
 
 
 def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> None:
-    """An overflow of the loss scale is not an overflow of rows."""
     training, scaler = Training(CASE, passes), torch.amp.GradScaler("cpu")
     for p in training.cache.passes(epochs=1):
         for i, batch in enumerate(p.batches(16)):
@@ -206,7 +193,6 @@ def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> N
 
 @pytest.mark.parametrize("drops_first", [True, False])
 def test_a_pass_whose_only_step_a_scaler_skips_is_trained(tmp_path: Path, *, drops_first: bool) -> None:
-    """Wherever the loop calls zero_grad()."""
     table = tc.Table(name="a", dim=4, optimizer=tc.optim.SGD(learning_rate=1.0))
     data = tc.write_key_sets(tmp_path / "keys", [table], [{"a": np.arange(4)}] * 3)
     model = nn.Sequential(tc.EmbeddingBagCollection(data.schema), nn.Linear(4, 1))
@@ -228,6 +214,5 @@ def test_a_pass_whose_only_step_a_scaler_skips_is_trained(tmp_path: Path, *, dro
 
 
 def test_an_unknown_mode_is_refused(passes: tc.PassDataset) -> None:
-    """Before anything is opened."""
     with one_sentence(ValueError, "on_nonfinite 'raise'", "'stop', 'warn', 'ignore'"):
         Training(CASE, passes, on_nonfinite="raise")

@@ -31,39 +31,32 @@ CASE = Case(
 
 @pytest.fixture
 def store() -> Iterator[tc.Store]:
-    """A store in memory."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
         yield made
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tc.Batch) -> None:
-    """Train a batch."""
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def train(cache: Any, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1) -> None:
-    """Train all passes."""
     for p in cache.passes(epochs=epochs):
         for batch in p.batches(16):
             step(model, optimizer, batch)
 
 
 def sgd(*modules: nn.Module, more: list[torch.Tensor] | None = None) -> torch.optim.Optimizer:
-    """Return an optimizer of all parameters of modules, and of others."""
     return torch.optim.SGD([p for module in modules for p in module.parameters()] + (more or []), lr=0.1)
 
 
 class Single(nn.Module):
-    """One vector for each id."""
-
     def __init__(self, schema: tc.Schema) -> None:
         super().__init__()
         self.g = tc.Embedding(schema, "g")
 
     def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Look it up."""
         return self.g(batch)
 
 
@@ -77,7 +70,6 @@ OTHERS: dict[str, Callable[[Any, Net], nn.Module]] = {
 
 
 def given_elsewhere(model: Net, cache: Any) -> Net:
-    """Register a model with a cache in memory."""
     tc.InMemoryCache(cache.dataset, model=model).close()
     return model
 
@@ -87,7 +79,6 @@ def given_elsewhere(model: Net, cache: Any) -> Net:
 def test_a_model_that_the_cache_was_not_given_trains_no_rows(
     store: tc.Store, passes: tc.PassDataset, what: str, given: bool
 ) -> None:
-    """Its first lookup with gradients is refused, before a row moves; frozen, or without gradients, it may look up."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         cache.register(**({"model": model} if given else {}))
@@ -109,7 +100,6 @@ def test_a_model_that_the_cache_was_not_given_trains_no_rows(
 
 @pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
 def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
-    """For example an average of its weights; a gradient of its lookups is refused."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
         cache.register(model=model)
@@ -142,7 +132,6 @@ HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {
 def test_parameters_that_no_commit_would_keep_are_refused_before_training(
     store: tc.Store, passes: tc.PassDataset, what: str
 ) -> None:
-    """Their number and the optimizer that steps them are named; nothing was committed."""
     with tiered(store, passes) as cache:
         objects, count = HIDDEN[what](Net(cache, CASE))
         cache.register(**objects)
@@ -153,7 +142,6 @@ def test_parameters_that_no_commit_would_keep_are_refused_before_training(
 
 
 def test_parameters_that_an_object_of_ones_own_keeps_are_committed(store: tc.Store, passes: tc.PassDataset) -> None:
-    """An object whose state_dict has them counts as a module."""
     temperature = nn.Parameter(torch.ones(()))
     kept = Kept()
     kept.state = {"inside": [temperature.detach()]}
@@ -174,7 +162,6 @@ EVALUATIONS: dict[str, Callable[[tc.TierCache], object]] = {
 def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
     store: tc.Store, passes: tc.PassDataset, how: str
 ) -> None:
-    """After ``restore`` or a loop they are; so are rows of a store that was never trained."""
     evaluate, refused = EVALUATIONS[how], ("model was not restored from commit", "cache.restore()")
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
@@ -204,8 +191,6 @@ def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
 
 
 def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return a schedule without a scheduler class."""
-
     def decay() -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
@@ -214,7 +199,6 @@ def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def sequence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return the step of a sequence of schedulers."""
     parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
     return SequentialLR(optimizer, parts, milestones=[2]).step
 
@@ -230,7 +214,6 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Callable[[], None]]] = {
 
 
 def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, late: bool) -> int:
-    """Train with a schedule, made before the loop or in it, and return how often the cache warned of rates."""
     model = Net(cache, CASE)
     optimizer = sgd(model)
     cache.register(model=model, optimizer=optimizer)
@@ -251,14 +234,12 @@ def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, la
 def test_a_schedule_that_rows_do_not_follow_is_named_once(
     store: tc.Store, passes: tc.PassDataset, what: str, late: bool, resident: bool
 ) -> None:
-    """However the rates are changed, and whenever it begins."""
     with tc.InMemoryCache(passes) if resident else tiered(store, passes) as cache:
         assert rates_warnings(cache, SCHEDULES[what], late=late) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["none", "of both", "rows by hand"])
 def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDataset, what: str) -> None:
-    """A training without a schedule does not warn either."""
     with tiered(store, passes) as cache:
 
         def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -52,7 +52,6 @@ def in_a_fork(call: Callable[[], object]) -> str:
 
 
 def left_by_an_error(cache: Any) -> None:
-    """Leave a with statement in the child, as an error does there."""
     with cache:
         raise RuntimeError("mine")
 
@@ -78,7 +77,6 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
     tmp_path: Path, passes: tc.PassDataset, engine: str
 ) -> None:
-    """Every call raises an error that names the owner, or does nothing; the parent's training continues."""
     said: dict[str, str] = {}
     with tiered(tmp_path / "model.tc", passes, engine=engine) as cache:
 
@@ -122,7 +120,6 @@ def begin_on_two_ranks(path: Path, passes: tc.PassDataset) -> None:
 
 
 def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Its store closes itself and releases its lock, also after merging the rows of two ranks for one."""
     for was_of_two in (False, True):
         path = tmp_path / f"model-{was_of_two}.tc"
         if was_of_two:
@@ -138,7 +135,6 @@ def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.Pa
 
 
 def test_a_cache_that_was_refused_or_closed_warns_of_nothing(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """It has nothing to close."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         with pytest.raises(tc.TierCacheError):

@@ -42,14 +42,12 @@ KEYS = {
 
 @pytest.fixture
 def batch(passes: tc.PassDataset) -> Iterator[tc.Batch]:
-    """The first batch of a training in memory."""
     loop = resident(passes).passes(epochs=1)
     yield next(next(loop).batches(16))
     loop.close()
 
 
 def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
-    """Return the keys of a batch in the forms of a plain model."""
     found = {}
     for spec in CASE.specs:
         keys = torch.from_numpy(source.keys(spec.table)[batch.ids[spec.name].ids].copy())
@@ -59,7 +57,6 @@ def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["one", "three", "some"])
 def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.PassDataset, name: str) -> None:
-    """Element by element, in the tensor's shape: for keys that exist or not, also of numpy's types."""
     seen = set()
     for p in resident(passes).passes(epochs=1):
         batches = list(p.batches(16))
@@ -77,7 +74,6 @@ def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.Pass
 
 @pytest.mark.parametrize("by", ["raw keys", "keys outside the pass", "evaluated keys", "evaluation"])
 def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc.PassDataset, by: str) -> None:
-    """Whatever the local ids of such a batch mean."""
     with tiered(tmp_path / "m.tc", passes) as cache:
         loop = cache.passes(epochs=1)
         p = next(loop)
@@ -102,7 +98,6 @@ def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc
 
 
 def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[Any]]:
-    """Return masks of this rank's samples, and the expected ones."""
     passes = tc.PassDataset.open(f"{folder}/passes")
     with tc.TierCache(f"{folder}/m.tc", passes, device_budget="4MiB", host_budget="32MiB") as cache:
         bag = tc.EmbeddingBag(cache.schema, "some", mode="mean", padding_idx=0)
@@ -134,7 +129,6 @@ def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[A
 
 @pytest.mark.parametrize("raw", ["", "missing", "evaluated"])
 def test_ranks_mask_their_own_samples(ranks_pool: RanksPool, tmp_path: Path, raw: str) -> None:
-    """A rank's batch has its own ids, and padding is found among them too."""
     CASE.cut(tmp_path / "passes")
     for found in ranks_pool.run(2, f"{__name__}:masks_on_ranks", folder=str(tmp_path), raw=raw):
         for mask, expected, unmasked_zeros, _ in found:
@@ -168,7 +162,6 @@ def test_any_other_operation_of_a_tensor_raises(batch: tc.Batch, which: int) -> 
 
 
 def test_features_have_the_shape_of_a_tensor_of_keys(passes: tc.PassDataset, batch: tc.Batch) -> None:
-    """If all samples have the same number of keys; lists of any length raise an error."""
     keys = keys_as_tensors(passes.passes[0], batch)
     for name in ("one", "three"):
         feature = batch.features[name]
@@ -190,7 +183,6 @@ def test_what_only_a_tensor_has_says_what_there_is(batch: tc.Batch, name: str) -
 
 
 def test_ids_that_are_compared_with_nothing_say_so(batch: tc.Batch) -> None:
-    """Ids of a batch have no keys: only its features do."""
     for ids in (batch.ids["one"], batch.ids["some"]):
         for compare in (operator.eq, operator.ne):
             with one_sentence(TypeError, "comparison", "a FeatureIds", "batch.features[name] == 0"):
@@ -198,7 +190,6 @@ def test_ids_that_are_compared_with_nothing_say_so(batch: tc.Batch) -> None:
 
 
 def test_ids_are_copied_hashed_and_moved_as_before(batch: tc.Batch) -> None:
-    """Loaders and trainers do this with parts of a batch."""
     ids, one = batch.ids["three"], batch.features["three"]
     for made in (copy.copy(ids), copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
         assert np.array_equal(made.ids, ids.ids)
@@ -263,14 +254,12 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_call_that_torchs_modules_take_is_one_error(batch: tc.Batch, what: str) -> None:
-    """The error says what to pass instead."""
     call, kind, words = WRONG[what]
     with one_sentence(kind, *words):
         call(batch)
 
 
 def test_other_unknown_attributes_are_nn_modules_matter() -> None:
-    """hasattr() works as before."""
     module = tc.Embedding(CASE.schema, "one")
     with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'wieght'"):
         _ = module.wieght

@@ -45,12 +45,10 @@ MIDDLE, LAST = (2, 1), (1, 3)
 
 @pytest.fixture(scope="module")
 def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
     return CASE.cut(tmp_path_factory.mktemp("keep") / "passes")
 
 
 def stopped_at(passes: tc.PassDataset, moment: tuple[int, int]) -> Any:
-    """Return rows and dense weights of a training in memory that ended after a batch."""
     cache = resident(passes)
     model, optimizer = registered(cache, CASE)
 
@@ -64,8 +62,6 @@ def stopped_at(passes: tc.PassDataset, moment: tuple[int, int]) -> Any:
 
 
 def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int]) -> Callable[[int, int], None]:
-    """Return a function that pins a name after each of some batches."""
-
     def each_batch(*now: int) -> None:
         for name, moment in moments.items():
             if now == moment:
@@ -75,7 +71,6 @@ def keeping(cache: tc.TierCache, kept: dict[str, int], **moments: tuple[int, int
 
 
 def assert_rows_at(store: tc.Store, theirs: Any) -> None:
-    """Compare the vectors at a commit with a training in memory that ended there."""
     for name, (keys, fields) in theirs.rows.items():
         found = store.lookup(name, keys, missing="zeros")["vector"]
         there = np.any(found != 0, axis=1)  # others were not trained yet
@@ -89,7 +84,6 @@ def assert_rows_at(store: tc.Store, theirs: Any) -> None:
 def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits(
     tmp_path: Path, passes: tc.PassDataset, engine: str, commit_every: int
 ) -> None:
-    """In the middle of a pass and after its last batch; rolled back to, it ends with the same bits again."""
     kept: dict[str, int] = {}
     with open_store(tmp_path / "s", CASE, engine) as store:
         with tiered(store, passes, commit_every=commit_every) as cache:
@@ -117,7 +111,6 @@ def test_what_is_kept_is_the_state_of_then_and_training_goes_on_to_the_same_bits
 def test_a_training_that_is_killed_after_it_kept_goes_on_from_there(
     tmp_path: Path, passes: tc.PassDataset, moment: tuple[int, int]
 ) -> None:
-    """The kept state is durable, and the same script resumes there."""
     path = tmp_path / "s"
 
     def each_batch(*now: int) -> None:
@@ -145,7 +138,6 @@ def test_a_name_keeps_the_last_commit_it_was_given(tmp_path: Path, passes: tc.Pa
 
 
 def test_going_back_names_the_commits_that_it_gives_up(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """One warning: then that commit is the newest."""
     path, kept = tmp_path / "s", dict[str, int]()
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=keeping(cache, kept, best=MIDDLE))
@@ -169,7 +161,6 @@ def test_going_back_names_the_commits_that_it_gives_up(tmp_path: Path, passes: t
 def test_a_commit_with_other_settings_than_the_kept_one_is_not_taken_for_it(
     tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """Both list the same rows."""
     with tiered(tmp_path / "s", passes) as cache:
         train(cache, CASE)
         cache.keep("end")
@@ -193,7 +184,6 @@ def test_a_commit_with_other_settings_than_the_kept_one_is_not_taken_for_it(
 def test_a_commit_that_cannot_be_gone_back_to_is_refused(
     tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
-    """The store is unchanged."""
     path = tmp_path / "s"
     with tiered(path, passes) as cache:
         train(cache, CASE, each_batch=keeping(cache, {}, best=MIDDLE))
@@ -216,7 +206,6 @@ def test_a_commit_that_cannot_be_gone_back_to_is_refused(
 
 
 def test_what_no_commit_has_is_not_kept(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Outside a loop the newest commit is; after leaving a loop, only if the loop was left at it."""
     with tiered(tmp_path / "s", passes, commit_every=2) as cache:
         model, optimizer = registered(cache, CASE)
         with pytest.raises(ValueError, match="cannot be the name of a pinned commit"):
@@ -270,7 +259,6 @@ def test_a_loop_that_was_left_after_a_whole_pass_is_not_kept(tmp_path: Path, pas
 
 
 def test_a_loop_that_ended_is_kept(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Its last commit is kept, also if batches were fetched ahead and the last pass waits for its commit."""
     with tiered(tmp_path / "s", passes) as cache:
         train(cache, CASE)
         kept = cache.keep("end")
@@ -298,20 +286,16 @@ def test_a_loop_that_ended_is_kept(tmp_path: Path, passes: tc.PassDataset) -> No
 
 
 class Rows(nn.Module):
-    """A table and a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.f = nn.EmbeddingBag(200, 8, mode="sum")
         self.top = nn.Linear(8, 1)
 
     def forward(self, keys: Any) -> torch.Tensor:
-        """Return a logit a sample."""
         return self.top(self.f(keys)).squeeze(1)
 
 
 def served_case(folder: Path) -> tuple[Case, tc.PassDataset]:
-    """Return passes of keys of one feature from 0 on."""
     case = Case(tables=(table("f", 8),), specs=(Spec(name="f", table="f"),), num_samples=128)
     samples = case.samples()
     samples.features["f"].keys[:] = np.abs(samples.features["f"].keys) % 200
@@ -319,7 +303,6 @@ def served_case(folder: Path) -> tuple[Case, tc.PassDataset]:
 
 
 def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Path) -> None:
-    """By name or number, whatever was trained since; the given model does not change."""
     _, passes = served_case(tmp_path / "passes")
     torch.manual_seed(0)
     model = tc.convert(Rows(), passes)
@@ -350,7 +333,6 @@ def test_a_kept_model_is_served_with_its_rows_and_its_dense_weights(tmp_path: Pa
 
 
 def test_of_several_models_that_fit_none_is_guessed(tmp_path: Path) -> None:
-    """The error lists them."""
     _, passes = served_case(tmp_path / "passes")
     models = [tc.convert(Rows(), passes, filter_fn=lambda module, _: isinstance(module, nn.EmbeddingBag))]
     models.append(copy.deepcopy(models[0]))

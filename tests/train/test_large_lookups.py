@@ -28,7 +28,6 @@ CASE = Case(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the calls of kernels."""
     counts: dict[str, int] = {}
 
     def count(name: str) -> None:
@@ -60,7 +59,6 @@ def test_rows_are_trained_to_the_same_bits_whatever_order_they_are_read_in(
 
 
 def test_a_lookup_that_no_step_follows_is_not_sorted(tmp_path: Path, calls: dict[str, int]) -> None:
-    """Without gradients the batch is read in its own order, with the same output, and rows do not change."""
     passes = CASE.cut(tmp_path / "passes")
     cache = resident(passes, device="cpu")
     model = Net(cache, CASE)
@@ -104,7 +102,6 @@ def test_rows_beside_missing_keys_are_trained_to_the_same_bits(
 
 
 def test_sums_take_what_the_lookup_sorted(calls: dict[str, int]) -> None:
-    """Like the step; an invalid slot is refused, whichever sorted it."""
     rng = np.random.default_rng(0)
     slots, gradient = rng.integers(0, 50, 400).astype(np.int32), rng.standard_normal((400, 8)).astype(np.float32)
     pairs = sorting.sort_slots(slots, 50, sorting.SortBuffers())

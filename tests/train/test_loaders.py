@@ -30,8 +30,6 @@ SCHEMA = tc.Schema(
 
 
 class Samples(Dataset[Any]):
-    """The samples of a pass."""
-
     def __init__(self, index: int) -> None:
         self._index = index
 
@@ -45,8 +43,6 @@ class Samples(Dataset[Any]):
 
 
 class Stateful:
-    """A loader that knows its position."""
-
     def __init__(self) -> None:
         self.at = 0
 
@@ -57,16 +53,13 @@ class Stateful:
             yield items[self.at - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Return its position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to a position."""
         self.at = state["at"]
 
 
 def loader(index: int, workers: int = 0) -> DataLoader[Any]:
-    """Return a DataLoader of (keys (N, 2), dense (N, 1), label (N,))."""
     return DataLoader(
         Samples(index), batch_size=BATCH, num_workers=workers,
         multiprocessing_context="forkserver" if workers else None,
@@ -74,7 +67,6 @@ def loader(index: int, workers: int = 0) -> DataLoader[Any]:
 
 
 def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, workers: int = 0, by: str = "wrap") -> Any:
-    """Train all passes, or to a commit inside one; returns all rows."""
     data = tc.PassDataset.open(folder / "passes")
     torch.manual_seed(0)
     bags, top = tc.EmbeddingBagCollection(SCHEMA), nn.Linear(9, 1)
@@ -101,14 +93,12 @@ def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, worke
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Key sets of the samples."""
     keys = ({"t": np.concatenate([Samples(p)[i][0] for i in range(SAMPLES)])} for p in range(PASSES))
     tc.write_key_sets(tmp_path / "passes", SCHEMA, keys)
     return tmp_path
 
 
 def test_a_wrapped_loader_trains_as_its_batches_do(folder: Path) -> None:
-    """With workers too, and from a commit in the middle of a pass, where its first items are left out."""
     expected = train(folder, "plain.tc", by="batch")
     assert train(folder, "wrapped.tc", workers=2) == expected
     assert train(folder, "resumed.tc", stop=(4, 2)) is None
@@ -116,7 +106,6 @@ def test_a_wrapped_loader_trains_as_its_batches_do(folder: Path) -> None:
 
 
 def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
-    """Registered, its state is part of the commit."""
     data, seen = tc.PassDataset.open(folder / "passes"), list[int]()
     for stop in (2, None):
         mine = Stateful()
@@ -144,7 +133,6 @@ def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
     ],
 )
 def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str) -> None:
-    """The error says what to yield; a function may convert an item to it."""
     data = tc.PassDataset.open(folder / "passes")
     passes = tc.InMemoryCache(data).passes(epochs=1)
     p = next(passes)
@@ -170,7 +158,6 @@ LISTS = [torch.tensor(VALUES[low:high], dtype=torch.int64) for low, high in pair
 
 
 def sparse() -> torch.Tensor:
-    """Return the lists as a matrix."""
     rows = [i for i, one in enumerate(LISTS) for _ in one]
     return torch.sparse_coo_tensor(torch.tensor([rows, VALUES]), torch.tensor([1.0, 2.0, 3.0]), (3, 20))
 
@@ -192,7 +179,6 @@ WHOLE = {"user": USER, "seen": (VALUES, OFFSETS), "words": WORDS}
     ],
 )
 def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None:
-    """Offsets with or without the last, nested and sparse tensors, and torchrec's types."""
     samples, found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)
     assert samples == 3
     assert found["seen"].keys.tolist() == VALUES
@@ -201,7 +187,6 @@ def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None
 
 
 def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
-    """Features with one key per sample, or a few, are stored in it like lists."""
     lists = Jagged(USER, [0, 1, 2, 3]), Jagged(VALUES, OFFSETS), Jagged([1, 2, 3, 4, 5, 6], [0, 2, 4, 6])
     given = KeyedJagged(**dict(zip(("user", "seen", "words"), lists, strict=True)))
     samples, found = feature_keys(FORMS, given, None)
@@ -213,7 +198,6 @@ def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
 
 
 def test_offsets_without_the_last_are_known_by_other_features() -> None:
-    """Also if the last list is empty, and they could be complete."""
     given = WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}
     assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
 
@@ -242,7 +226,6 @@ ENDED = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
 def test_what_says_the_number_of_samples_decides_on_the_last_offset(
     schema: tc.Schema, keys: Any, columns: Any, ends: list[int]
 ) -> None:
-    """A label, dense features, another feature, or a form that has the last."""
     samples, found = feature_keys(schema, keys, None, columns)
     assert samples == len(ends) - 1
     assert found["seen"].offsets.tolist() == ends
@@ -292,7 +275,6 @@ def test_masked_keys_are_refused(value: Any) -> None:
 
 
 def test_one_tensor_has_a_column_for_each_feature() -> None:
-    """Loaders of categorical columns return such tensors."""
     schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")
     for keys in (torch.arange(12).view(4, 3), np.arange(12).reshape(4, 3)):
         samples, found = feature_keys(schema, keys, None)
@@ -306,7 +288,6 @@ def test_one_tensor_has_a_column_for_each_feature() -> None:
 
 
 def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> None:
-    """Candidates used only in evaluation, and negatives used only in training; other lookups are errors."""
     tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("user", "item")]
     features = (tc.Feature(name="user"), tc.Feature(name="item"), tc.Feature(name="candidate", table="item"))
     schema = tc.Schema(features=features, tables=tuple(tables))
@@ -329,7 +310,6 @@ def test_a_batch_may_lack_features_that_it_does_not_look_up(tmp_path: Path) -> N
 
 
 def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> None:
-    """By its own name, like a feature of two torchrec tables; keys under a feature's name take precedence."""
     features = (tc.Feature(name="id", table="wide"), tc.Feature(name="deep", columns=("id",), table="deep"))
     tables = [table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform()) for name in ("wide", "deep")]
     schema = tc.Schema(features=features, tables=tuple(tables))
@@ -350,7 +330,6 @@ def test_a_column_that_two_features_look_up_is_given_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_a_data_frame_is_keys_by_the_names_of_its_columns(library: str) -> None:
-    """Columns of texts, and columns that are not features, are refused with their names."""
     frames = pytest.importorskip(library)
     columns = {"a": [17, 42, 9999], "b": [3, 4, 5]}
     count, found = feature_keys(SCHEMA, frames.DataFrame(columns), None)
