@@ -1,17 +1,13 @@
 """Shared code of the tests of batches that are made ahead."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tiercache as tc
 from tests.train.cases import SPECS, Case, resident, table
 from tests.train.devices import DEVICES
-
-if TYPE_CHECKING:
-    import tiercache as tc
-    from tiercache.train.passes import Pass
+from tiercache.train.passes import Pass
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=100, batch=16

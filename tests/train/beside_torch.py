@@ -1,9 +1,8 @@
 """A small model over a cache in the middle of a pass, and the same model in torch, to compare loops with."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +10,6 @@ from torch import nn
 
 import tiercache as tc
 from tests.train.cases import Case, Spec, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RATE, DENSE_RATE, DIM = 0.5, 0.1, 4
 CASE = Case(

@@ -1,16 +1,18 @@
 """Small trainings for tests: data, schema and a model, tiered or resident, in a few lines."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
@@ -18,20 +20,12 @@ from tests.cache_options import gathered
 from tests.train.devices import device_of_tests
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-from tiercache.data.sub_dataset import SubDataset
+from tiercache.data.sub_dataset import EncodedBatch, SubDataset
 from tiercache.errors import DatasetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.store import MemoryEngine
+from tiercache.train.cache import TierCache
 from tiercache.train.rank_rows import CurrentRows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.data.sub_dataset import EncodedBatch
-    from tiercache.train.cache import TierCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +163,37 @@ def train(
     *,
     epochs: int | None = None,
     seed: int = 1,
-    each_batch: Callable[[int, int], None] = lambda pass_index, batch: None,
+    each_batch: Callable[[int, int], object] = lambda pass_index, batch: None,
+    **more: Any,
 ) -> Net:
     """Train ``case`` on a cache; ``each_batch(pass_index, batch)`` is called after every batch."""
-    model, optimizer = registered(cache, case, seed)
+    model, optimizer = registered(cache, case, seed, **more)
     run(cache, case, model, optimizer, epochs=epochs, each_batch=each_batch)
     return model
+
+
+def train_store(
+    store: tc.Store | Path, passes: tc.PassDataset, case: Case, *, epochs: int | None = None, seed: int = 1,
+    each_batch: Callable[[int, int], object] = lambda pass_index, batch: None, **options: Any,
+) -> Net:  # fmt: skip
+    """Train ``case`` on a cache that is opened for it with ``options``, and closed."""
+    with tiered(store, passes, **options) as cache:
+        return train(cache, case, epochs=epochs, seed=seed, each_batch=each_batch)
+
+
+def descend(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Do what follows forward in most loops."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def first_pass(cache: Any) -> Iterator[Any]:
+    """Yield the first pass of an epoch, and leave the loop."""
+    loop = cache.passes(epochs=1)
+    yield next(loop)
+    loop.close()
 
 
 def registered(cache: Any, case: Case, seed: int = 1, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -193,7 +212,7 @@ def run(
     optimizer: torch.optim.Optimizer,
     *,
     epochs: int | None = None,
-    each_batch: Callable[[int, int], None] = lambda p, batch: None,
+    each_batch: Callable[[int, int], object] = lambda p, batch: None,
 ) -> None:
     loss_of = nn.BCEWithLogitsLoss()
     options = {} if case.prefetch is None else {"prefetch": case.prefetch}

@@ -1,17 +1,11 @@
 """Shared fixtures of the tests of trainings."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
+import tiercache as tc
 from tests.train.beside_torch import World
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import tiercache as tc
 
 
 @pytest.fixture(scope="module")

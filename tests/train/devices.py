@@ -1,15 +1,11 @@
 """The device of the tests' trainings: TIERCACHE_TEST_DEVICE is "cpu" (the default), "shim" or "cuda"."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from tests.train.shim_gpu import ShimRuntime
 from tiercache.rows.backends.cuda import CudaBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
 

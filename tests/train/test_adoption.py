@@ -5,17 +5,15 @@ accumulation, two optimizers, batches fetched ahead. The rows are out of core: t
 in the middle the training process is killed; another one resumes from its last commit.
 """
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 import os
 import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import tiercache as tc
+from tests.crash.told import finish, start
+from tests.dist.pool import RanksPool
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.rows.prefetch import initial_vectors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 TABLES, ROWS, DIM, DENSE = 8, 400, 16, 4
 PASSES, BATCHES, BATCH, EPOCHS = 8, 5, 32, 5
@@ -43,9 +38,6 @@ SAMPLES = BATCH * BATCHES - 5
 STEPS = PASSES * BATCHES * EPOCHS
 GIVEN_UP = STEPS // 2 + 2
 """The step at which a training ends, to be resumed from its last commit."""
-FORKED = multiprocessing.get_context("forkserver")
-"""Creates processes that have imported everything, and have no threads yet."""
-FORKED.set_forkserver_preload(["tests.train.test_adoption"])
 DENSE_RATE, ROW_RATE = 0.05, 0.2
 ROW_OPTIMIZERS = {
     "SGD": tc.optim.SGD(learning_rate=ROW_RATE),
@@ -113,34 +105,100 @@ def samples() -> list[RawBatch]:
 
 # -- two sides of one training --------------------------------------------------------------------------------
 
-
-@dataclass
-class Side:
-    """A model and its optimizers; the loops see nothing else."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    clip: Callable[[float], Any]
-    rate_optimizers: list[torch.optim.Optimizer]
-    """The optimizers that get a scheduler."""
-    register: Callable[..., None]
-    losses: dict[int, float] = field(default_factory=dict)
-    overflows: bool = True
-    """True if losses are sometimes so large that scaled gradients are infinite."""
-    rows: list[Any] = field(default_factory=list)
-
-
-Batches = Any
+loss_of = nn.BCEWithLogitsLoss()
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop over the batches of a pass, with its state besides model and optimizers."""
+    """What a training loop has besides forward, backward and step."""
 
-    run: Callable[[Side, dict[str, Any], Batches], None]
-    begin: Callable[[Side, dict[str, Any]], None] = lambda _side, _state: None
-    fetches_ahead: bool = False
-    """True if it takes its batches from a loader that fetches one ahead and does not know passes."""
+    scales: bool = False
+    """It scales the loss; with an overflow at every 37th step."""
+    clip: float | None = None
+    """It clips the norm of all gradients."""
+    accumulates: int = 1
+    """The batches of a step; the rest of a pass is a step too."""
+    schedule: str | None = None
+    """Its rates change at every "batch" or "pass"."""
+    ahead: bool = False
+    """It takes its batches from a loader that fetches one ahead and does not know passes."""
+    two_optimizers: bool = False
+    """Each backward reaches the parameters of both, and each step takes only its own."""
+
+
+LOOPS = {
+    "plain": Loop(),
+    "GradScaler": Loop(scales=True),
+    "clip_grad_norm": Loop(clip=0.04, accumulates=2),
+    "both": Loop(scales=True, clip=0.1),
+    "StepLR": Loop(schedule="pass"),
+    "OneCycleLR": Loop(schedule="batch"),
+    "accumulation": Loop(accumulates=4),
+    "one batch ahead": Loop(ahead=True),
+    "OneCycleLR, one batch ahead": Loop(schedule="batch", ahead=True),
+    "two optimizers": Loop(two_optimizers=True),
+}
+
+
+class Side:
+    """A model, its optimizers and its loop, which is the same on both sides."""
+
+    def __init__(
+        self, loop: Loop, model: nn.Module, optimizers: list[Any], clip: Callable[[float], Any],
+        register: Callable[..., object] = lambda **_: None, losses: dict[int, float] | None = None, *,
+        overflows: bool = True,
+    ) -> None:  # fmt: skip
+        self.loop, self.model, self.optimizers, self.clip = loop, model, optimizers, clip
+        self.losses = {} if losses is None else losses
+        self.overflows, self.rows = overflows, list[Any]()
+        self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=15, enabled=loop.scales)
+        if loop.scales:
+            register(scaler=self.scaler)
+        groups = optimizers[0].param_groups
+        if loop.schedule == "pass":
+            self.scheduler: Any = StepLR(optimizers[0], step_size=3, gamma=0.7)
+        elif loop.schedule == "batch":
+            rates = [2 * (ROW_RATE if "table" in group else group["lr"]) for group in groups]
+            self.scheduler = OneCycleLR(optimizers[0], max_lr=rates, total_steps=STEPS + 1, cycle_momentum=False)
+        if loop.schedule:
+            register(scheduler=self.scheduler)
+
+    def run(self, batches: Iterable[Any]) -> None:
+        """Train the batches of a pass, or of all passes if they are fetched ahead."""
+        for batch in batches:
+            (self.adversarial if self.loop.two_optimizers else self.step)(*batch)
+            if self.loop.schedule == "batch":
+                self.scheduler.step()
+        if self.loop.schedule == "pass":
+            self.scheduler.step()
+
+    def step(self, step: int, dense: torch.Tensor, bags: Any, label: torch.Tensor, weight: float) -> None:
+        """Train a batch, as in the documentation of torch.amp."""
+        loop, optimizer, at = self.loop, self.optimizers[0], step % BATCHES
+        loss = loss_of(self.model(dense, bags), label) * weight
+        overflow = 1e38 if loop.scales and self.overflows and step % 37 == 36 else 1.0
+        self.scaler.scale(loss * overflow / loop.accumulates).backward()
+        self.losses[step] = loss.item()
+        if (at + 1) % loop.accumulates == 0 or at == BATCHES - 1:
+            if loop.clip:
+                self.scaler.unscale_(optimizer)
+                self.clip(loop.clip)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            optimizer.zero_grad()
+
+    def adversarial(self, step: int, dense: torch.Tensor, bags: Any, label: torch.Tensor, weight: float) -> None:
+        """Step a discriminator, then a generator."""
+        generator, discriminator = self.optimizers
+        discriminator.zero_grad()
+        loss = loss_of(self.model(dense, bags), label) * weight
+        loss.backward()
+        discriminator.step()
+        generator.zero_grad()
+        other = loss_of(-self.model(dense, bags), label) * weight
+        (other * 0.5).backward()
+        generator.step()
+        self.losses[step] = loss.item() + other.item()
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -150,45 +208,35 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=DENSE_RATE)
 
 
-def torch_optimizer(name: str, model: DLRM, tables: slice = slice(None), dense: list[Any] | None = None) -> Any:
-    """Return torch's optimizer, with the tables as its second group."""
-    groups = [
-        {"params": model.dense_parameters() if dense is None else dense, "lr": DENSE_RATE},
-        {"params": [p for table in model.tables[tables] for p in table.parameters()], "lr": ROW_RATE},
+def train_in_memory(model: DLRM, optimizer: str, loop: Loop, data: list[RawBatch]) -> Side:
+    """Train a model with `nn.EmbeddingBag`s over all batches as torch takes them."""
+    parts = [([*model.dense_parameters()], model.tables)]
+    if loop.two_optimizers:
+        parts = [([*model.bottom.parameters()], model.tables[:4]), ([*model.top.parameters()], model.tables[4:])]
+    optimizers = [
+        make_optimizer(optimizer, [{"params": dense}, {"params": [*tables.parameters()], "lr": ROW_RATE}])
+        for dense, tables in parts
     ]
-    return make_optimizer(name, groups)
+    side = Side(loop, model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm))
+    for index in range(PASSES * EPOCHS):
+        part = data[index % PASSES]
+        cuts = [part.slice(b * BATCH, min(SAMPLES, b * BATCH + BATCH)) for b in range(BATCHES)]
+        side.run([(index * BATCHES + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
+    return side
 
 
-def theirs(optimizer: str, data: list[RawBatch], loop: Loop, *, gan: bool) -> Side:
-    torch.manual_seed(1)
+def theirs(optimizer: str, data: list[RawBatch], loop: Loop) -> Side:
+    """Train with `nn.EmbeddingBag` in memory, from the rows that ours begin with."""
     tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES)]
     torch.manual_seed(1)
     model = DLRM(list(tables))
     for table, spec in zip(tables, schema_of(optimizer).tables, strict=True):
         table.weight.data = torch.from_numpy(initial_vectors(spec, np.arange(ROWS)))
-    optimizers = [torch_optimizer(optimizer, model)]
-    if gan:
-        optimizers = [
-            torch_optimizer(optimizer, model, slice(0, 4), [*model.bottom.parameters()]),
-            torch_optimizer(optimizer, model, slice(4, 8), [*model.top.parameters()]),
-        ]
-    side = Side(
-        model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), optimizers, lambda **_: None
-    )
-    train_in_memory(side, loop, data)
-    return side
-
-
-def train_in_memory(side: Side, loop: Loop, data: list[RawBatch]) -> None:
-    state: dict[str, Any] = {}
-    loop.begin(side, state)
-    for index in range(PASSES * EPOCHS):
-        part = data[index % PASSES]
-        cuts = [part.slice(b * BATCH, min(SAMPLES, b * BATCH + BATCH)) for b in range(BATCHES)]
-        loop.run(side, state, [(index * BATCHES + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
+    return train_in_memory(model, optimizer, loop, data)
 
 
 def torch_batch(part: RawBatch) -> tuple[Any, ...]:
+    """Return (dense, bags, label) in torch's form, and a weight of 1."""
     bags = []
     for one in part.features.values():
         offsets = np.arange(part.dense.shape[0]) if one.offsets is None else one.offsets[:-1]
@@ -202,19 +250,18 @@ class GivenUpError(Exception):
 
 
 def ours(optimizer: str, folder: Path, passes: tc.PassDataset, name: str) -> Side:
-    first = FORKED.Process(target=killed, args=(optimizer, folder, name))
-    first.start()
-    first.join(120)
-    assert first.exitcode == -signal.SIGKILL
+    """Train out of core: first in a process that is killed, then from the last commit."""
+    assert finish(start(killed, optimizer, folder, name)) == -signal.SIGKILL
     losses = {int(step): loss for step, loss in json.loads(folder.with_suffix(".json").read_text()).items()}
     with tc.Store.open(folder, tables=passes.tables) as store:
         assert store.commit is not None
-        side = ours_until(optimizer, store, passes, LOOPS[name], losses, None, gan=name == "two optimizers")
+        side = ours_until(optimizer, store, passes, LOOPS[name], losses, None)
         side.rows = rows_of(store)
     return side
 
 
 def killed(optimizer: str, folder: Path, name: str) -> None:
+    """Train up to the step where the process is killed."""
     losses: dict[int, float] = {}
 
     def kill() -> None:
@@ -222,7 +269,7 @@ def killed(optimizer: str, folder: Path, name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     passes = tc.PassDataset.open(folder.with_name("passes"))
-    ours_until(optimizer, folder, passes, LOOPS[name], losses, GIVEN_UP, kill, gan=name == "two optimizers")
+    ours_until(optimizer, folder, passes, LOOPS[name], losses, GIVEN_UP, kill)
 
 
 def on_ranks(ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, stop: int | None) -> dict[str, Any]:
@@ -231,10 +278,7 @@ def on_ranks(ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, 
     dense: list[Any] = []
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with suppress(GivenUpError):
-        side = ours_until(
-            optimizer, Path(folder) / "model.tc", passes, LOOPS[name], losses, stop, gan=False, rank=ranks.rank,
-            size=ranks.size,
-        )  # fmt: skip
+        side = ours_until(optimizer, Path(folder) / "model.tc", passes, LOOPS[name], losses, stop, ranks=ranks)
         dense = [one.detach().numpy() for one in side.model.module.dense_parameters()]  # type: ignore[operator, union-attr]
     return {"losses": {str(step): loss for step, loss in losses.items()}, "dense": dense}
 
@@ -249,42 +293,41 @@ def rows_of(store: tc.Store) -> list[Any]:
 
 def ours_until(
     optimizer: str, store: tc.Store | Path, passes: tc.PassDataset, loop: Loop, losses: dict[int, float],
-    stop: int | None, end: Callable[[], None] = give_up, *, gan: bool, rank: int = 0, size: int = 1,
+    stop: int | None, end: Callable[[], None] = give_up, *, ranks: AnyCommunicator | None = None,
 ) -> Side:  # fmt: skip
+    """Train up to a step, then call ``end``."""
     torch.manual_seed(1)
     model: Any = DLRM([tc.EmbeddingBag(passes.schema, f"f{t}", mode="sum") for t in range(TABLES)])
     parts: list[Any] = [model.parameters()]
-    if gan:
+    if loop.two_optimizers:
         parts = [[*one.parameters(), *tables.parameters()]
                  for one, tables in ((model.bottom, model.tables[:4]), (model.top, model.tables[4:]))]  # fmt: skip
     optimizers = [make_optimizer(optimizer, part) for part in parts]
-    model = DistributedDataParallel(model) if size > 1 else model
+    model = DistributedDataParallel(model) if ranks is not None else model
     budgets: dict[str, Any] = {"device_budget": row_bytes(optimizer) // 4, "host_budget": "32MiB"}
     with tc.TierCache(store, passes, model=model, optimizer=optimizers, **budgets, progress=False) as cache:
-        stepped: list[Any] = [cache.optimizer.part(one) for one in optimizers] if gan else [cache.optimizer]
-        side = Side(model, stepped, cache.clip_grad_norm_, [cache.optimizer], cache.register, losses, rank == 0)
-        state: dict[str, Any] = {}
-        loop.begin(side, state)
-        passes_of = by_pass(cache, stop, end)
-        for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.fetches_ahead else passes_of:
-            loop.run(side, state, batches)
+        stepped = [cache.optimizer.part(one) for one in optimizers] if loop.two_optimizers else [cache.optimizer]
+        is_first = ranks is None or ranks.rank == 0
+        side = Side(loop, model, stepped, cache.clip_grad_norm_, cache.register, losses, overflows=is_first)
+        passes_of = (numbered(p, p.batches(BATCH), stop, end) for p in cache.passes(epochs=EPOCHS))
+        for batches in [one_ahead(chain.from_iterable(passes_of))] if loop.ahead else passes_of:
+            side.run(batches)
     return side
 
 
 def row_bytes(optimizer: str) -> int:
+    """Return the bytes of all rows, with the state of an optimizer."""
     return ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
 
 
-def numbered(p: tc.Pass, batches: Iterator[tc.Batch]) -> Batches:
-    return (
-        (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
-        for b, batch in enumerate(batches)
-    )
-
-
-def by_pass(cache: tc.TierCache, stop: int | None, end: Callable[[], None]) -> Iterator[Batches]:
-    for p in cache.passes(epochs=EPOCHS):
-        yield numbered(p, checked(p, stop, end))
+def numbered(
+    p: tc.Pass, batches: Iterator[tc.Batch], stop: int | None = None, end: Callable[[], None] = give_up
+) -> Iterator[Any]:
+    """Yield the batches of a pass with their steps, as loops take them, up to the one at which the training ends."""
+    for step, batch in enumerate(batches, p.index * BATCHES):
+        if step == stop:
+            end()
+        yield step, batch.dense, list(batch.features.values()), batch.label, batch.weight
 
 
 def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
@@ -296,142 +339,12 @@ def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
     yield held
 
 
-def checked(p: Any, stop: int | None, end: Callable[[], None]) -> Iterator[Any]:
-    for b, batch in enumerate(p.batches(BATCH)):
-        if p.index * BATCHES + b == stop:
-            end()
-        yield batch
-
-
-# -- the loops ------------------------------------------------------------------------------------------------
-
-loss_of = nn.BCEWithLogitsLoss()
-
-
-def plain(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    for step, dense, bags, label, weight in batches:
-        loss = loss_of(side.model(dense, bags), label) * weight
-        loss.backward()
-        side.optimizers[0].step()
-        side.optimizers[0].zero_grad()
-        side.losses[step] = loss.item()
-
-
-def scaled(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    """Loss scaling, with an overflow at every 37th step."""
-    scaler = state["scaler"]
-    for step, dense, bags, label, weight in batches:
-        loss = loss_of(side.model(dense, bags), label) * weight
-        side.optimizers[0].zero_grad()
-        scaler.scale(loss * (1e38 if step % 37 == 36 and side.overflows else 1.0)).backward()
-        scaler.step(side.optimizers[0])
-        scaler.update()
-        side.losses[step] = loss.item()
-
-
-def begin_scaled(side: Side, state: dict[str, Any]) -> None:
-    state["scaler"] = GradScaler("cpu", init_scale=2.0**10, growth_interval=15)
-    side.register(scaler=state["scaler"])
-
-
-def clipped(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    for step, dense, bags, label, weight in batches:
-        loss = loss_of(side.model(dense, bags), label) * weight * 5
-        loss.backward()
-        side.losses[step] = loss.item()
-        at = step % BATCHES
-        if at % 2 or at == BATCHES - 1:
-            side.clip(0.4)
-            side.optimizers[0].step()
-            side.optimizers[0].zero_grad()
-
-
-def scaled_and_clipped(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    scaler = state["scaler"]
-    for step, dense, bags, label, weight in batches:
-        loss = loss_of(side.model(dense, bags), label) * weight
-        scaler.scale(loss).backward()
-        scaler.unscale_(side.optimizers[0])
-        side.clip(0.1)
-        scaler.step(side.optimizers[0])
-        scaler.update()
-        side.optimizers[0].zero_grad()
-        side.losses[step] = loss.item()
-
-
-def stepped_rate(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    plain(side, state, batches)
-    for scheduler in state["schedulers"]:
-        scheduler.step()
-
-
-def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
-    begin_schedulers(side, state, [StepLR(one, step_size=3, gamma=0.7) for one in side.rate_optimizers])
-
-
-def begin_schedulers(side: Side, state: dict[str, Any], schedulers: list[Any]) -> None:
-    state["schedulers"] = schedulers
-    side.register(**{f"scheduler{i}": one for i, one in enumerate(schedulers)})
-
-
-def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
-    for batch in batches:
-        stepped_rate(side, state, [batch])
-
-
-def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
-    schedulers = []
-    for one in side.rate_optimizers:
-        rates = [2 * (ROW_RATE if "table" in group else group["lr"]) for group in one.param_groups]
-        schedulers.append(OneCycleLR(one, max_lr=rates, total_steps=STEPS + 1, cycle_momentum=False))
-    begin_schedulers(side, state, schedulers)
-
-
-def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    for step, dense, bags, label, weight in batches:
-        loss = loss_of(side.model(dense, bags), label) * weight
-        (loss / 4).backward()
-        side.losses[step] = loss.item()
-        at = step % BATCHES
-        if at % 4 == 3 or at == BATCHES - 1:
-            side.optimizers[0].step()
-            side.optimizers[0].zero_grad()
-
-
-def adversarial(side: Side, _state: dict[str, Any], batches: Batches) -> None:
-    generator, discriminator = side.optimizers
-    for step, dense, bags, label, weight in batches:
-        discriminator.zero_grad()
-        loss = loss_of(side.model(dense, bags), label) * weight
-        loss.backward()
-        discriminator.step()
-        generator.zero_grad()
-        other = loss_of(-side.model(dense, bags), label) * weight
-        (other * 0.5).backward()
-        generator.step()
-        side.losses[step] = loss.item() + other.item()
-
-
-LOOPS = {
-    "plain": Loop(plain),
-    "GradScaler": Loop(scaled, begin_scaled),
-    "clip_grad_norm": Loop(clipped),
-    "both": Loop(scaled_and_clipped, begin_scaled),
-    "StepLR": Loop(stepped_rate, begin_stepped_rate),
-    "OneCycleLR": Loop(one_cycle, begin_one_cycle),
-    "accumulation": Loop(accumulated),
-    "one batch ahead": Loop(plain, fetches_ahead=True),
-    "OneCycleLR, one batch ahead": Loop(one_cycle, begin_one_cycle, fetches_ahead=True),
-    "two optimizers": Loop(adversarial),
-}
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "optimizer"), [*zip(LOOPS, cycle(ROW_OPTIMIZERS), strict=False)])
 def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer: str) -> None:
-    data, gan = samples(), name == "two optimizers"
+    data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
-    reference = theirs(optimizer, data, LOOPS[name], gan=gan)
+    reference = theirs(optimizer, data, LOOPS[name])
     side = ours(optimizer, tmp_path / "model.tc", passes, name)
     assert isinstance(side.model, DLRM)
     compare(side.losses, side.model.dense_parameters(), side.rows, reference)
@@ -446,7 +359,7 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
 def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str) -> None:
     data = samples()
     write_dataset(tmp_path / "passes", schema_of(optimizer), data)
-    reference = theirs(optimizer, data, LOOPS[name], gan=False)
+    reference = theirs(optimizer, data, LOOPS[name])
     losses: dict[int, float] = {}
     for stop in (GIVEN_UP, None):
         found = ranks_pool.run(

@@ -1,13 +1,12 @@
 """Every mistake in training raises one clear error, and the store stays at its last commit."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +18,18 @@ from tests.train.cases import (
     Case,
     Net,
     Spec,
+    assert_same_bits,
     registered,
     resident_result,
+    result_of,
     run,
     smallest_host_budget,
     table,
     tiered,
     train,
+    train_store,
 )
 from tiercache.errors import BudgetError, DatasetError, StateError
-from tiercache.store.store_errors import StoreInUseError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.SGD(learning_rate=0.1))),
@@ -44,8 +41,7 @@ CASE = Case(
 @pytest.fixture(scope="module")
 def trained(passes: tc.PassDataset) -> Path:
     path = passes.path.with_name("model.tc")
-    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
-        train(cache, CASE)
+    train_store(path, passes, CASE)
     return path
 
 
@@ -54,12 +50,10 @@ def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
     """A store after one epoch; after any mistake of a test it is still at that commit."""
     shutil.copytree(trained, tmp_path / "model.tc")
     with tc.Store.open(tmp_path / "model.tc") as store:
-        assert store.commit is not None
         before = store.commit.id, store.commit.cursor
         yield store
         assert (store.commit.id, store.commit.cursor) == before
     with tc.Store.open(tmp_path / "model.tc", mode="r") as again:
-        assert again.commit is not None
         assert (again.commit.id, again.commit.cursor) == before
 
 
@@ -86,8 +80,7 @@ def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.St
     tiered(store, passes, device_budget=needed).close()
 
 
-@pytest.mark.parametrize("order_seed", [None, 7])
-@pytest.mark.parametrize("eval_budget", [None, 1000])
+@pytest.mark.parametrize(("order_seed", "eval_budget"), [(None, None), (7, 1000)])
 def test_the_host_budget_that_the_error_names_is_exactly_enough(
     tmp_path: Path, passes: tc.PassDataset, order_seed: int | None, eval_budget: int | None
 ) -> None:
@@ -138,22 +131,13 @@ def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
         tiered(store, replace(CASE, **change).cut(tmp_path / "others"))
 
 
-def test_an_evaluation_set_with_other_features_is_refused(
+def test_an_evaluation_set_of_other_features_is_refused(
     store: tc.Store, passes: tc.PassDataset, tmp_path: Path
 ) -> None:
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
     with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
         next(iter(cache.evaluate(other)))
-
-
-def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
-    with one_sentence(StoreInUseError, str(store.path)):
-        tc.Store.open(store.path)
-    script = f"import tiercache.store as s; s.Store.open({str(store.path)!r})"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert found.returncode == 1
-    assert f"process {store._pid}" in found.stderr
 
 
 # -- register() --------------------------------------------------------------------------------------------------
@@ -170,45 +154,26 @@ class Holder:
         self.value = state["inside"][0]["value"]
 
 
-UNSTORABLE: list[Callable[[], Any]] = [
-    lambda: lambda: 0, lambda: sys.stdout, lambda: np.zeros(2), lambda: np.longdouble(1.0), object,
-    lambda: {np.int64(1): 1}, lambda: Spec,
-]  # fmt: skip
-
-
 def test_numbers_of_numpy_train_as_those_of_python(tmp_path: Path, passes: tc.PassDataset) -> None:
     rows = {}
-    for name, of_int, of_float in (("numpy", np.int64, np.float64), ("python", int, float)):
-        path = tmp_path / name
-        options: dict[str, Any] = {
-            "seed": of_int(3), "order_seed": of_int(5), "retention": of_int(2), "commit_every": of_int(1),
-        }  # fmt: skip
-        for stop in (1, 9):
-            holder = Holder(of_float(0.25))
-            with tiered(path, passes, **options) as cache:
-                model, optimizer = registered(cache, CASE, extra=holder)
+    for name, of_int, of_float, of_bool in (("numpy", np.int64, np.float64, np.bool_), ("python", int, float, bool)):
+        path, case = tmp_path / name, replace(CASE, batch=of_int(16), epochs=of_int(1), shuffle=of_bool(1))
+        options = {"seed": of_int(3), "order_seed": of_int(5), "retention": of_int(2), "commit_every": of_int(1)}
+        for stops in (True, False):
+            with contextlib.suppress(InterruptedError), tiered(path, passes, **options) as cache:
+                model, optimizer = registered(cache, case, extra=Holder(of_float(0.25)))
                 for group in optimizer.param_groups:
                     group["lr"] = of_float(0.125)
-                batches = 0
-                for p in cache.passes(epochs=of_int(1)):
-                    for batch in p.batches(of_int(16), shuffle=np.bool_(True) if of_int is np.int64 else True):  # type: ignore[arg-type]
-                        model(batch).sum().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        batches += 1
-                        if batches == stop:
-                            cache.commit()
-                            break
-                    if batches == stop:
-                        break
+
+                def each_batch(*_: int, cache: Any = cache, stops: bool = stops) -> None:
+                    if stops:
+                        cache.commit()
+                        raise InterruptedError
+
+                run(cache, case, model, optimizer, each_batch=each_batch)
         with tc.Store.open(path, mode="r") as store:
-            rows[name] = {
-                (table.name, key): row.tobytes()
-                for table in store.tables
-                for keys, fields in store.scan(table.name)
-                for key, row in zip(keys.tolist(), fields[0], strict=True)
-            }
-    assert rows["numpy"] == rows["python"]
+            rows[name] = result_of(store, passes, None)
+    assert_same_bits(rows["numpy"], rows["python"])
     for order in (np.arange(len(passes.passes)), list(np.arange(len(passes.passes))[::-1])):
         tiered(tmp_path / "ordered", passes, order=order, reorganize=True).close()
 
@@ -221,40 +186,35 @@ WRONG_NUMBERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WRONG_NUMBERS, ids=repr)
-def test_other_numbers_are_refused_before_a_store_is_created(
-    tmp_path: Path, passes: tc.PassDataset, options: dict[str, Any]
-) -> None:
+def test_other_numbers_are_refused_before_a_store_exists(tmp_path: Path, passes: tc.PassDataset, options: Any) -> None:
     with pytest.raises(ValueError, match=rf"{next(iter(options))}.* is .*: expected "):
         tiered(tmp_path / "new.tc", passes, **options)
     assert not (tmp_path / "new.tc").exists()
 
 
-@pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
-def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
-    store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
-) -> None:
+UNSTORABLE = [lambda: 0, sys.stdout, np.zeros(2), np.longdouble(1.0), object(), {np.int64(1): 1}, Spec]
+
+
+@pytest.mark.parametrize("value", UNSTORABLE, ids=lambda value: type(value).__name__)
+def test_state_that_cannot_be_stored_is_refused(store: tc.Store, passes: tc.PassDataset, value: Any) -> None:
     with tiered(store, passes) as cache:
         with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
-            cache.register(extra=Holder(make()))
+            cache.register(extra=Holder(value))
         with one_sentence(StateError, "register(extra=...)", "state_dict"):
-            cache.register(extra=make())
+            cache.register(extra=value)
 
 
-def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
-    tmp_path: Path, passes: tc.PassDataset
-) -> None:
+def test_state_that_became_unstorable_stops_the_commit(tmp_path: Path, passes: tc.PassDataset) -> None:
     """Each commit checks again, so that what a store holds can always be read back."""
     with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
         holder = Holder(1)
-        model, optimizer = registered(cache, CASE, extra=holder)
 
         def spoil(pass_index: int, _batch: int) -> None:
             if pass_index == 1:
                 holder.value = np.zeros(1)
 
         with one_sentence(StateError, "extra['inside'][0]['value']", "ndarray"):
-            run(cache, CASE, model, optimizer, each_batch=spoil)
-        assert store.commit is not None
+            train(cache, CASE, each_batch=spoil, extra=holder)
         assert store.commit.cursor.pass_index <= 1
 
 

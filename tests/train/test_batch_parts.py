@@ -1,10 +1,9 @@
 """The parts of a batch: its range of the sample order, and memory from a pool."""
 
-from __future__ import annotations
-
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,22 +16,15 @@ MANY = 10**15
 """Samples of a pass whose order does not fit in memory."""
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuffle: bool) -> None:
-    whole = SimpleNamespace(keys=nothing, schema=None)
-    source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
-    rows: Any = SimpleNamespace(check=nothing)
+    source: Any = MagicMock(index=3, samples=MANY)
     raw: Any = SimpleNamespace(exchange=SimpleNamespace(ranks=None))
     for done in (MANY // 2, MANY - 8192):
-        pass_index = Pass(
-            index=0, epoch=1, source=source, rows=rows, seed=2, raw=raw,
-            pipeline=SimpleNamespace(), first_sample=done,  # type: ignore[arg-type]
-        )  # fmt: skip
-        cuts = pass_index._cuts(8192, shuffle)
+        p = Pass(
+            index=0, epoch=1, source=source, rows=MagicMock(), seed=2, raw=raw, pipeline=MagicMock(), first_sample=done
+        )
+        cuts = p._cuts(8192, shuffle)
         end, places = next(cuts)
         order = sample_order(MANY, seed=2, epoch=1, sub_dataset=3, shuffle=shuffle)
         assert places.size == 8192
@@ -54,10 +46,7 @@ def test_threads_never_hold_the_same_memory() -> None:
                 wrong.extend(one for one in held if (one != number).any())
                 del held[: int(rng.integers(1, 5))]
 
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(take, range(4)))
     assert not wrong
     assert pool.num_bytes < 100 * 1024  # what came back was given again

@@ -1,11 +1,11 @@
 """Settings of torch's optimizers that change after tc.convert reach the rows, or a warning or an error says so."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,6 @@ from tests.train.cases import tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import DatasetError, StateError, TableMismatchError
 from tiercache.store import alter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ROWS = 12
 KEYS = torch.arange(ROWS).view(4, 3)
@@ -35,17 +31,15 @@ class Net(nn.Module):
         return self.top(self.emb(keys))  # type: ignore[no-any-return]
 
 
-def opened(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tc.TierCache:
-    schema = model.emb.schema  # type: ignore[union-attr]
+def opened(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> tc.TierCache:
     if not (folder / "keys").exists():
-        tc.write_key_sets(folder / "keys", schema, [{"emb": np.arange(ROWS)}] * 2)  # type: ignore[arg-type]
-    data = tc.PassDataset.open(folder / "keys")
-    return tiered(folder / "m.tc", data, model=model, optimizer=optimizer)
+        tc.write_key_sets(folder / "keys", model.emb.schema, [{"emb": np.arange(ROWS)}] * 2)
+    return tiered(folder / "m.tc", tc.PassDataset.open(folder / "keys"), model=model, optimizer=optimizer)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> None:
     optimizer.zero_grad()
-    model(KEYS).square().mean().backward()
+    (scale * model(KEYS).square().mean()).backward()
     optimizer.step()
 
 
@@ -53,7 +47,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[nn.Module, torch.optim.Optimizer]:
+def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[Any, torch.optim.Optimizer]:
     model = Net()
     optimizer = make(model.parameters())
     with warnings.catch_warnings():
@@ -62,19 +56,11 @@ def converted(make: Callable[[Any], torch.optim.Optimizer] = momentum) -> tuple[
     return model, optimizer
 
 
-def changed(optimizer: Any, name: str, value: Any) -> None:
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state | {"param_groups": [group | {name: value} for group in state["param_groups"]]})
-
-
 @pytest.mark.parametrize("is_recorded_again", [False, True])
-def test_rows_that_an_older_version_stepped_by_another_rule_are_refused(
-    tmp_path: Path, *, is_recorded_again: bool
-) -> None:
+def test_rows_that_an_older_version_stepped_otherwise_are_refused(tmp_path: Path, *, is_recorded_again: bool) -> None:
     """A conversion from Adam had no corrected_eps. The store trains on once it is altered."""
     model, optimizer = converted(torch.optim.Adam)
-    schema: Any = model.emb.schema  # type: ignore[union-attr]
-    table = schema.tables[0]
+    schema, table = model.emb.schema, model.emb.schema.tables[0]
     older = replace(table, optimizer=replace(table.optimizer, corrected_eps=False))
     with opened(tmp_path, tc.convert(Net(), replace(schema, tables=(older,))), None) as cache:
         assert cache._rows.state.optimizer.optimizer(0) == older.optimizer
@@ -101,59 +87,61 @@ def test_a_setting_that_changes_for_dense_parameters_only_is_named_once(
     tmp_path: Path, name: str, value: float, when: str
 ) -> None:
     model, optimizer = converted()
+
+    def change() -> None:
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state | {"param_groups": [group | {name: value} for group in state["param_groups"]]})
+
     if when == "before the cache":
-        changed(optimizer, name, value)
-    words = rf"{name} of SGD was changed to {value} after tc.convert, but rows of 'emb' keep"
+        change()
+    words = f"{name} of SGD was changed to {value} after tc.convert, but rows of 'emb' keep"
     if name == "lr" and when == "in the loop":
         words = "the learning rate of an optimizer of this cache follows a schedule, but rows keep theirs"
     with opened(tmp_path, model, optimizer) as cache, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if when == "before the loop":
-            changed(optimizer, name, value)
+            change()
         for p in cache.passes(epochs=2):
             if when == "in the loop" and p.index == 0:
                 optimizer.param_groups[0][name] = value
             step(model, cache.optimizer)
-    found = [str(one.message) for one in caught]
-    assert len(found) == 1
-    with pytest.warns(UserWarning, match=words):
-        warnings.warn(found[0], stacklevel=1)
+    (found,) = caught
+    assert words in str(found.message)
 
 
-def both_sides() -> tuple[Any, torch.optim.Optimizer, Net, torch.optim.Optimizer]:
+def both_sides(
+    make: Callable[[Any], torch.optim.Optimizer] = momentum,
+) -> tuple[Any, torch.optim.Optimizer, Net, torch.optim.Optimizer]:
+    """Return a converted model and its optimizer, and the same of torch."""
     torch.manual_seed(0)
-    model: Any
-    model, optimizer = converted()
+    model, optimizer = converted(make)
     theirs = Net()
     theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})
-    return model, optimizer, theirs, momentum(theirs.parameters())
+    return model, optimizer, theirs, make(theirs.parameters())
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.01), ("momentum", 0.25), ("weight_decay", 0.125)])
-def test_settings_before_the_loop_are_those_of_the_first_step(tmp_path: Path, name: str, value: float) -> None:
-    """As of a warm-up, which sets the rate when it is made. The commit of the model's weights has no settings."""
-    model, optimizer, theirs, reference = both_sides()
-    with opened(tmp_path, model, optimizer) as cache:
-        for group in (*cache.optimizer.param_groups, *reference.param_groups):
-            group[name] = value
-        for _ in cache.passes(epochs=1):
-            step(model, cache.optimizer)
-            step(theirs, reference)
-        with torch.no_grad():
-            torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS))
-
-
-@pytest.mark.parametrize(("name", "value"), [("lr", 0.5), ("momentum", 0.25), ("weight_decay", 0.125)])
-def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, name: str, value: float) -> None:
+@pytest.mark.parametrize("when", ["before the loop", "in the loop"])
+def test_a_setting_that_changes_for_all_groups_reaches_the_rows(
+    tmp_path: Path, name: str, value: float, when: str
+) -> None:
+    """Before the loop as of a warm-up, which sets the rate when it is made. The first commit has no settings."""
     model, optimizer, theirs, reference = both_sides()
     for epochs in (1, 2):
         with opened(tmp_path, model, optimizer) as cache, warnings.catch_warnings():
             warnings.simplefilter("error")
+
+            def change(cache: Any = cache) -> None:
+                for group in (*cache.optimizer.param_groups, *reference.param_groups):
+                    group[name] = value
+
+            if when == "before the loop":
+                change()
             for _ in cache.passes(epochs=epochs):
-                for one, its in ((model, cache.optimizer), (theirs, reference)):
-                    for group in its.param_groups:
-                        group[name] = value
-                    step(one, its)
+                if when == "in the loop":
+                    change()
+                step(model, cache.optimizer)
+                step(theirs, reference)
             with torch.no_grad():
                 torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS))
         model, optimizer = converted()
@@ -163,31 +151,27 @@ def test_a_setting_that_changes_for_all_groups_reaches_the_rows(tmp_path: Path, 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-6])
 def test_rows_of_adam_move_as_its_parameters_for_gradients_of_any_size(tmp_path: Path, kind: Any, scale: float) -> None:
     """Small ones are compared with eps, which torch adds after the correction of the root."""
-    torch.manual_seed(0)
-    model, optimizer = converted(lambda p: kind(p, lr=0.1, weight_decay=0.0))
-    theirs = Net()
-    theirs.load_state_dict({"emb.weight": model.emb.weights["emb"], **model.top.state_dict(prefix="top.")})  # type: ignore[union-attr,index,call-overload,dict-item]
-    reference = kind(theirs.parameters(), lr=0.1, weight_decay=0.0)
+    model, optimizer, theirs, reference = both_sides(lambda p: kind(p, lr=0.1, weight_decay=0.0))
     with opened(tmp_path, model, optimizer) as cache:
         for _ in cache.passes(epochs=2):
-            for one, its in ((model, cache.optimizer), (theirs, reference)):
-                its.zero_grad()
-                (scale * one(KEYS).square().mean()).backward()
-                its.step()
+            step(model, cache.optimizer, scale)
+            step(theirs, reference, scale)
         with torch.no_grad():
-            torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS), rtol=1e-5, atol=1e-5)  # type: ignore[operator]
+            torch.testing.assert_close(model.emb(KEYS), theirs.emb(KEYS), rtol=1e-5, atol=1e-5)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "value"),
-    [
-        (momentum, "dampening", 0.5),
-        (momentum, "maximize", True),
-        (lambda p: torch.optim.Adagrad(p, lr=0.1), "lr_decay", 0.5),
-        (lambda p: torch.optim.Adam(p, lr=0.1), "amsgrad", True),
-    ],
-)
-@pytest.mark.parametrize("groups", ["all", "dense", "rows"])
+    ("make", "name", "value", "groups"),
+    [(*setting, groups) for groups in ("all", "dense", "rows") for setting in (
+        (momentum, "dampening", 0.5), (momentum, "maximize", True), (adagrad, "lr_decay", 0.5),
+        (lambda p: torch.optim.Adam(p, lr=0.1), "amsgrad", True))]
+    + [(adagrad, name, value, "rows") for name, value in (
+        ("momentum", 0.9), ("nesterov", True), ("betas", (0.5, 0.9)))],
+)  # fmt: skip
 def test_a_setting_that_rows_do_not_have_is_refused(
     tmp_path: Path, make: Any, name: str, value: Any, groups: str
 ) -> None:
@@ -208,42 +192,22 @@ def test_a_setting_that_rows_do_not_have_is_refused(
             p.stop()
 
 
-@pytest.mark.parametrize(("name", "value"), [("momentum", 0.9), ("nesterov", True), ("betas", (0.5, 0.9))])
-def test_a_setting_of_another_row_optimizer_is_refused(tmp_path: Path, name: str, value: Any) -> None:
-    model, optimizer = converted(lambda p: torch.optim.Adagrad(p, lr=0.1))
+def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Path) -> None:
+    """A weight that was frozen in tc.convert has the default."""
+    model: Any = Net()
+    model.emb.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.top.parameters(), lr=0.5)
+    tc.convert(model, optimizer=optimizer)
+    words = "the default of tc.convert, but their model with SGD(lr=0.5)", "choose the optimizer of rows"
     with opened(tmp_path, model, optimizer) as cache:
         for p in cache.passes(epochs=1):
-            cache.optimizer.param_groups[-1][name] = value
-            with one_sentence(StateError, name, "no such setting"):
+            step(model, cache.optimizer)
+            model.emb.requires_grad_(True)
+            cache.optimizer.add_param_group({"params": [*model.emb.parameters()]})
+            with one_sentence(StateError, *words):
                 step(model, cache.optimizer)
             cache.optimizer.zero_grad()
             p.stop()
-
-
-@pytest.mark.parametrize("how", ["frozen", "not in the mapping"])
-def test_rows_of_no_optimizer_do_not_step_by_the_default_in_another(tmp_path: Path, how: str) -> None:
-    """A weight that was frozen in tc.convert, or that a mapping does not name, has the default."""
-    model, words = (
-        Net(),
-        ("the default of tc.convert, but their model with SGD(lr=0.5)", "choose the optimizer of rows"),
-    )
-    if how == "frozen":
-        model.emb.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.top.parameters(), lr=0.5)
-        tc.convert(model, optimizer=optimizer)
-        with opened(tmp_path, model, optimizer) as cache:
-            for p in cache.passes(epochs=1):
-                step(model, cache.optimizer)
-                model.emb.requires_grad_(True)
-                cache.optimizer.add_param_group({"params": [*model.emb.parameters()]})
-                with one_sentence(StateError, *words):
-                    step(model, cache.optimizer)
-                cache.optimizer.zero_grad()
-                p.stop()
-        return
-    tc.convert(model, optimizer={})
-    with one_sentence(StateError, *words):
-        opened(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam, momentum])
@@ -252,15 +216,10 @@ def test_the_state_of_a_whole_table_is_refused(tmp_path: Path, kind: Any) -> Non
     before = Net()
     trained = kind(before.parameters())
     step(before, trained)
-    model = Net()
-    optimizer = kind(model.parameters())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "emb is trained by ")
-        tc.convert(model, optimizer=optimizer)
+    model, optimizer = converted(kind)
     optimizer.load_state_dict(trained.state_dict())
-    with one_sentence(
-        StateError, f"{type(optimizer).__name__} has loaded state of shape (12, 4) for rows of emb", "import"
-    ):
+    told = f"{type(optimizer).__name__} has loaded state of shape (12, 4) for rows of emb"
+    with one_sentence(StateError, told, "import"):
         opened(tmp_path, model, optimizer)
     optimizer = kind(model.parameters())
     with opened(tmp_path, model, optimizer) as cache:

@@ -1,9 +1,9 @@
 """p.loader: training keys must be in the pass, and data that a pass cannot feed is refused."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +11,12 @@ import torch
 from torch.utils.data import default_collate
 
 import tiercache as tc
+from tests.train.cases import first_pass, tiered
 from tests.train.recorded import TAGS, Clicks, Net, call, converted, loader, opened, record, torch_step
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import DatasetError, KeyNotInPassError, StateError
 from tiercache.rows.prefetch import initial_vectors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Any
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +30,9 @@ def in_order(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
 
 
 class Changed(Clicks):
-    def __init__(self, user: int) -> None:
+    def __init__(self, user: int, at: int = 33) -> None:
         super().__init__()
-        self.users[33] = user
+        self.users[at] = user
 
 
 def train(folder: Path, data: tc.PassDataset, dataset: Any, **arguments: Any) -> None:
@@ -68,13 +64,11 @@ def test_a_recorded_batch_with_other_keys_is_named(tmp_path: Path, in_order: tc.
 
 
 def test_other_keys_in_the_last_batch_of_a_pass_are_no_exception(tmp_path: Path, in_order: tc.PassDataset) -> None:
-    dataset, last = Clicks(), in_order.passes[0].samples - 1
-    users = in_order.passes[0].keys("user").tolist()
-    dataset.users[last] = next(user for user in users if user != int(dataset.users[last]))
+    last, users = in_order.passes[0].samples - 1, in_order.passes[0].keys("user").tolist()
+    dataset = Changed(next(user for user in users if user != int(Clicks().users[last])), last)
     with one_sentence(DatasetError, f"to {last}) did not make 1 of"):
         train(tmp_path / "store", in_order, dataset)
     with tc.Store.open(tmp_path / "store", mode="r") as store:
-        assert store.commit is not None
         assert store.commit.cursor.pass_index == 0
 
 
@@ -103,7 +97,6 @@ def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
     dataset = Clicks()
     data = record(tmp_path / "keys", model=converted("meta"), min_count=3)
     rare = data.rare_keys()
-    assert rare is not None
     assert all(rare.rows(name) for name in ("user", "item"))
     theirs = Net(more=1)
     with torch.no_grad():
@@ -123,10 +116,8 @@ def test_rare_keys_train_the_row_that_they_share(tmp_path: Path) -> None:
         x = x + theirs.tag(shared("tag", items % TAGS))
         return theirs.top(theirs.drop(theirs.norm(x)))[:, 0] + noise
 
-    step = torch_step(theirs)
-    step.model.forward = forward  # type: ignore[method-assign]
     cache, ours = opened(tmp_path / "store", data, converted("meta"))
-    theirs.norm, theirs.top = copy.deepcopy(ours.model.norm), theirs.top  # type: ignore[assignment]
+    theirs.norm, theirs.forward = copy.deepcopy(ours.model.norm), forward  # type: ignore[assignment,method-assign]
     theirs.top.load_state_dict(ours.model.top.state_dict())  # type: ignore[union-attr]
     step = torch_step(theirs)
     with cache:
@@ -167,21 +158,6 @@ def test_frozen_tables_are_looked_up_and_count(tmp_path: Path, in_order: tc.Pass
 # -- refusals -----------------------------------------------------------------------------------------------
 
 
-def again(p: tc.Pass) -> None:
-    next(iter(p.loader(Clicks(), shuffle=True)))
-    next(iter(p.loader(Clicks())))
-
-
-def after(p: tc.Pass) -> None:
-    next(iter(p.loader(Clicks())))
-    p.sampler()
-
-
-def both(p: tc.Pass) -> None:
-    p.sampler()
-    p.loader(Clicks())
-
-
 REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]]] = {
     "a dataset of another length": (
         lambda p: p.loader(Clicks(601)), DatasetError, ["has 601 samples, but had 600 when its key sets were recorded"],
@@ -191,9 +167,16 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
     "a generator": (lambda p: p.loader(Clicks(), generator=torch.Generator()), ValueError, ["takes no generator"]),
     "drop_last": (lambda p: p.loader(Clicks(), drop_last=True), ValueError, ["trains all its samples"]),
     "a batch of none": (lambda p: p.loader(Clicks(), 0), ValueError, ["invalid batch size 0"]),
-    "another order": (again, StateError, ["is after 20 samples in the order", "request the same order"]),
-    "a sampler after a loader": (after, StateError, ["has begun with p.loader()"]),
-    "a loader after a sampler": (both, StateError, ["already uses p.sampler()"]),
+    "another order": (
+        lambda p: [next(iter(p.loader(Clicks(), shuffle=shuffle))) for shuffle in (True, False)], StateError,
+        ["is after 20 samples in the order", "request the same order"],
+    ),
+    "a sampler after a loader": (
+        lambda p: (next(iter(p.loader(Clicks()))), p.sampler()), StateError, ["has begun with p.loader()"],
+    ),
+    "a loader after a sampler": (
+        lambda p: (p.sampler(), p.loader(Clicks())), StateError, ["already uses p.sampler()"],
+    ),
     "batches": (lambda p: list(p.batches(5)), DatasetError, ["take its batches from p.loader(dataset)"]),
     "an unknown table": (lambda p: p.sample("person", 1), ValueError, ["unknown table 'person'", "user, item, tag"]),
 }  # fmt: skip
@@ -203,11 +186,8 @@ REFUSED: dict[str, tuple[Callable[[tc.Pass], object], type[Exception], list[str]
 def test_what_a_pass_cannot_feed_is_refused(tmp_path: Path, data: tc.PassDataset, what: str) -> None:
     ask, kind, words = REFUSED[what]
     cache, _ = opened(tmp_path / "store", data)
-    loop = cache.passes(epochs=1)
-    p = next(loop)
-    with one_sentence(kind, *words):
+    with first_pass(cache) as p, one_sentence(kind, *words):
         ask(p)
-    loop.close()
     cache._close(failed=True)
 
 
@@ -215,7 +195,7 @@ def test_a_dataset_without_recorded_samples_has_no_loader(tmp_path: Path) -> Non
     model = converted()
     keys = {"user": [1], "item": [1], "tag": [1]}
     written = tc.write_key_sets(tmp_path / "keys", model.user.schema, [keys])  # type: ignore[union-attr, arg-type]
-    with tc.TierCache(tmp_path / "store", written, model=model, device_budget="1MiB", host_budget="64MiB") as cache:
+    with tiered(tmp_path / "store", written, model=model) as cache:
         for p in cache.passes(epochs=1):
             with one_sentence(DatasetError, "make the dataset with tc.record_key_sets"):
                 p.loader(Clicks())

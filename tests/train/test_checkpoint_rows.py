@@ -1,31 +1,26 @@
 """Rows that begin as rows of a checkpoint train as torch trains them, and are only read when they are first used."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
+from tests.crash.told import finish, start
+from tests.dist.pool import RanksPool
 from tests.store.checkpoints import DIM, ROWS, TENSOR, save, weights
+from tests.train.cases import descend, tiered
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store import CheckpointError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 PASSES, STEPS, BATCH, WIDTH, RATE = 4, 3, 8, 6, 0.1
 
@@ -48,13 +43,8 @@ class Net(nn.Module):
 def prepared(folder: Path, *, dtype: str = "float32", path: Path | None = None) -> tc.PassDataset:
     path = path or save(folder / "model.safetensors", model__embed__weight=weights())
     start = tc.init.Checkpoint(path=str(path), tensor=TENSOR)
-    table = tc.Table(
-        name="gram",
-        dim=DIM,
-        dtype=dtype,
-        optimizer=tc.optim.Adagrad(learning_rate=RATE, eps=1e-8, initial_accumulator=0.1),
-        initializer=start,
-    )
+    optimizer = tc.optim.Adagrad(learning_rate=RATE, eps=1e-8, initial_accumulator=0.1)
+    table = tc.Table(name="gram", dim=DIM, dtype=dtype, optimizer=optimizer, initializer=start)
     feature = tc.Feature(name="gram", hotness="multi_hot", length=WIDTH)
     schema = tc.Schema(features=(feature,), tables=(table,), label=None, dense=())
     return tc.write_key_sets(folder / "keys", schema, [{"gram": np.unique(of_pass)} for of_pass in keys_of_steps()])
@@ -62,17 +52,14 @@ def prepared(folder: Path, *, dtype: str = "float32", path: Path | None = None) 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, keys: NDArray[np.int64]) -> float:
     loss = model(torch.from_numpy(keys))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    descend(loss, optimizer)
     return float(loss.item())
 
 
 def train(data: tc.PassDataset, store: Path, *, epochs: int = 2, stop: int | None = None, **options: Any) -> Any:
     model, losses = Net(tc.Embedding(data.schema, "gram")), list[float]()
     dense = torch.optim.SGD([*model.top.parameters()], lr=0.1)
-    options = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False} | options
-    with tc.TierCache(store, data, model=model, optimizer=dense, **options) as cache:
+    with tiered(store, data, model=model, optimizer=dense, **options) as cache:
         for p in cache.passes(epochs=epochs):
             for keys in keys_of_steps()[p.sub_dataset]:
                 losses.append(step(model, cache.optimizer, keys))
@@ -119,7 +106,7 @@ def test_losses_and_rows_are_those_of_torch_from_the_same_weights(tmp_path: Path
 def test_a_cache_without_a_store_and_ones_with_any_engine_have_the_same_bits(tmp_path: Path, dtype: str) -> None:
     data = prepared(tmp_path, dtype=dtype)
     losses, _, rows = train(data, tmp_path / "store")
-    others, _, found = train(data, tmp_path / "zarr", options=tc.TierCacheOptions(engine="zarr"), commit_every=2)
+    others, _, found = train(data, tmp_path / "zarr", engine="zarr", commit_every=2)
     assert losses == others
     assert {name: one.tobytes() for name, one in rows.items()} == {name: one.tobytes() for name, one in found.items()}
     model, resident = Net(tc.Embedding(data.schema, "gram")), []
@@ -130,16 +117,14 @@ def test_a_cache_without_a_store_and_ones_with_any_engine_have_the_same_bits(tmp
     assert resident == losses
 
 
+def killed(folder: Path) -> None:
+    train(tc.PassDataset.open(folder / "keys"), folder / "killed", stop=2 * STEPS + 1)
+
+
 def test_a_killed_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
     data = prepared(tmp_path)
     _, _, rows = train(data, tmp_path / "whole")
-    code = (
-        "import tiercache as tc; from pathlib import Path; from tests.train.test_checkpoint_rows import train; "
-        f"folder = Path({str(tmp_path)!r}); data = tc.PassDataset.open(folder / 'keys'); "
-        f"train(data, folder / 'killed', stop={2 * STEPS + 1})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert finish(start(killed, tmp_path)) == -signal.SIGKILL
     losses, _, found = train(data, tmp_path / "killed")
     assert len(losses) == 2 * (PASSES - 1) * STEPS
     for name, one in rows.items():
@@ -148,6 +133,11 @@ def test_a_killed_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_another_file_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     data, path = prepared(tmp_path), tmp_path / "model.safetensors"
+    path.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        train(data, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "moved").rename(path)
     train(data, tmp_path / "store", epochs=1)
     whole = path.read_bytes()
     for changed, message in (
@@ -173,7 +163,6 @@ def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path
     with pytest.raises(CheckpointError, match="set its new path with `tiercache alter`"):
         train(data, tmp_path / "store")
     (table,) = data.schema.tables
-    assert table.initializer is not None
     moved = replace(table, initializer=replace(table.initializer, path=str(new)))
     with tc.Store.open(tmp_path / "store") as store:
         tc.store.alter(store, [moved])
@@ -188,14 +177,6 @@ def test_a_checkpoint_that_moved_trains_on_with_the_same_key_sets(tmp_path: Path
     elsewhere = replace(moved, initializer=replace(moved.initializer, tensor="another"))
     with tc.Store.open(tmp_path / "store") as store, pytest.raises(CheckpointError, match="has no tensor 'another'"):
         tc.store.alter(store, [elsewhere])
-
-
-def test_a_missing_checkpoint_makes_no_store(tmp_path: Path) -> None:
-    data = prepared(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        train(data, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
 
 
 def test_a_key_beyond_the_tensor_ends_the_training_with_its_name(tmp_path: Path) -> None:
@@ -214,12 +195,7 @@ def test_a_row_that_keys_share_has_no_beginning(tmp_path: Path) -> None:
         ("null", {}, CheckpointError, "a row that rare keys or nulls share"),
     ):
         data = tc.extract(tmp_path / "data.parquet", schema, tmp_path / name, **options, **more)
-        with (
-            pytest.raises(error, match=message),
-            tc.TierCache(
-                tmp_path / f"{name}.tc", data, device_budget="1MiB", host_budget="64MiB", progress=False
-            ) as cache,
-        ):
+        with pytest.raises(error, match=message), tiered(tmp_path / f"{name}.tc", data) as cache:
             next(cache.passes(epochs=1))
 
 
@@ -228,9 +204,7 @@ def test_rows_that_were_never_trained_are_those_of_the_checkpoint(tmp_path: Path
     model = Net(tc.Embedding(data.schema, "gram"))
     unseen = np.setdiff1d(np.arange(ROWS), np.unique(keys_of_steps()))[:50]
     expected = weights()[unseen].float()
-    with tc.TierCache(
-        tmp_path / "store", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
-    ) as cache:
+    with tiered(tmp_path / "store", data, model=model) as cache:
         for p in cache.passes(epochs=1):
             p.skip()
         cache.drain()
@@ -286,13 +260,11 @@ def train_on_rank(ranks: AnyCommunicator, folder: str, name: str, **options: Any
     """Train this rank's share of each batch: the ranks average the gradients of their sums."""
     data = tc.PassDataset.open(Path(folder) / "keys")
     model = tc.Embedding(data.schema, "gram")
-    options = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False} | options
-    with tc.TierCache(Path(folder) / name, data, model=model, **options) as cache:
+    with tiered(Path(folder) / name, data, model=model, **options) as cache:
         for p in cache.passes(epochs=1):
             for keys in keys_of_steps()[p.sub_dataset]:
-                (ranks.size * model(torch.from_numpy(keys[ranks.rank :: ranks.size])).tanh().sum()).backward()
-                cache.optimizer.step()
-                cache.optimizer.zero_grad()
+                loss = ranks.size * model(torch.from_numpy(keys[ranks.rank :: ranks.size])).tanh().sum()
+                descend(loss, cache.optimizer)
         cache.drain()
         return sum(report.checkpoint_rows for report in cache.reports)
 
@@ -308,12 +280,9 @@ def test_each_rank_reads_the_rows_that_it_has(ranks_pool: RanksPool, tmp_path: P
     assert sum(read) == (2 * count if sharding == "column_wise" else count)
     keys = np.arange(0, ROWS, 3)
     with tc.Store.open(tmp_path / "one", mode="r") as one, tc.Store.open(tmp_path / "two", mode="r") as two:
-        for alone_, ours in zip(
-            one.lookup("gram", keys, missing="initial").values(),
-            two.lookup("gram", keys, missing="initial").values(),
-            strict=True,
-        ):
-            np.testing.assert_allclose(ours, alone_, rtol=1e-5, atol=1e-6)
+        expected, found = (store.lookup("gram", keys, missing="initial") for store in (one, two))
+    for name, rows in expected.items():
+        np.testing.assert_allclose(found[name], rows, rtol=1e-5, atol=1e-6)
 
 
 def test_new_ranks_keep_what_old_ones_know_of_the_checkpoint(ranks_pool: RanksPool, tmp_path: Path) -> None:

@@ -1,21 +1,34 @@
 """A cache frees its memory when it is closed or deleted, and a batch when its last reference is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, Net, change_reads, gone_from, open_store, resident, table, tiered, train
+from tests.train.cases import (
+    SPECS,
+    Case,
+    change_reads,
+    first_pass,
+    gone_from,
+    open_store,
+    registered,
+    resident,
+    table,
+    tiered,
+    train,
+)
 from tests.train.devices import DEVICE, DEVICES, shim
 from tests.train.raw import batch_arguments, key_sets
 from tests.train.shim_gpu import ShimRuntime
@@ -31,10 +44,6 @@ from tiercache.train.table_lookup import Collated, TableLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32, shuffle=False
@@ -66,14 +75,6 @@ def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
     return tiered(open_store(passes.path, CASE, "memory"), passes, device=device, **options)
 
 
-def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
-    model = Net(cache, CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cache.register(model=model, optimizer=optimizer)
-    optimizer = cache.optimizer
-    return model, optimizer
-
-
 def need(kind: str, passes: tc.PassDataset) -> int:
     gpu = SmallGpu()
     with make(kind, passes, gpu):
@@ -84,12 +85,10 @@ KINDS = pytest.mark.parametrize("kind", ["tiered", "resident"])
 
 
 @KINDS
-def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
-    passes: tc.PassDataset, kind: str
-) -> None:
+def test_a_closed_cache_leaves_nothing_on_the_device(passes: tc.PassDataset, kind: str) -> None:
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
-    model, optimizer = followed(cache)
+    model, optimizer = registered(cache, CASE)
     loop = cache.passes(epochs=1)
     for _ in range(2):
         p = next(loop)
@@ -116,13 +115,18 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
 
 
 @KINDS
-def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.PassDataset, kind: str) -> None:
-    """The GPU has room for one at a time; while the first is open the second is refused."""
+def test_a_cache_has_the_memory_of_one_that_was_closed_or_is_garbage(passes: tc.PassDataset, kind: str) -> None:
+    """The GPU has room for one. A cache in a reference cycle lives until a collection, which runs if needed."""
     gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
     first = make(kind, passes, gpu)
     with pytest.raises(BudgetError, match="on the shim, which has"):
         make(kind, passes, gpu)
     first.close()
+    second = make(kind, passes, gpu)
+    cycle: list[Any] = [second]
+    cycle.append(cycle)
+    del second, cycle
+    assert gpu.held
     make(kind, passes, gpu).close()
 
 
@@ -130,7 +134,7 @@ def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.P
 def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassDataset, kind: str) -> None:
     gpu = SmallGpu()
     cache = make(kind, passes, gpu)
-    model, optimizer = followed(cache)
+    model, optimizer = registered(cache, CASE)
     for p in cache.passes(epochs=1):
         for batch in p.batches(16):
             model(batch).sum().backward()
@@ -146,24 +150,10 @@ def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: 
     dense[0].step()  # and steps no rows
 
 
-@KINDS
-def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDataset, kind: str) -> None:
-    """A cache in a reference cycle lives until a collection, which runs if its memory is needed."""
-    gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
-    first = make(kind, passes, gpu)
-    cycle: list[Any] = [first]
-    cycle.append(cycle)
-    del first, cycle
-    assert gpu.held
-    make(kind, passes, gpu).close()
-
-
 @pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
-    passes: tc.PassDataset, kind: str, device: str
-) -> None:
+def test_what_asks_a_closed_cache_for_rows_gets_one_sentence(passes: tc.PassDataset, kind: str, device: str) -> None:
     cache: Any = make(kind, passes, "cpu" if device == "cpu" else SmallGpu())
     model = train(cache, CASE, epochs=1)
     loop = cache.passes(epochs=2)
@@ -192,27 +182,27 @@ def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
         with one_sentence(RuntimeError, "has ended"):
             lookup()
     assert cache.plan() if kind == "tiered" else True
-    assert not [t for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
+    assert not running()
 
 
-def test_a_device_that_failed_still_gives_back_what_it_can(
-    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def running() -> list[str]:
+    """Return the threads that move rows."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
+
+
+def test_a_device_that_failed_gives_back_what_it_can(passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SmallGpu()
     with open_store(passes.path, CASE, "memory") as store:
         cache = tiered(store, passes, device=CudaBackend(gpu))
         next(cache.passes(epochs=1))
-
-        def failed() -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+        failed = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
         with monkeypatch.context() as patched:
             patched.setattr(cache._rows.transfer._backend.streams, "synchronize", failed)
             with pytest.raises(RuntimeError, match="illegal memory access"):
                 cache.close()
         assert cache.device_bytes == 0
         assert not gpu.pinned_pages
-        assert not [t for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
+        assert not running()
 
 
 ONE_PASS = Case(
@@ -307,9 +297,9 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
     """Labels of many batches, for a metric, take the memory of columns alone."""
     cache = resident(one_pass, device=DEVICES[device]())
     backend, bag = cache._backend, tc.EmbeddingBagCollection(cache.schema)
-    loop, labels, seen = cache.passes(epochs=1), [], []
-    with torch.no_grad():
-        for batch in (p := next(loop)).batches(2, prefetch=ahead):
+    labels, seen = [], []
+    with torch.no_grad(), first_pass(cache) as p:
+        for batch in p.batches(2, prefetch=ahead):
             bag(batch)
             labels.append(batch.label)
             del batch
@@ -322,7 +312,6 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
         p.skip()
     assert seen[1][0] - seen[0][0] <= 80 * 256 + (16 << 10)  # and batches that are being made; whole ones take 78 KiB
     assert seen[1][1] == seen[0][1]
-    loop.close()
 
 
 @pytest.mark.sampled(2)
@@ -331,24 +320,21 @@ def test_labels_that_are_kept_keep_no_ids(one_pass: tc.PassDataset, device: str,
 def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
     backend = DEVICES[device]()
     cache = resident(one_pass, device=backend)
-    lookups, before = Lookups(cache), left()
-    loop = cache.passes(epochs=1)
-    p = next(loop)
-    held = []
-    for rest in (3, 9):
-        batches = p.batches(10, prefetch=ahead)
-        for _ in range(rest):
-            batch = next(batches)
-            lookups.step(batch)
-            label = weakref.ref(batch.label)
-            del batch
-            assert label() is None, "the iterator keeps a batch"
-        batches.close()
-        assert left() == before
-        if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
-            held.append(bytes_of_batches(backend._runtime, backend))
-    assert held[1:] == held[:1]
-    loop.close()
+    lookups, before, held = Lookups(cache), left(), []
+    with first_pass(cache) as p:
+        for rest in (3, 9):
+            batches = p.batches(10, prefetch=ahead)
+            for _ in range(rest):
+                batch = next(batches)
+                lookups.step(batch)
+                label = weakref.ref(batch.label)
+                del batch
+                assert label() is None, "the iterator keeps a batch"
+            batches.close()
+            assert left() == before
+            if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
+                held.append(bytes_of_batches(backend._runtime, backend))
+        assert held[1:] == held[:1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -380,59 +366,48 @@ def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDa
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("missing", ["error", "zero", "load"])
-def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
-    one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any
-) -> None:
+def test_a_batch_of_raw_keys_is_gone(one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any) -> None:
     cache = tc.InMemoryCache(key_sets(tmp_path / "keys", one_pass), device=DEVICES[device]())
     lookups, before = Lookups(cache), left()
-    p = next(loop := cache.passes(epochs=1))
-    for first in range(0, 60, 10):
-        keys, others = batch_arguments(one_pass, 0, first, 10)
-        if missing != "error":
-            keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
-            keys["f"][:3] = 10**9
-        batch = p.batch(keys, **others, missing=missing)
-        lookups.step(batch)
-        del batch
-    del keys, others
-    assert left() == before
-    loop.close()
+    with first_pass(cache) as p:
+        for first in range(0, 60, 10):
+            keys, others = batch_arguments(one_pass, 0, first, 10)
+            if missing != "error":
+                keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
+                keys["f"][:3] = 10**9
+            lookups.step(p.batch(keys, **others, missing=missing))
+        del keys, others
+        assert left() == before
 
 
-def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
-    one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_failed_keeps_no_memory(one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     change_reads(monkeypatch, gone_from(20))
     cache, before = resident(one_pass, device=shim()), left()
-    loop = cache.passes(epochs=1)
-    batches = next(loop).batches(20, prefetch=1)
-    next(batches)
-    with contextlib.suppress(DatasetError):
+    with first_pass(cache) as p:
+        batches = p.batches(20, prefetch=1)
         next(batches)
-        pytest.fail("a batch was read")
-    del batches
-    assert left() == before
-    loop.close()
+        with contextlib.suppress(DatasetError):  # pytest.raises would keep its frames
+            next(batches)
+            pytest.fail("a batch was read")
+        del batches
+        assert left() == before
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str) -> None:
     cache = resident(one_pass, device=DEVICES[device]())
     bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
-    loop = cache.passes(epochs=1)
-    batch = next(next(loop).batches(20))
-    sums = []
-    for in_place in (False, True):
-        out, one = bag(batch), single(batch)["f"]
-        out, one = (out.relu_(), one.relu_()) if in_place else (out.relu(), one.relu())
-        (out.square().sum() + one.square().sum()).backward()
-        rows = cache.optimizer.rows
-        pending = rows.gradients.preview(rows.ready(None), cache._backend.array)
-        sums.append([cache._backend.tensor(one.gradient).clone() for g in pending for p in g for one in p.by_feature()])
-        cache.optimizer.zero_grad()
+    rows, sums = cache.optimizer.rows, []
+    with first_pass(cache) as p:
+        batch = next(p.batches(20))
+        for relu in (torch.relu, torch.relu_):
+            (relu(bag(batch)).square().sum() + relu(single(batch)["f"]).square().sum()).backward()
+            pending = rows.gradients.preview(rows.ready(None), cache._backend.array)
+            parts = [one for group in pending for part in group for one in part.by_feature()]
+            sums.append([cache._backend.tensor(one.gradient).clone() for one in parts])
+            cache.optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
     assert any(one.abs().sum() > 0 for one in sums[0])
-    loop.close()
 
 
 if DEVICE == "cuda":
@@ -440,9 +415,8 @@ if DEVICE == "cuda":
     def test_memory_of_batches_on_a_gpu_stays_what_it_is(one_pass: tc.PassDataset) -> None:
         cache = resident(one_pass, device="cuda")
         lookups, seen = Lookups(cache), []
-        loop = cache.passes(epochs=1)
-        for batch in (p := next(loop)).batches(10, prefetch=2):
-            lookups.step(batch)
-            seen.append(torch.cuda.memory_allocated())
-        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), p
-        loop.close()
+        with first_pass(cache) as p:
+            for batch in p.batches(10, prefetch=2):
+                lookups.step(batch)
+                seen.append(torch.cuda.memory_allocated())
+        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20)

@@ -1,7 +1,5 @@
 """Compiled models: lookups are operators, so a whole model is one graph, and it trains to the same bits."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.train.cases import SPECS, Case, assert_same_bits, result_of_resident, table
+from tests.train.cases import SPECS, Case, assert_same_bits, descend, first_pass, result_of_resident, table
 from tests.train.devices import DEVICES
 from tiercache.train import lookup_ops
 
@@ -47,17 +45,13 @@ def train(passes: tc.PassDataset, device: str, *, compiled: bool) -> Any:
     with tc.InMemoryCache(passes, device=DEVICES[device]()) as cache:
         model = Model(passes.schema)
         run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        cache.register(model=model, optimizer=optimizer)
-        optimizer = cache.optimizer
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         logits = []
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
                 with torch.no_grad():
                     logits.append(run(batch).clone())
-                optimizer.zero_grad()
-                nn.functional.binary_cross_entropy_with_logits(run(batch), batch.label).backward()
-                optimizer.step()
+                descend(nn.functional.binary_cross_entropy_with_logits(run(batch), batch.label), cache.optimizer)
         return result_of_resident(cache, model), logits
 
 
@@ -74,11 +68,10 @@ def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.Pa
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, trained: bool) -> None:
-    with tc.InMemoryCache(passes) as cache:
-        model = Model(passes.schema)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters()))
-        loop = cache.passes(epochs=1)
-        batch = next(next(loop).batches(16))
+    model = Model(passes.schema)
+    optimizer = torch.optim.SGD(model.parameters())
+    with tc.InMemoryCache(passes, model=model, optimizer=optimizer) as cache, first_pass(cache) as p:
+        batch = next(p.batches(16))
         weight = torch.rand(16, requires_grad=True)
         of_module = model.bags.number, model.bags.out_features, trained
         bags = torch.ops.tiercache.embedding_bags.default

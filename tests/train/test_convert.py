@@ -1,11 +1,9 @@
 """An existing model's embeddings become ours with its weights, and modules of torch again; models share tables."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
+from tests.dist.pool import RanksPool
 from tests.train.cases import table, tiered
 from tests.train.test_adoption import (
     BATCH,
@@ -28,33 +27,19 @@ from tests.train.test_adoption import (
     compare,
     make_optimizer,
     numbered,
-    plain,
     row_bytes,
     rows_of,
     samples,
     schema_of,
     torch_batch,
-    torch_optimizer,
     train_in_memory,
 )
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
 
-if TYPE_CHECKING:
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
-
 NAMES = [f"f{t}" for t in range(TABLES)]
-
-
-def trained_before() -> DLRM:
-    torch.manual_seed(3)
-    tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=t == 3) for t in range(TABLES)]
-    for one in tables:
-        nn.init.uniform_(one.weight, -0.2, 0.2)
-    torch.manual_seed(1)
-    return DLRM(list(tables))
 
 
 @pytest.mark.sampled(1)
@@ -62,8 +47,15 @@ def trained_before() -> DLRM:
 def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
     data = samples()
     passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
-    begin = trained_before()
-    reference = theirs_from(copy.deepcopy(begin), optimizer, data)
+    torch.manual_seed(3)
+    tables: list[nn.Module] = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=name == "f3") for name in NAMES]
+    for one in tables:
+        nn.init.uniform_(one.weight, -0.2, 0.2)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    begin = DLRM(tables)
+    plain = copy.deepcopy(begin)
+    plain.tables[3].sparse = False
+    reference = train_in_memory(plain, optimizer, LOOPS["plain"], data)
     losses: dict[int, float] = {}
     for stop in (PASSES * EPOCHS // 2, None):
         torch.manual_seed(1)
@@ -74,11 +66,11 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
         budget = row_bytes(optimizer) // 4
         with tiered(tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=budget) as cache:
             assert not any(one.weights for one in model.tables)
-            side = Side(model, [cache.optimizer], cache.clip_grad_norm_, [], cache.register, losses)
+            side = Side(LOOPS["plain"], model, [cache.optimizer], cache.clip_grad_norm_, cache.register, losses)
             for p in cache.passes(epochs=EPOCHS):
                 if p.index == stop:
                     break
-                plain(side, {}, numbered(p, p.batches(BATCH)))
+                side.run(numbered(p, p.batches(BATCH)))
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         compare(losses, model.dense_parameters(), rows_of(store), reference)
         back = tc.to_torch(model, store)
@@ -87,14 +79,6 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
     with torch.no_grad():
         torch.testing.assert_close(back(dense, bags), reference.model(dense, bags), atol=1e-5, rtol=1e-5)
     assert isinstance(model.tables[0], tc.EmbeddingBag)
-
-
-def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
-    for one in model.tables:
-        one.sparse = False
-    side = Side(model, [torch_optimizer(optimizer, model)], lambda _: None, [], lambda **_: None)
-    train_in_memory(side, LOOPS["plain"], data)
-    return side
 
 
 SCHEMA = tc.Schema(

@@ -1,11 +1,11 @@
 """tc.convert without a dataset: the model determines the tables, and its optimizer how their rows step."""
 
-from __future__ import annotations
-
 import copy
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,6 @@ import tiercache as tc
 from tests.train.cases import tiered
 from tiercache.errors import StateError
 from tiercache.train.table_module import table_modules
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ROWS, DIM, N = 30, 4, 12
 
@@ -165,10 +161,11 @@ def test_a_default_that_trains_otherwise_than_the_optimizer_is_refused(tmp_path:
     data = keys_of(model, tmp_path / "keys")
     same = torch.optim.Adagrad(model.parameters(), lr=0.01)
     tiered(tmp_path / "a.tc", data, model=model, optimizer=same).close()
-    other = tc.convert(Net(), parameters=["entity_embedding"])
-    words = r"rows of \S+ step with Adagrad\(learning_rate=0.01.*SGD\(lr=0.5\): choose the"
-    with pytest.raises(StateError, match=words):
-        tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
+    words = r"rows of \S+ step with Adagrad\(learning_rate=0.01.*, the default of .*SGD\(lr=0.5\): choose the"
+    for optimizer in (None, {}):
+        other = tc.convert(Net(), parameters=["entity_embedding"], optimizer=optimizer)
+        with pytest.raises(StateError, match=words):
+            tiered(tmp_path / "b.tc", data, model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.5))
     later = tc.convert(Net(), parameters=["entity_embedding"])
     with tiered(tmp_path / "c.tc", data, model=later) as cache, pytest.raises(StateError, match=words):
         cache.register(optimizer=torch.optim.SGD(later.parameters(), lr=0.5))

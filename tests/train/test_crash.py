@@ -1,14 +1,12 @@
 """However a training ends, the store is at a commit, and the resumed run ends with the same bits."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -35,9 +33,6 @@ from tests.train.cases import (
 )
 from tiercache.store import MemoryEngine, Store, verify
 from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, StoreFullError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),

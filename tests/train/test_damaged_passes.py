@@ -6,8 +6,6 @@ Flips one byte after the other in a copy of the passes in FOLDER, and writes a l
 results of training and evaluation. It is a program, because damaged data may end its process. Flip 0 changes nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -16,8 +14,9 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +27,6 @@ from tests.store.damage import assert_sentence, generator_of
 from tests.train.cases import SPECS, Case, Net, result_of, table, tiered, train
 from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)), specs=SPECS, num_samples=80, pass_rows=40, num_keys=60, batch=40, epochs=1

@@ -1,8 +1,7 @@
 """Trainings under another default dtype, and devices as torch names them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,6 @@ import tiercache as tc
 from tests.train.cases import SPECS, Case, table, tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CASE = Case(
     tables=(table("a", 4), table("b", 6, tc.optim.Adam(learning_rate=0.1))), specs=SPECS, num_samples=64, pass_rows=32

@@ -1,8 +1,7 @@
 """A store enters a schedule in the middle: training continues to the same bits as an uninterrupted one."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,9 +11,6 @@ import tiercache as tc
 from tests.train.cases import Case, Net, assert_bits_of_memory, open_store, smallest_host_budget, tiered, train
 from tests.train.test_reorganize import one_case
 from tiercache.store import Cursor, load_rows, verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def five_passes(**options: Any) -> Case:

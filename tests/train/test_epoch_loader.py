@@ -1,10 +1,10 @@
 """cache.loader replaces a loader in a loop over epochs, which stays unchanged."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,6 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 import tiercache as tc
 from tests.train.cases import tiered
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ROWS, SAMPLES, BATCH = 64, 60, 8
 

@@ -1,17 +1,17 @@
 """Evaluation sees current rows, writes nothing, stays within its budget and changes no bit of the run."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import tiercache as tc
 from tests.train.cases import (
@@ -33,13 +33,7 @@ from tests.train.devices import DEVICES
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError, StateError
 from tiercache.store.row_codec import initial_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.train.cache import TierCache
+from tiercache.train.cache import TierCache
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),

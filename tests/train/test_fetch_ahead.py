@@ -1,10 +1,9 @@
 """Loops that fetch batches ahead of their training, across the ends of passes: the same bits and commits."""
 
-from __future__ import annotations
-
 from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from tests.train.cases import SPECS, Case, Net, Result, assert_same_bits, result
 from tests.train.devices import DEVICE, DEVICES
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.Adagrad(learning_rate=0.1)), table("b", 6, tc.optim.SGD(learning_rate=0.1))),

@@ -1,10 +1,10 @@
 """A training whose rows or dense weights are no longer finite stops before they are committed."""
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +17,6 @@ from tests.train.devices import DEVICES
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 OPTIMIZERS = {
     "sgd": tc.optim.SGD(learning_rate=0.1),
@@ -50,7 +46,7 @@ class Training:
         self.cache.register(model=self.model, optimizer=self.optimizer)
         self.optimizer = self.cache.optimizer
 
-    def run(self, wrong: Callable[[Training, tc.Batch], object], at: tuple[int, int] = (1, 2)) -> int:
+    def run(self, wrong: Callable[["Training", tc.Batch], object], at: tuple[int, int] = (1, 2)) -> int:
         steps = 0
         for p in self.cache.passes(epochs=1):
             for i, batch in enumerate(p.batches(16)):

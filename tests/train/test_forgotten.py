@@ -1,10 +1,9 @@
 """Objects that the cache was not given are named before they are lost: models, parameters, state, rates of rows."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,6 @@ from tests.train.cases import Case, Kept, Net, Spec, table, tiered
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 6)),

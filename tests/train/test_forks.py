@@ -1,13 +1,13 @@
 """Caches in forks of their process, and caches that were not closed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +19,6 @@ from tiercache.errors import StateError
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
 from tiercache.store import Cursor, verify
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 6, tc.optim.SGD(learning_rate=0.1))),

@@ -3,12 +3,11 @@
 Each test has the number of its row in the design's list of cases.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +23,6 @@ from tests.train.cases import Case
 from tests.train.devices import DEVICES
 from tests.train.test_bad_input import one_sentence
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CASE = LOOPS_CASE
 

@@ -1,11 +1,11 @@
 """Ids of batches in the place of a tensor of keys: they are compared like that tensor, and all else is an error."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +13,10 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.dist.pool import RanksPool
 from tests.train.cases import Case, Spec, resident, table, tiered
 from tests.train.test_bad_input import one_sentence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.dist.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4)),

@@ -1,11 +1,11 @@
 """Pinning the current state by a name, and resuming from it, or serving it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +32,6 @@ from tests.train.cases import (
 from tiercache.data.dataset_writer import write_dataset
 from tiercache.errors import DatasetError, StateError
 from tiercache.store import CommitMissingError, MemoryEngine, TableMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CASE = Case(tables=(table("a", 8), table("b", 3, tc.optim.Adam(learning_rate=0.01))), specs=SPECS, num_samples=128)
 """Two passes of 64 samples, four batches each; two epochs."""

@@ -1,9 +1,8 @@
 """Lookups whose output exceeds the caches: rows are read in memory order, and the step need not sort."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,6 @@ from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu import gathering, sorting
 from tiercache.rows.backends import cpu as cpu_backend
 from tiercache.values.lookups import SavedGradient, SortedSlots
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 32, tc.optim.Adagrad(learning_rate=0.1)), table("b", 32, tc.optim.Adagrad(learning_rate=0.1))),

@@ -1,9 +1,9 @@
 """Users' own loaders: wrapped, they resume from a commit; keys in all usual forms are the same batch."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +15,6 @@ import tiercache as tc
 from tests.data.cases import Jagged, KeyedJagged
 from tests.train.cases import table, tiered
 from tiercache.train.raw_samples import feature_keys, samples_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PASSES, SAMPLES, BATCH = 3, 40, 8
 SCHEMA = tc.Schema(
